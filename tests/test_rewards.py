@@ -1,0 +1,362 @@
+"""Which number a text is paid for, what the tags are worth, and that no text breaks or stalls the scoring."""
+
+import json
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward, parse_number
+
+REWARDS = [accuracy_reward, lenient_accuracy_reward, format_reward]
+GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k"
+
+# Text, and the number it is read as (a fraction's text, or None for no number).
+NUMBERS = [
+    # plain
+    ("18", "18"),
+    ("0", "0"),
+    ("007", "7"),
+    ("12.50", "25/2"),
+    (".5", "1/2"),
+    ("$.50", "1/2"),
+    ("0.1", "1/10"),
+    ("+5", "5"),
+    ("18.", "18"),
+    ("18.00.", "18"),
+    ("  18\n", "18"),
+    # the last of several
+    ("3 apples and 4 pears make 7", "7"),
+    ("48/2 = 24", "24"),
+    ("18 out of 20", "20"),
+    ("x = 3, y = 4", "4"),
+    ("1.5 2.5", "5/2"),
+    ("so...5", "5"),
+    ("1.2.3", "3"),
+    ("No.5", "5"),
+    # thousands and lists
+    ("1,450", "1450"),
+    ("1,450,000.25", "5800001/4"),
+    ("-1,450", "-1450"),
+    ("1{,}450", "1450"),
+    ("1,450, or so", "1450"),
+    ("1,23", "23"),
+    ("1,2,3", "3"),
+    ("1,2345", "2345"),
+    ("1234,567", "567"),
+    ("1,450,23", "23"),
+    ("5, 450", "450"),
+    ("0,5", "5"),
+    (",450", "450"),
+    ("1,,450", "450"),
+    # money, per cent, units, markup
+    ("$18.00", "18"),
+    ("€1,000", "1000"),
+    ("£3.20", "16/5"),
+    ("\\$18", "18"),
+    ("75%", "75"),
+    ("18 dollars", "18"),
+    ("18kg", "18"),
+    ("**18**", "18"),
+    ("\\boxed{18}", "18"),
+    ("#### 18", "18"),
+    ("(18)", "18"),
+    # minus sign or dash
+    ("-7", "-7"),
+    ("- 7", "7"),
+    ("\u22127", "-7"),
+    ("\u20137", "-7"),
+    ("\u20147", "7"),
+    ("-$5", "-5"),
+    ("-€5", "-5"),
+    ("£-5", "-5"),
+    ("$-5", "-5"),
+    ("-\\$5", "-5"),
+    ("-.5", "-1/2"),
+    ("x = -7", "-7"),
+    ("x=-7", "-7"),
+    ("(-7)", "-7"),
+    ("__-7__", "-7"),
+    ("\\boxed{-7}", "-7"),
+    ("3*-7", "-7"),
+    ("10-7", "7"),
+    ("3 - 7", "7"),
+    ("3 -7", "-7"),
+    ("3 - -7", "-7"),
+    ("5\u20137 days", "7"),
+    ("5\u22127", "7"),
+    ("$10-$7", "7"),
+    ("10%-7%", "7"),
+    ("(3)-7", "7"),
+    ("x-7", "7"),
+    ("--7", "7"),
+    ("-3/4", "-3/4"),
+    ("-0", "0"),
+    # fractions
+    ("3/4", "3/4"),
+    ("$3/4", "3/4"),
+    ("1,000/4", "250"),
+    ("0.5/2", "1/4"),
+    ("0/3", "0"),
+    ("3 / 4", "4"),
+    ("3/x", "3"),
+    ("12/25/2023", "2023"),
+    ("3/0", None),
+    ("5 and 3/0.0", None),
+    # exponents
+    ("1e3", "1000"),
+    ("2.5E-1", "1/4"),
+    ("1e+2", "100"),
+    ("-2e0", "-2"),
+    ("1e100", str(10**100)),
+    ("1e101", None),
+    ("1e999", None),
+    ("18 or 1e-999999999999", None),
+    ("0e999", None),
+    ("1e", "1"),
+    ("e5", "5"),
+    # not numbers
+    ("", None),
+    ("eighteen", None),
+    ("nan", None),
+    ("inf", None),
+    ("-Infinity", None),
+    ("-", None),
+    ("$", None),
+    ("1" * 100, "1" * 100),
+    ("1" * 101, None),
+    ("7 " + "0" * 5000, None),
+    ("\u0661\u0668", None),  # Arabic-Indic 18
+    ("\u0967\u096e", None),  # Devanagari 18
+    ("\uff11\uff18", None),  # full-width 18
+    ("\u00b9\u2078", None),  # superscript 18
+    ("\u2460 \u2167 \u00bd", None),  # circled 1, Roman 8, one half
+    ("18 m\u00b2", "18"),
+    ("18\x00", "18"),
+    ("\ud83d 18 \udc00", "18"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), NUMBERS)
+def test_parse_number(text, expected):
+    assert parse_number(text) == (None if expected is None else Fraction(expected))
+
+
+# Completion, gold answer, strict, lenient, format.
+COMPLETIONS = [
+    ("<think>9 * 2</think><answer>18</answer>", "18", 1.0, 1.0, 0.4),
+    ("<think>\n9\n* 2\n</think>\n\n<answer>\n18\n</answer>\n", "18", 1.0, 1.0, 0.4),
+    ("<think>9 * 2</think><answer>19</answer>", "18", 0.0, 0.0, 0.4),
+    ("<answer>18</answer>", "18", 1.0, 1.0, 0.2),
+    ("<answer>it is $18.00.</answer> I checked 3 times", "18", 1.0, 0.0, 0.2),
+    ("<answer>17 or 18</answer>", "18", 1.0, 1.0, 0.2),
+    ("<answer>18 or 17</answer>", "18", 0.0, 0.0, 0.2),
+    ("18", "18", 0.0, 1.0, 0.0),
+    ("<answer>18", "18", 0.0, 1.0, 0.1),
+    ("18</answer>", "18", 0.0, 1.0, 0.1),
+    ("18</answer><answer>", "18", 0.0, 1.0, 0.1),
+    ("</answer>18<answer>", "18", 0.0, 1.0, 0.1),
+    ("<answer></answer>18", "18", 0.0, 1.0, 0.2),
+    # Several blocks are several guesses, whichever of them is right.
+    ("<answer>17</answer><answer>18</answer>", "18", 0.0, 1.0, 0.2),
+    ("<answer>18</answer><answer>17</answer>", "18", 0.0, 0.0, 0.2),
+    ("<answer>18</answer><answer>18</answer>", "18", 0.0, 1.0, 0.2),
+    ("<answer><answer>18</answer></answer>", "18", 0.0, 1.0, 0.2),
+    ("<answer>18</answer></answer>", "18", 0.0, 1.0, 0.2),
+    ("<think>in <answer> tags</think><answer>18</answer>", "18", 0.0, 1.0, 0.4),
+    # Only the tags as they are written count.
+    ("<ANSWER>18</ANSWER>", "18", 0.0, 1.0, 0.0),
+    ("<answer >18</answer >", "18", 0.0, 1.0, 0.0),
+    ("<think><answer>18</answer></think>", "18", 1.0, 1.0, 0.2),
+    ("</think><answer>18</answer>", "18", 1.0, 1.0, 0.3),
+    ("<think><think><think><think>", "18", 0.0, 0.0, 0.1),
+    ("<think></think><think></think>", "18", 0.0, 0.0, 0.2),
+    ("</answer><answer></think><think>", "18", 0.0, 0.0, 0.1),
+    ("<think></think><answer></answer>", "18", 0.0, 0.0, 0.4),
+    ("", "18", 0.0, 0.0, 0.0),
+    # Exact comparison, and gold answers of either form.
+    ("<answer>0.3</answer>", "0.30", 1.0, 1.0, 0.2),
+    ("<answer>0.30000000000000004</answer>", "0.3", 0.0, 0.0, 0.2),
+    ("<answer>9007199254740993</answer>", "9007199254740992", 0.0, 0.0, 0.2),
+    ("<answer>$1,450</answer>", "5 * 290 = 1450\n#### 1,450", 1.0, 1.0, 0.2),
+    ("<answer>450</answer>", "#### 1,450", 0.0, 0.0, 0.2),
+    ("<answer>7</answer>", "#### -7", 0.0, 0.0, 0.2),
+    ("<answer>-7</answer>", "#### -7", 1.0, 1.0, 0.2),
+    # A gold answer without a number is never matched, by no number either.
+    ("<answer>none</answer>", "none", 0.0, 0.0, 0.2),
+    ("<answer>1e999</answer>", "1e999", 0.0, 0.0, 0.2),
+    ("<answer>18</answer>", "18 ####", 0.0, 0.0, 0.2),
+    ("<answer>nan</answer>", "nan", 0.0, 0.0, 0.2),
+]
+
+
+@pytest.mark.parametrize(("completion", "answer", "strict", "lenient", "tags"), COMPLETIONS)
+def test_rewards_of_a_completion(completion, answer, strict, lenient, tags):
+    assert accuracy_reward([completion], [answer]) == [strict]
+    assert lenient_accuracy_reward([completion], [answer]) == [lenient]
+    assert format_reward([completion], [answer]) == [tags]
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_a_list_is_scored_item_by_item_in_order(reward):
+    completions, answers = [row[0] for row in COMPLETIONS], [row[1] for row in COMPLETIONS]
+    assert reward(completions, answers) == [reward([c], [a])[0] for c, a in zip(completions, answers, strict=True)]
+    assert reward([], []) == []
+
+
+@pytest.mark.parametrize("reward", REWARDS)
+def test_lists_of_different_lengths_are_an_error(reward):
+    """zip would otherwise drop the tail, and the rewards would belong to other completions."""
+    with pytest.raises(ValueError):
+        reward(["18", "18"], ["18"])
+
+
+# Random text out of the pieces that mean something here, and any unicode in between.
+PIECES = st.sampled_from(
+    [
+        *"0123456789.,-+/$%eE{}()\\ \n",
+        "<think>",
+        "</think>",
+        "<answer>",
+        "</answer>",
+        "####",
+        "\u2212",
+        "1,450",
+        "\u0663",
+    ]
+)
+SOUP = st.lists(st.one_of(PIECES, st.characters()), max_size=60).map("".join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(SOUP, SOUP)
+def test_any_text_gets_an_allowed_reward(completion, answer):
+    for reward in (accuracy_reward, lenient_accuracy_reward):
+        assert reward([completion], [answer])[0] in (0.0, 1.0)
+    assert format_reward([completion], [answer])[0] in (0.0, 0.1, 0.2, 0.3, 0.4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SOUP, SOUP)
+def test_only_the_last_number_is_read(before, text):
+    """Whatever stands before a text with a number in it, however long, changes nothing."""
+    if any(digit in text for digit in "0123456789"):
+        assert parse_number(before * 20 + " " + text) == parse_number(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(SOUP, st.text(st.characters(exclude_characters="0123456789,{}"), max_size=300))
+def test_text_without_digits_after_the_number_is_ignored(text, after):
+    assert parse_number(text + after) == parse_number(text)
+
+
+@st.composite
+def written_numbers(draw):
+    """A decimal, and one of the ways to write it."""
+    units = draw(st.integers(-(10**12), 10**12))
+    places = draw(st.integers(0, 4))
+    value = Decimal(units).scaleb(-places)
+    size = abs(value)
+    text = f"{size:,f}" if draw(st.booleans()) else f"{size:f}"
+    if "." in text:
+        text += "0" * draw(st.integers(0, 3))
+        if text.startswith("0.") and draw(st.booleans()):
+            text = text[1:]
+    else:
+        text = (
+            draw(st.sampled_from(["", "0", "00"])) * ("," not in text) + text + draw(st.sampled_from(["", ".", ".00"]))
+        )
+    minus = draw(st.sampled_from(["-", "\u2212"])) if value < 0 else draw(st.sampled_from(["", "+"]))
+    money = draw(st.sampled_from([(minus, ""), (minus, "$"), ("$" + minus, "")]))
+    text = money[0] + money[1] + text
+    before = draw(st.sampled_from(["", " ", "= ", "=", "It is ", "from 3 to ", "**", "\\boxed{", "1,000, ", "2 - "]))
+    after = draw(st.sampled_from(["", " ", ".", " dollars", "%", "**.", "}", "\n", ", I think", "-ish"]))
+    return Fraction(value), before + text + after
+
+
+@settings(max_examples=500, deadline=None)
+@given(written_numbers(), st.integers(-(10**6), 10**6).filter(bool))
+def test_a_number_survives_every_way_of_writing_it(written, error):
+    value, text = written
+    completion = f"<think>12 - 5 = 7</think><answer>{text}</answer>"
+    # Gold answers are plain: the decimal expansion of the same number, made without the code under test.
+    right = f"#### {Decimal(value.numerator) / Decimal(value.denominator):f}"
+    for gold in (right, right.removeprefix("#### ")):
+        assert accuracy_reward([completion], [gold]) == [1.0]
+        assert lenient_accuracy_reward([completion], [gold]) == [1.0]
+    near_miss = value + Fraction(error, 10**4)
+    wrong = f"#### {Decimal(near_miss.numerator) / Decimal(near_miss.denominator):f}"
+    assert accuracy_reward([completion], [wrong]) == [0.0]
+    assert lenient_accuracy_reward([completion], [wrong]) == [0.0]
+
+
+N = 1_000_000
+HOSTILE = {
+    "digits": "1" * N,
+    "zeros after a point": "0." + "0" * N,
+    "zeros in an exponent": "1e" + "0" * N,
+    "zeros in a denominator": "1/" + "0" * N,
+    "thousands": "1" + ",000" * (N // 4),
+    "LaTeX thousands": "1" + "{,}000" * (N // 6),
+    "commas": "," * N,
+    "list": "1," * (N // 2),
+    "fractions": "1/" * (N // 2),
+    "points": "1." * (N // 2),
+    "exponents": "1e" * (N // 2),
+    "minus": "-" * N,
+    "differences": "1-" * (N // 2),
+    "dollars": "$" * N,
+    "spaced digits": "1 " * (N // 2),
+    "Arabic digits": "\u0661" * N,
+    "emoji": "\U0001f600" * N,
+    "number, then nothing": "1" + "x" * N,
+    "opening tags": "<answer>" * (N // 8),
+    "closing tags": "</answer>" * (N // 9),
+    "think tags": "<think>" * (N // 7),
+    "blocks": "<answer>1</answer>" * (N // 18),
+    "nested blocks": "<answer>" * (N // 17) + "</answer>" * (N // 17),
+    "almost tags": "<answer" * (N // 7),
+    "brackets": "<" * N,
+    "hashes": "#" * N,
+    "newlines": "\n" * N,
+    "think, no end": "<think>" + "</think" * (N // 7),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_million_hostile_characters(name):
+    """Anything slower than linear would hang here; each verdict takes milliseconds."""
+    text = HOSTILE[name]
+    block = f"<answer>{text}</answer>"
+    assert accuracy_reward([text, block], ["5", "5"]) == [0.0, 0.0]
+    assert lenient_accuracy_reward([text, block], ["5", "5"]) == [0.0, 0.0]
+    # The attack must not hide an honest answer after it, and must not pass as a gold answer.
+    assert lenient_accuracy_reward([text + " 5"], ["5"]) == [1.0]
+    assert lenient_accuracy_reward(["5"], [text]) == [0.0]
+    assert format_reward([text], ["5"])[0] in (0.0, 0.1, 0.2)
+
+
+@pytest.mark.parametrize(("split", "size"), [("train", 7473), ("test", 1319)])
+def test_gsm8k(split, size):
+    path = GSM8K / f"{split}.jsonl"
+    if not path.exists():
+        pytest.skip(f"{path} is not there")
+    golds = [json.loads(line)["answer"] for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(golds) == size
+    written = [gold.split("####")[1].strip() for gold in golds]
+    values = [int(text.replace(",", "")) for text in written]
+    assert [gold_number(gold) for gold in golds] == values
+    assert gold_number(golds[0].split("####")[0] + "####") is None
+
+    def completions(numbers):
+        return [f"<think>so 2 * 3 = 6</think>\n<answer>{number}</answer>" for number in numbers]
+
+    assert accuracy_reward(completions(written), golds) == [1.0] * size
+    assert accuracy_reward(completions(f"${value:,}.00" for value in values), golds) == [1.0] * size
+    assert accuracy_reward(completions(value + 1 for value in values), golds) == [0.0] * size
+    # The solutions of the data set end in the answer and have no tags.
+    assert lenient_accuracy_reward(golds, golds) == [1.0] * size
+    assert accuracy_reward(golds, golds) == [0.0] * size
