@@ -1,0 +1,503 @@
+"""generate and compute_logprobs on tiny random models, against plain forward passes of one unpadded sequence."""
+
+import math
+
+import pytest
+import torch
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+V = 48  # vocabulary
+EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a response
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+PROMPTS = [[7], [3, 4, 2, 30, 2, 2, 19, 41, 8], [2, 12, 13, 2], [45, 2], [33, 31, 29, 27, 25, 23]]  # EOS ids included
+
+LLAMA = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+LLAMA |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2)
+LLAMA |= dict(bos_token_id=2, eos_token_id=2, pad_token_id=2)
+GPT2 = dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2)
+FALCON = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2)
+MLA = dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6, head_dim=4)
+MLA |= dict(num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+WINDOW = dict(query_pre_attn_scalar=8, sliding_window=64)
+HEAD_CAP, ATTENTION_CAP = dict(final_logit_softcapping=3.0), dict(attn_logit_softcapping=2.0)
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+DELTA = dict(linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+HYBRID = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=4, mamba_chunk_size=4, mamba_d_ssm=64)
+STATE = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4)
+
+SUPPORTED = {
+    "Llama": ("LlamaConfig", LLAMA),
+    "Llama, tied head": ("LlamaConfig", LLAMA | dict(tie_word_embeddings=True)),
+    "Llama, one key head": ("LlamaConfig", LLAMA | dict(num_key_value_heads=1)),
+    "Qwen2": ("Qwen2Config", LLAMA),
+    "Qwen3": ("Qwen3Config", LLAMA),
+    "GPT-2": ("GPT2Config", GPT2),
+    "GPT-NeoX": ("GPTNeoXConfig", LLAMA),
+    "Mistral": ("MistralConfig", LLAMA | dict(sliding_window=None)),
+    "Mistral, long window": ("MistralConfig", LLAMA | dict(sliding_window=64)),
+    "Gemma": ("GemmaConfig", LLAMA | dict(initializer_range=0.1)),
+    "Gemma 3, long window": ("Gemma3TextConfig", LLAMA | WINDOW | dict(initializer_range=0.12)),
+    "Phi, bias in the head": ("PhiConfig", LLAMA),
+    "OLMo 2": ("Olmo2Config", LLAMA),
+    "SmolLM 3": ("SmolLM3Config", LLAMA),
+    "Falcon, rotary": ("FalconConfig", FALCON | dict(alibi=False)),
+    "OPT, positions from 2": ("OPTConfig", LLAMA | dict(ffn_dim=48, init_std=0.2, word_embed_proj_dim=32)),
+    "Mixtral": ("MixtralConfig", LLAMA | dict(num_local_experts=4, sliding_window=None)),
+    "DeepSeek 3": ("DeepseekV3Config", LLAMA | MLA | dict(first_k_dense_replace=1, moe_intermediate_size=16)),
+}
+UNUSUAL = {
+    "Gemma 2, head and attention capped": ("Gemma2Config", LLAMA | WINDOW | HEAD_CAP | ATTENTION_CAP),
+    "Gemma 2, head capped": ("Gemma2Config", LLAMA | WINDOW | HEAD_CAP | dict(attn_logit_softcapping=None)),
+    "Gemma 2, attention capped": ("Gemma2Config", LLAMA | WINDOW | ATTENTION_CAP | dict(final_logit_softcapping=None)),
+    "Gemma 3, short window": ("Gemma3TextConfig", LLAMA | WINDOW | dict(sliding_window=6)),
+    "Mistral, short window": ("MistralConfig", LLAMA | dict(sliding_window=6)),
+    "Qwen2, short window in one layer": (
+        "Qwen2Config",
+        LLAMA | dict(use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    ),
+    "Cohere, scaled head": ("CohereConfig", LLAMA | dict(logit_scale=0.25)),
+    "Granite, scaled head": ("GraniteConfig", LLAMA | dict(logits_scaling=4.0)),
+    "GPT-J, eager attention": ("GPTJConfig", GPT2 | dict(rotary_dim=4)),
+    "GPT-OSS, attention sinks": ("GptOssConfig", LLAMA | dict(sliding_window=64, num_local_experts=4)),
+    "Falcon, ALiBi": ("FalconConfig", FALCON | dict(alibi=True)),
+    "MPT, ALiBi": ("MptConfig", dict(vocab_size=V, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2)),
+    "Llama, rotary scaling by length": (
+        "LlamaConfig",
+        LLAMA | dict(rope_parameters=DYNAMIC, max_position_embeddings=12),
+    ),
+    "Qwen 3.5, linear attention": (
+        "Qwen3_5TextConfig",
+        LLAMA | DELTA | dict(layer_types=["linear_attention", "full_attention"]),
+    ),
+    "LFM 2, convolutions": ("Lfm2Config", LLAMA | dict(layer_types=["conv", "full_attention"], block_ff_dim=48)),
+    "Falcon-H1, hybrid": ("FalconH1Config", LLAMA | HYBRID),
+    "Mamba": ("MambaConfig", STATE),
+    "Mamba 2": ("Mamba2Config", STATE | dict(num_heads=8, head_dim=8, n_groups=2, chunk_size=4)),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Tensors this small gain nothing from threads, which lose much by waiting for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(family, **changes):
+    """A random model with logits that vary by some units; biases and norms are not at their initial 0 and 1."""
+    name, fields = (SUPPORTED | UNUSUAL)[family]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields | changes), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.2 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def chain(vocab_size, logits_after):
+    """A Llama without attention or MLP: after token i the logits are row i of logits_after (V, V)."""
+    model = build("Llama", vocab_size=vocab_size, hidden_size=vocab_size, num_attention_heads=2, rms_norm_eps=0.0)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(vocab_size))
+        model.model.norm.weight.fill_(vocab_size**-0.5)  # a one-hot vector leaves the norm as itself
+        model.lm_head.weight.copy_(logits_after.T)
+    return model
+
+
+def counting(vocab_size=V):
+    """After token i comes i + 1, with a probability of 1 - 1e-20 or so, and 0 after the last one."""
+    return chain(vocab_size, 50.0 * torch.eye(vocab_size).roll(1, dims=1))
+
+
+def make_args(script, new_tokens, temperature=1.0, samples=4):
+    args = script.Args()
+    args.max_new_tokens, args.temperature, args.num_generations = new_tokens, temperature, samples
+    return args
+
+
+def roll_out(script, model, prompts=PROMPTS, samples=4, new_tokens=14, temperature=1.0, eos_ids=EOS, seed=0):
+    """What main does: ((prompt_ids, prompt_mask, response_ids, response_mask), logprobs), all in group order."""
+    args = make_args(script, new_tokens, temperature, samples)
+    prompt_ids, prompt_mask = script.left_pad(prompts, eos_ids[0], CPU)
+    torch.manual_seed(seed)
+    ids, mask, logprobs = script.generate(args, model, prompt_ids, prompt_mask, samples, temperature, eos_ids)
+    assert ids.shape == mask.shape == logprobs.shape and mask.dtype == torch.bool and logprobs.dtype == torch.float32
+    assert len(ids) == len(prompts) * samples and mask.any(0).all()
+    return (prompt_ids.repeat_interleave(samples, 0), prompt_mask.repeat_interleave(samples, 0), ids, mask), logprobs
+
+
+def slow_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
+    """(n, R) float64: every sequence alone, without padding, mask, position ids or cache."""
+    table = []
+    for i in range(len(response_ids)):
+        prompt, response = prompt_ids[i][prompt_mask[i]], response_ids[i][response_mask[i]]
+        logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0].double() / temperature
+        logprobs = logits.log_softmax(1)[len(prompt) - 1 : -1].gather(1, response[:, None])[:, 0]
+        table.append(torch.cat([logprobs, logprobs.new_zeros(response_ids.shape[1] - len(response))]))
+    return torch.stack(table)
+
+
+def assert_near(actual, expected, tolerance=1e-5):
+    assert actual.shape == expected.shape
+    assert (actual.detach().double() - expected.detach().double()).abs().max() <= tolerance
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(actual, expected, tolerance=1e-5):
+    """Relative to the largest gradient of the model: the gradient of a key bias, say, is 0 but for rounding."""
+    largest = max(grad.abs().max() for grad in expected.values())
+    assert actual.keys() == expected.keys() and largest > 1e-3
+    for name, grad in expected.items():
+        assert (actual[name] - grad).abs().max() <= tolerance * largest, name
+
+
+# ---- model families
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_sampler_and_trainer_agree_with_a_plain_forward(script, monkeypatch, family):
+    monkeypatch.setattr(script, "SEGMENT", 4)  # the cache grows three times
+    model = build(family)
+    for temperature in (0.7, 1.0):
+        rollout, sampled = roll_out(script, model, temperature=temperature)
+        lengths = rollout[3].sum(1)
+        assert (lengths < 10).float().mean() > 0.25 and lengths.max() == 14  # finished rows were dropped on the way
+        with torch.no_grad():
+            recomputed = script.compute_logprobs(model, *rollout, temperature)
+            expected = slow_logprobs(model, *rollout, temperature)
+        assert expected[rollout[3]].mean() < -1  # else the samples are close to greedy and tell little
+        assert_near(sampled, expected)
+        assert_near(recomputed, expected)
+
+
+@pytest.mark.parametrize("family", UNUSUAL)
+def test_no_family_is_wrong_in_silence(script, monkeypatch, family):
+    """Right, or an error, or a gap between sampler and trainer at which main stops: never both wrong and agreeing."""
+    monkeypatch.setattr(script, "SEGMENT", 4)
+    model = build(family)
+    try:
+        rollout, sampled = roll_out(script, model)
+        with torch.no_grad():
+            recomputed = script.compute_logprobs(model, *rollout, 1.0)
+    except (Exception, SystemExit):
+        return
+    gap = (sampled - recomputed).abs()[rollout[3]].mean()
+    if not gap > 1e-3:
+        with torch.no_grad():
+            expected = slow_logprobs(model, *rollout, 1.0)
+        assert_near(sampled, expected)
+        assert_near(recomputed, expected)
+
+
+@pytest.mark.parametrize("segment", [1, 32])
+@pytest.mark.parametrize(
+    "prompts, samples, new_tokens", [([[7], [2], [30]], 3, 6), (PROMPTS, 2, 1), ([[3, 4, 5]], 1, 9)]
+)
+def test_edge_sizes(script, monkeypatch, segment, prompts, samples, new_tokens):
+    """Prompts of one token, a response of one token, a single sequence, prompts of one length."""
+    monkeypatch.setattr(script, "SEGMENT", segment)
+    model = build("GPT-2")
+    rollout, sampled = roll_out(script, model, prompts, samples, new_tokens)
+    assert sampled.shape[1] <= new_tokens
+    with torch.no_grad():
+        assert_near(sampled, slow_logprobs(model, *rollout, 1.0))
+        assert_near(script.compute_logprobs(model, *rollout, 1.0), sampled)
+
+
+# ---- the distribution
+
+
+def chi_squared(counts, probs):
+    expected = probs * counts.sum()
+    assert expected.min() > 4, "too few samples for the statistic"
+    return ((counts - expected) ** 2 / expected).sum().item()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_the_whole_softmax_is_sampled(script, temperature):
+    """First tokens, and second tokens given the first: chi-squared below its mean plus five standard deviations."""
+    vocab_size, samples = 6, 6000
+    table = 1.6 * torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(3))
+    model, eos_ids = chain(vocab_size, table), [vocab_size - 1]
+    (_, _, ids, mask), _ = roll_out(script, model, [[1, 2], [5]], samples, 2, temperature, eos_ids)
+    probs = (table.double() / temperature).softmax(1)
+    for prompt, last in enumerate([2, 5]):
+        group, group_mask = (x[prompt * samples : (prompt + 1) * samples] for x in (ids, mask))
+        statistic, dof = chi_squared(group[:, 0].bincount(minlength=vocab_size), probs[last]), vocab_size - 1
+        assert statistic < dof + 5 * math.sqrt(2 * dof)
+        statistic, dof = 0.0, 0
+        for first in range(vocab_size - 1):  # after the EOS token there is no second one
+            seconds = group[group_mask[:, 1] & (group[:, 0] == first), 1]
+            statistic += chi_squared(seconds.bincount(minlength=vocab_size), probs[first])
+            dof += vocab_size - 1
+        assert statistic < dof + 5 * math.sqrt(2 * dof)
+
+
+def test_the_generation_config_of_a_checkpoint_changes_nothing(script):
+    model = build("Llama")
+    before, logprobs_before = roll_out(script, model)
+    options = dict(do_sample=True, top_k=2, top_p=0.5, repetition_penalty=2.0, temperature=3.0, max_new_tokens=2)
+    model.generation_config = transformers.GenerationConfig(**options, eos_token_id=[7, 8])
+    after, logprobs_after = roll_out(script, model)
+    assert all(map(torch.equal, before, after)) and torch.equal(logprobs_before, logprobs_after)
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+def test_temperature_0_is_greedy(script, monkeypatch, family):
+    monkeypatch.setattr(script, "SEGMENT", 4)
+    model = build(family)
+    (_, _, ids, mask), _ = roll_out(script, model, samples=1, temperature=0.0)
+    for prompt, row, counts in zip(PROMPTS, ids, mask, strict=True):
+        expected = []
+        while len(expected) < 14 and (not expected or expected[-1] not in EOS):
+            with torch.no_grad():
+                expected.append(model(torch.tensor([prompt + expected]), use_cache=False).logits[0, -1].argmax().item())
+        assert row[counts].tolist() == expected
+
+
+def test_samples_of_a_prompt_differ(script):
+    """Within a group, and between two groups that have the same prompt."""
+    (_, _, ids, mask), _ = roll_out(script, build("Llama"), [[7, 8, 9], [7, 8, 9]], samples=6)
+    assert len({tuple(row[counts].tolist()) for row, counts in zip(ids, mask, strict=True)}) == 12
+    assert len(set(ids[:, 0].tolist())) > 3
+
+
+def test_the_same_random_state_gives_the_same_samples(script):
+    model = build("Llama")
+    first = roll_out(script, model, seed=3)
+    state = torch.get_rng_state()
+    second = roll_out(script, model, seed=3)
+    assert all(map(torch.equal, first[0], second[0])) and torch.equal(first[1], second[1])
+    assert not torch.equal(first[0][2][:, 0], roll_out(script, model, seed=4)[0][2][:, 0])
+
+    args, (prompt_ids, prompt_mask) = make_args(script, 14), script.left_pad(PROMPTS, EOS[0], CPU)
+    outputs = []
+    for _ in range(2):
+        torch.set_rng_state(state)
+        outputs.append(script.generate(args, model, prompt_ids, prompt_mask, 4, 1.0, EOS))
+    assert all(map(torch.equal, *outputs))
+    assert not torch.equal(outputs[0][0][:, 0], first[0][2][:, 0])
+
+
+# ---- where a response ends
+
+
+@pytest.mark.parametrize("segment", [1, 2, 32])
+def test_responses_end_with_any_eos_token_and_count_it(script, monkeypatch, segment):
+    """Forced continuations: what is sampled, what counts, and whose it is. The pad id is an EOS id, also in prompts."""
+    monkeypatch.setattr(script, "SEGMENT", segment)
+    eos_ids = [10, 20]
+    expected = {
+        (10, 10, 7): [8, 9, 10],  # prompt of EOS tokens; the first EOS id
+        (18,): [19, 20],  # the second EOS id
+        (3, 9): [10],  # EOS at once
+        (20, 10, 20, 10, 21): [22, 23, 24, 25, 26],  # no end: cut at max_new_tokens
+        (10,): [11, 12, 13, 14, 15],  # the whole prompt is padding by its id
+        (30, 16): [17, 18, 19, 20],
+    }
+    prompts, samples = [list(prompt) for prompt in expected], 3
+    rollout, sampled = roll_out(script, counting(), prompts, samples, 5, eos_ids=eos_ids)
+    recomputed = script.compute_logprobs(counting(), *rollout, 1.0)
+    prompt_ids, prompt_mask, ids, mask = rollout
+    assert ids.shape == (len(prompts) * samples, 5)
+    for i in range(len(ids)):
+        prompt = prompts[i // samples]  # group order
+        assert prompt_ids[i][prompt_mask[i]].tolist() == prompt
+        response = expected[tuple(prompt)]
+        assert mask[i].tolist() == [True] * len(response) + [False] * (5 - len(response))
+        assert ids[i][mask[i]].tolist() == response
+    # Tables of zeros where masked, and log 1 elsewhere.
+    assert (sampled[~mask] == 0).all() and (recomputed[~mask] == 0).all()
+    assert sampled.abs().max() < 1e-6 and recomputed.abs().max() < 1e-6
+
+
+def test_a_rollout_is_as_wide_as_its_longest_response(script):
+    (_, _, ids, mask), _ = roll_out(script, counting(), [[7], [8]], 2, 30, eos_ids=[10])
+    assert ids.tolist() == [[8, 9, 10]] * 2 + [[9, 10, 10]] * 2 and mask.sum(1).tolist() == [3, 3, 2, 2]
+
+
+def test_left_pad_masks_by_length_and_not_by_id(script):
+    ids, mask = script.left_pad([[2, 2, 3], [2], [4, 2]], 2, CPU)
+    assert ids.tolist() == [[2, 2, 3], [2, 2, 2], [2, 4, 2]]
+    assert mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
+
+
+# ---- what must not matter
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+def test_padding_and_order_do_not_matter(script, family):
+    model = build(family)
+    rollout, _ = roll_out(script, model)
+    prompt_ids, prompt_mask, ids, mask = rollout
+    junk = torch.randint(0, V, (len(ids), 3), generator=torch.Generator().manual_seed(5))
+    no = torch.zeros(len(ids), 3, dtype=torch.bool)
+    with torch.no_grad():
+        expected = script.compute_logprobs(model, *rollout, 1.0)
+        wider_prompt = torch.cat([junk, prompt_ids], 1), torch.cat([no, prompt_mask], 1)
+        assert_near(script.compute_logprobs(model, *wider_prompt, ids, mask, 1.0), expected, 1e-6)
+        wider_response = torch.cat([ids, junk], 1), torch.cat([mask, no], 1)
+        wide = script.compute_logprobs(model, prompt_ids, prompt_mask, *wider_response, 1.0)
+        assert_near(wide[:, :-3], expected, 1e-6)
+        assert (wide[:, -3:] == 0).all()
+        other_ids = torch.where(mask, ids, 17), torch.where(prompt_mask, prompt_ids, 18)
+        assert_near(script.compute_logprobs(model, other_ids[1], prompt_mask, other_ids[0], mask, 1.0), expected, 1e-6)
+        order = torch.randperm(len(ids))
+        assert_near(script.compute_logprobs(model, *[x[order] for x in rollout], 1.0), expected[order], 1e-5)
+        alone = [script.compute_logprobs(model, *[x[[i]] for x in rollout], 1.0) for i in range(len(ids))]
+        assert_near(torch.cat(alone), expected, 1e-5)
+
+    def greedy(prompt_ids, prompt_mask):
+        out, counts, _ = script.generate(make_args(script, 14), model, prompt_ids, prompt_mask, 1, 0.0, EOS)
+        return [row[count].tolist() for row, count in zip(out, counts, strict=True)]
+
+    prompt_ids, prompt_mask = script.left_pad(PROMPTS, EOS[0], CPU)
+    expected = greedy(prompt_ids, prompt_mask)
+    junk, no = junk[: len(PROMPTS)], no[: len(PROMPTS)]
+    assert greedy(torch.cat([junk, prompt_ids], 1), torch.cat([no, prompt_mask], 1)) == expected
+    order = [3, 1, 4, 0, 2]
+    assert greedy(prompt_ids[order], prompt_mask[order]) == [expected[i] for i in order]
+
+
+def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, 40, (32,), generator=generator).tolist()
+    for count in (1, 5, 32):
+        for budget in (1, 39, 60, 200, 10**6):
+            sequences = torch.randperm(32, generator=generator)[:count]
+            batches = script.micro_batches(sequences, lengths, budget)
+            assert sorted(sum(batches, [])) == sorted(sequences.tolist())
+            for batch in batches:
+                assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
+            # Sorted by length, each batch is as large as it may be: the budget is used.
+            for batch, following in zip(batches, batches[1:], strict=False):
+                assert min(lengths[i] for i in batch) >= max(lengths[i] for i in following)
+                assert max(lengths[i] for i in batch) * (len(batch) + 1) > budget
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
+    model = build("Llama").double()
+    rollout, _ = roll_out(script, build("Llama"))
+    mask, generator = rollout[3], torch.Generator().manual_seed(0)
+    lengths = (rollout[1].sum(1) + mask.sum(1)).tolist()
+    with torch.no_grad():
+        expected = script.compute_logprobs(model, *rollout, 0.8)
+    old_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)  # ratios on both sides of the clip
+    ref_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)
+    advantages = torch.randn(len(mask), 1, generator=generator)
+    args = make_args(script, 14, 0.8)
+    args.beta = beta
+
+    def summed_gradient(budget):
+        model.zero_grad()
+        total, count = 0.0, 0
+        for i in script.micro_batches(torch.arange(len(mask)), lengths, budget):
+            logprobs = script.compute_logprobs(model, *[x[i] for x in rollout], 0.8)
+            ref = ref_logprobs[i] if beta else None
+            slices = (old_logprobs[i], ref, advantages[i], mask[i])
+            loss, _ = script.policy_loss(args, logprobs, *slices, len(mask), mask.sum())
+            loss.backward()
+            total, count = total + loss.item(), count + 1
+        return {name: p.grad.clone() for name, p in model.named_parameters()}, total, count
+
+    whole, loss, count = summed_gradient(10**6)
+    assert count == 1
+    for budget, least in ((1, len(mask)), (60, 4)):
+        parts, sum_of_losses, count = summed_gradient(budget)
+        assert count >= least
+        assert sum_of_losses == pytest.approx(loss, abs=1e-5)
+        assert_same_gradients(parts, whole)
+
+
+# ---- the gradient
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Llama, tied head", "GPT-2", "Phi, bias in the head"])
+def test_gradient_is_that_of_a_plain_forward(script, family, checkpointing):
+    model = build(family, **(dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if family == "GPT-2" else {}))
+    rollout, _ = roll_out(script, model, samples=2)
+    weights = torch.randn(rollout[3].shape, generator=torch.Generator().manual_seed(0)) * rollout[3]
+    model.double()
+    expected = gradients(model, (slow_logprobs(model, *rollout, 0.7) * weights).sum())
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    actual = gradients(model, (script.compute_logprobs(model, *rollout, 0.7) * weights).sum())
+    assert_same_gradients(actual, expected)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation returns, backward passes included."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else [out]:
+            self.elements = max(self.elements, x.numel() if isinstance(x, torch.Tensor) else 0)
+        return out
+
+
+def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(script):
+    """A vocabulary so large that the logits of 16 tokens are all that may exist at a time."""
+    vocab_size = 2**20
+    sizes = dict(hidden_size=4, intermediate_size=4, num_attention_heads=1, num_key_value_heads=1, head_dim=4)
+    model = build("Llama", vocab_size=vocab_size, **sizes)
+    prompt_ids, prompt_mask = script.left_pad([[3], [4, 5]], 2, CPU)
+    ids = torch.randint(0, vocab_size, (2, 11), generator=torch.Generator().manual_seed(0))
+    rollout = (prompt_ids, prompt_mask, ids, torch.arange(11) < torch.tensor([[11], [9]]))
+    saved = []
+
+    def pack(x):
+        saved.append(x.numel())
+        return x
+
+    with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        logprobs = script.compute_logprobs(model, *rollout, 0.7)
+        actual = gradients(model, logprobs.sum())
+    assert largest.elements <= 2**24 < rollout[3].sum() * vocab_size
+    assert max(saved) < 2**24
+    expected = [slow_logprobs(model, *[x[[i]] for x in rollout], 0.7) for i in range(2)]
+    assert_near(logprobs, torch.cat(expected))
+    assert_same_gradients(actual, gradients(model, torch.cat(expected).sum()))
+
+
+# ---- training mode
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2"])
+def test_a_model_in_training_mode_with_checkpointing_is_sampled_as_in_evaluation(script, family):
+    """In training mode a key-value cache is dropped by gradient checkpointing, and GPT-2's dropout would be active."""
+    model = build(family)
+    expected_rollout, expected = roll_out(script, model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    rollout, sampled = roll_out(script, model)
+    assert all(map(torch.equal, rollout, expected_rollout)) and torch.equal(sampled, expected)
+    with torch.no_grad():
+        assert_near(sampled, slow_logprobs(model.eval(), *rollout, 1.0))
+
+
+def test_dropout_is_off_in_a_rollout(script):
+    model = build("GPT-2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5).train()
+    rollout, sampled = roll_out(script, model)
+    model.eval()
+    with torch.no_grad():
+        assert_near(sampled, script.compute_logprobs(model, *rollout, 1.0))
+        assert_near(sampled, slow_logprobs(model, *rollout, 1.0))
