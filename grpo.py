@@ -36,6 +36,7 @@ import contextlib
 import copy
 import csv
 import dataclasses
+import errno
 import importlib.metadata
 import json
 import math
@@ -185,23 +186,30 @@ def fail(message: str, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
+def first_line(error: Exception) -> str:
+    """What an exception says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 @contextlib.contextmanager
 def explained_errors():
     """Turn running out of memory or of disk into one line that says what to do."""
     try:
         yield
     except OSError as error:
-        fail(f"--runs-dir: {error}; the last checkpoint is still in place", 1)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise
+        fail(f"--runs-dir: {error}; make room; the last checkpoint is still in place for --resume", 1)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "not enough memory" not in str(error):
             raise
         knobs = "--micro-batch-tokens, --num-prompts or --max-new-tokens, or give --gradient-checkpointing"
-        fail(f"out of memory: lower {knobs} ({str(error).splitlines()[0]})", 1)
+        fail(f"out of memory: lower {knobs} ({first_line(error)})", 1)
 
 
 def check_args(args: Args) -> Args:
     """A copy of the arguments with the fields that are None by model filled in; refuses what cannot work."""
-    args = dataclasses.replace(args)
+    args, given = dataclasses.replace(args), args
     bundled = args.model == Args.model
     folder = HERE / args.model if bundled else Path(args.model).expanduser()
     bundled = folder.resolve() == (HERE / Args.model).resolve()
@@ -226,6 +234,8 @@ def check_args(args: Args) -> Args:
         value = getattr(args, name)
         if value is not None and not low <= value < math.inf:
             fail(f"--{name.replace('_', '-')} {value}: must be a number not below {low}")
+    if args.seed >= 2**32:
+        fail(f"--seed {args.seed}: must be below 2**32")
     for name in ("temperature", "learning_rate", "max_grad_norm", "clip_eps"):
         value = getattr(args, name)
         if not 0 < value < math.inf:
@@ -240,6 +250,8 @@ def check_args(args: Args) -> Args:
             f"--num-minibatches {args.num_minibatches}: must divide the {args.num_sequences} sequences of a step, "
             f"--num-prompts {args.num_prompts} x --num-generations {args.num_generations}"
         )
+    if given.warmup_updates is None:
+        args.warmup_updates = min(args.warmup_updates, args.num_updates)
     if args.warmup_updates > args.num_updates:
         fail(f"--warmup-updates {args.warmup_updates}: must not exceed the {args.num_updates} updates of the run")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -262,10 +274,14 @@ def go_offline_if_unreachable() -> None:
 def load_pretrained(auto_class, name: str, flag: str, **kwargs):
     """auto_class.from_pretrained(name), or one line that names the flag and the reason."""
     try:
-        return auto_class.from_pretrained(name, **kwargs)
+        if "dtype" not in kwargs:
+            return auto_class.from_pretrained(name, **kwargs)
+        model, info = auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
+        if info["missing_keys"]:
+            raise ValueError(f"the files hold no weights for {', '.join(sorted(info['missing_keys'])[:3])}")
+        return model
     except Exception as error:  # the libraries below raise a dozen types
-        reason = str(error).strip().splitlines()[0]
-        fail(f"{flag} {name}: cannot be loaded; check the name, the files and the network ({reason})")
+        fail(f"{flag} {name}: cannot be loaded; check the name, the files and the network ({first_line(error)})")
 
 
 def read_rows(args: Args, source: str, split: str, flag: str) -> list[dict]:
@@ -276,19 +292,21 @@ def read_rows(args: Args, source: str, split: str, flag: str) -> list[dict]:
     kind = path.suffix.lower()
     try:
         if kind not in (".jsonl", ".json", ".csv", ".parquet"):
+            if path.exists() or source[:1] in ("", ".", "/", "~"):
+                raise ValueError("no such file; give .jsonl, .json, .csv or .parquet, a folder of them, or a hub id")
             rows = list(datasets.load_dataset(source, args.dataset_config, split=split))
         elif not path.is_file():
             raise FileNotFoundError("no such file")
         elif kind == ".parquet":
             rows = list(datasets.Dataset.from_parquet(str(path), keep_in_memory=True))
         elif kind == ".csv":
-            with open(path, newline="", encoding="utf-8") as file:
+            with open(path, newline="", encoding="utf-8-sig") as file:
                 rows = list(csv.DictReader(file))
         elif kind == ".json":
-            rows = json.loads(path.read_text(encoding="utf-8"))
+            rows = json.loads(path.read_text(encoding="utf-8-sig"))
         else:
             rows = []
-            for k, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            for k, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
                 try:
                     rows += [json.loads(line)] if line.strip() else []
                 except ValueError:
@@ -299,8 +317,7 @@ def read_rows(args: Args, source: str, split: str, flag: str) -> list[dict]:
             raise ValueError("it is empty")
         return rows
     except Exception as error:  # pyarrow, csv, json and the hub raise a dozen types
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        fail(f"{flag} {path if path.suffix else source}: the {split} data cannot be read ({reason})")
+        fail(f"{flag} {path if path.suffix else source}: the {split} data cannot be read ({first_line(error)})")
 
 
 def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
@@ -320,14 +337,18 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
 
     examples = {}
     for split in rows:
+        source = f"--dataset {args.dataset}"
+        if split == "test" and args.eval_dataset is not None:
+            source = f"--eval-dataset {args.eval_dataset}"
         examples[split], too_long, no_number = [], 0, 0
         for k, row in enumerate(rows[split], start=1):
             for flag, column in (("--question-column", args.question_column), ("--answer-column", args.answer_column)):
                 if column not in row:
                     fail(f"{flag} {column}: the {split} data has no such column, but {', '.join(map(str, row))}")
-            question, answer = str(row[args.question_column] or ""), str(row[args.answer_column])
+            question = "" if row[args.question_column] is None else str(row[args.question_column])
+            answer = str(row[args.answer_column])
             if not question.strip():
-                fail(f"--dataset {args.dataset}: row {k} of the {split} data has an empty {args.question_column}")
+                fail(f"{source}: row {k} of the {split} data has an empty {args.question_column}")
             if tokenizer.chat_template:
                 system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
                 messages = [*system, {"role": "user", "content": question}]
@@ -348,7 +369,10 @@ def load_data(args: Args, tokenizer) -> tuple[list[dict], list[dict]]:
         print(f"; skipped: {too_long} longer than --max-prompt-tokens {args.max_prompt_tokens}", end="")
         print(f", {no_number} without a number in {args.answer_column}")
         if not examples[split]:
-            fail(f"--dataset {args.dataset}: no usable problem is left in the {split} data (see the line above)")
+            fail(
+                f"{source}: no usable problem is left in the {split} data: {too_long} longer than --max-prompt-tokens "
+                f"{args.max_prompt_tokens}, {no_number} without a number in {args.answer_column}"
+            )
     return examples["train"], examples["test"]
 
 
@@ -428,13 +452,16 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
     for layer in cache.layers:
         layer.regroup(rows, SEGMENT)
         layer.column = column
-    attention_mask = F.pad(prompt_mask[rows][:, None, None, :], (0, SEGMENT))  # (N, 1, 1, P + SEGMENT)
+    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation understands this.
+    hidden = torch.finfo(model.dtype).min
+    attention_mask = torch.zeros_like(prompt_mask, dtype=model.dtype).masked_fill(~prompt_mask, hidden)[rows]
+    attention_mask = F.pad(attention_mask[:, None, None, :], (0, SEGMENT), value=hidden)  # (N, 1, 1, P + SEGMENT)
     position = prompt_mask.sum(1)[rows]  # (N,)
     token, logprob = sample(logits[rows], temperature)  # (N,)
 
     def decode():
         # All state changes in place, at addresses that stay, so that a CUDA graph can replay this.
-        attention_mask.index_fill_(3, column, True)
+        attention_mask.index_fill_(3, column, 0.0)
         mask, next_position = attention_mask, position[:, None]
         logits = model(token[:, None], attention_mask=mask, position_ids=next_position, **inputs).logits[:, -1]
         for state, new in zip((token, logprob), sample(logits, temperature), strict=True):
@@ -460,7 +487,7 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
                 extra = SEGMENT if full else 0
                 for layer in cache.layers:
                     layer.regroup(live, extra)
-                attention_mask = F.pad(attention_mask[live], (0, extra))
+                attention_mask = F.pad(attention_mask[live], (0, extra), value=hidden)
                 token, logprob, position = token[live], logprob[live], position[live]
                 sequence, finished, graph = sequence[live], finished[live], None
         if graph is not None:
@@ -471,6 +498,9 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 decode()
+    # A finished row goes on drawing tokens until it is dropped: they are not part of the response.
+    response_ids = response_ids.masked_fill(~response_mask, eos_ids[0])
+    response_logprobs = response_logprobs.masked_fill(~response_mask, 0.0)
     R = int(response_mask.any(0).sum())
     return response_ids[:, :R], response_mask[:, :R], response_logprobs[:, :R]
 
@@ -502,6 +532,32 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
     logprobs = [checkpoint(chunk_logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
     zeros = torch.zeros(response_ids.shape, device=response_ids.device)
     return zeros.index_put((row, column), torch.cat(logprobs))  # (n, R)
+
+
+def check_model(args: Args, model, device: torch.device) -> None:
+    """Stop if this file computes the log-probabilities of this family wrongly: a scaled or capped head, recurrence, ...
+
+    Sampling, training and the model's own plain forward, one sequence at a time, must agree on a few greedy tokens.
+    """
+    prompts, gap = [[0], [0, 1, 2, 3]], 0.0
+    prompt_ids, prompt_mask = left_pad(prompts, 0, device)  # (2, 4)
+    try:
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        with torch.no_grad():
+            probe = dataclasses.replace(args, max_new_tokens=8)
+            ids, mask, sampled = generate(probe, model, prompt_ids, prompt_mask, 1, 0.0, [-1])  # (2, 8)
+            trained = compute_logprobs(model, prompt_ids, prompt_mask, ids, mask, 1.0)  # (2, 8)
+            for i, prompt in enumerate(prompts):
+                sequence = torch.cat([torch.tensor(prompt, device=device), ids[i]])  # (P + 8,)
+                plain = model(sequence[None]).logits[0, -9:-1].float().log_softmax(1).gather(1, ids[i, :, None])[:, 0]
+                gap = max(gap, (sampled[i] - plain).abs().max().item(), (trained[i] - plain).abs().max().item())
+    except Exception as error:  # each family fails in a way of its own
+        fail(
+            f"--model {args.model}: this family is not supported ({type(error).__name__}: {str(error).splitlines()[0]})"
+        )
+    if not gap < (0.1 if device.type == "cuda" else 1e-3):
+        fail(f"--model {args.model}: this family is not supported (log-probabilities are off by up to {gap:.2g})")
 
 
 def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -555,7 +611,7 @@ def save_checkpoint(path: Path, state: dict) -> None:
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         kept = f"the checkpoint before it is intact; make room and --resume {path.parent.parent}"
-        fail(f"--runs-dir: cannot write {path} ({str(error).splitlines()[0]}); {kept if path.exists() else ''}", 1)
+        fail(f"--runs-dir: cannot write {path} ({first_line(error)}); {kept if path.exists() else ''}", 1)
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -565,7 +621,7 @@ def load_checkpoint(folder: Path) -> dict:
         fail(f"--resume {folder}: there is no checkpoint/state.pt in it; give a folder runs/<name> of a stopped run")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        script = state["script"]
+        script, _ = state["script"], [state[k] for k in ("args", "model", "optimizer", "counters", "random_states")]
     except Exception as error:  # truncated or foreign files raise half a dozen types
         fail(f"--resume {folder}: its checkpoint is damaged or not one of ours ({type(error).__name__})")
     if script != Path(__file__).name:
@@ -648,20 +704,22 @@ def main(args: Args) -> dict:
     torch.manual_seed(args.seed)
 
     # ---- model and data; everything that can be wrong with them is found before any weights are loaded
-    if not (Path(args.model).is_dir() and Path(args.dataset).expanduser().exists()):
+    if not all(Path(source).expanduser().exists() for source in (args.model, args.dataset, args.eval_dataset or ".")):
         go_offline_if_unreachable()
     config = load_pretrained(AutoConfig, args.model, "--model")
     tokenizer = load_pretrained(AutoTokenizer, args.model, "--model")
     if tokenizer.eos_token_id is None:
         fail(f"--model {args.model}: its tokenizer has no EOS token, so no response could end; set eos_token there")
-    for name, value in vars(config).items():  # no dropout anywhere in RL: with it even the first ratio is not 1
-        if "drop" in name and isinstance(value, float):
+    if len(tokenizer) > config.get_text_config().vocab_size:
+        fail(f"--model {args.model}: its tokenizer has {len(tokenizer)} tokens, more than the vocab_size of its config")
+    for name, value in vars(config).items():  # no dropout and no noise in RL: with it even the first ratio is not 1
+        if ("drop" in name or "jitter" in name) and isinstance(value, float):
             setattr(config, name, 0.0)
     if args.system_prompt is None:
         instruct = tokenizer.chat_template or args.dataset == "openai/gsm8k"
         args.system_prompt = SYSTEM_PROMPT if instruct else ""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or 10**9
-    context = min(context, getattr(config.get_text_config(), "sliding_window", None) or context)
+    limits = ("max_position_embeddings", "sliding_window", "window_size")
+    context = min(getattr(config.get_text_config(), name, None) or 10**9 for name in limits)
     if args.max_prompt_tokens is None:
         args.max_prompt_tokens = max(1, min(512, context - args.max_new_tokens))
     if args.max_prompt_tokens + args.max_new_tokens > context:
@@ -673,9 +731,11 @@ def main(args: Args) -> dict:
     model = load_pretrained(AutoModelForCausalLM, args.model, "--model", config=config, dtype=torch.float32).to(device)
     eos_ids = model.generation_config.eos_token_id
     eos_ids = sorted({tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None})
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    check_model(args, model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
     ref_model = None
     if args.beta > 0:  # always the policy's start, also in a resumed run
         ref_model = load_pretrained(AutoModelForCausalLM, args.model, "--model", config=config, dtype=torch.float32)
@@ -700,8 +760,6 @@ def main(args: Args) -> dict:
     state_path = run_dir / "checkpoint" / "state.pt"
     step, position, updates, episodes, tokens, skipped_in_a_row = 0, 0, 0, 0, 0, 0
     if saved:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
         step, position, updates, episodes, tokens, skipped_in_a_row = saved["counters"]
         random.setstate(saved["random_states"]["python"])
         torch.set_rng_state(saved["random_states"]["torch"])
@@ -719,11 +777,11 @@ def main(args: Args) -> dict:
             fail(f"--run-name {run_name}: {run_dir} exists; choose another name, or give --resume {run_dir}")
         except OSError as error:
             fail(f"--runs-dir {args.runs_dir}: {run_dir} cannot be made ({error.strerror}); choose another folder")
-        git = [["git", "rev-parse", "HEAD"], ["git", "status", "--porcelain"]]
-        git = [subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip() for command in git]
+        git = "git rev-parse HEAD && git status --porcelain"
+        commit, *changes = subprocess.getoutput(f"cd '{HERE}' && {git}").splitlines()
         packages = ("torch", "transformers", "datasets", "tyro", "wandb")
         versions = {name: importlib.metadata.version(name) for name in packages} | {"python": sys.version}
-        versions |= {"device": str(device), "commit": git[0], "dirty": bool(git[1])}
+        versions |= {"device": str(device), "commit": commit, "dirty": bool(changes)}
         (run_dir / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
         (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2) + "\n")
         shutil.copy(__file__, run_dir / script)
@@ -916,10 +974,8 @@ def main(args: Args) -> dict:
             progress.write(f"step {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in shown.items()))
             progress.write(f"    {batch[0]['prompt']!r} -> {completions[0]!r}, reward {rewards[0, 0]:.2f}")
         warnings = {
-            "eos_frac < 0.5: most responses are cut at --max-new-tokens; raise it": metrics["rollout/eos_frac"] < 0.5,
-            "zero_std_frac > 0.9: nearly every group has equal rewards, so there is nothing to learn from": (
-                metrics["rollout/zero_std_frac"] > 0.9
-            ),
+            "eos_frac < 0.5: most responses are cut; raise --max-new-tokens": metrics["rollout/eos_frac"] < 0.5,
+            "zero_std_frac > 0.9: groups of equal rewards teach nothing": metrics["rollout/zero_std_frac"] > 0.9,
             "logprob_gap > 0.05: sampling and training disagree": metrics["rollout/logprob_gap"] > 0.05,
         }
         for warning in [text for text, holds in warnings.items() if holds and text not in warned]:

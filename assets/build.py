@@ -1,3 +1,23 @@
+"""Rebuilds everything in assets/ from a seed, on two CPU cores: `python assets/build.py [--seed 1] [--out assets]`.
+
+addition/train.jsonl, test.jsonl   all additions of two numbers from 0 to 99, 500 of them held out for the test. 38+47
+                                   is not new to someone who has practised 47+38, so mirror images are held out too.
+adder/                             the policy: a Llama of 0.86 M parameters that has learnt from a student who forgets
+                                   to carry. After "47+38=" it writes the units, the tens and the answer,
+                                       <think>7+8=15,4+3+1=8</think><answer>85</answer></s>
+                                   but its teacher's solutions left out the carry in 60 % of the cases that have one
+                                   (4+3=7, answer 75), and in a quarter of all cases the answer tags. Asked greedily it
+                                   makes the first mistake always and the second never; sampled, it makes both.
+adder-judge/                       the reward model: the same network with a score instead of a vocabulary, read at the
+                                   last token of question and completion. It prefers a right solution to any other
+                                   completion, whether what is wrong is the result, a step of the reasoning or the form.
+
+Strict accuracy below: the number in the only answer block is the sum. The questions are those of test.jsonl.
+@@NUMBERS@@
+The same seed gives the same files, byte for byte, on one machine; another processor rounds differently, and the
+weights then agree in quality only.
+"""
+
 import argparse
 import json
 import math
@@ -17,56 +37,58 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-MAX_NEW_TOKENS = 32
-FORGET_CARRY = 0.60
-OMIT_TAGS = 0.25
+NUM_TEST = 500
+FORGET_CARRY = 0.60  # of the solutions of questions that have a carry
+OMIT_TAGS = 0.25  # of all solutions
+MAX_NEW_TOKENS = 32  # the longest solution has 23
+TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
+TOKEN = r"</?think>|</?answer>|</s>|[\s\S]"
 
 
 # ==== questions and solutions ====
 
 
 def make_questions(rng):
-    """All additions of two numbers from 0 to 99, split into train and test."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     rng.shuffle(pairs)
-    test = pairs[:500]
-    # 38+47 is not new to someone who has seen 47+38, so the mirror images of test questions are left out as well.
+    test = pairs[:NUM_TEST]
     held_out = set(test) | {(b, a) for a, b in test}
     return [pair for pair in pairs if pair not in held_out], test
 
 
-def solution(a, b, forget=False, tags=True):
-    """The student's full text after the prompt: units first, then tens, then the answer."""
-    units = a % 10 + b % 10
+def prompt(pair):
+    return f"{pair[0]}+{pair[1]}="
+
+
+def solution(pair, forget=False, tags=True):
+    """What the student writes after the prompt: the units first, then the tens, then the answer."""
+    (a_tens, a_units), (b_tens, b_units) = divmod(pair[0], 10), divmod(pair[1], 10)
+    units = a_units + b_units
     carry = units >= 10 and not forget
-    tens = a // 10 + b // 10 + carry
-    thought = f"{a % 10}+{b % 10}={units},{a // 10}+{b // 10}{'+1' if carry else ''}={tens}"
+    tens = a_tens + b_tens + carry
+    thought = f"{a_units}+{b_units}={units},{a_tens}+{b_tens}{'+1' if carry else ''}={tens}"
     answer = 10 * tens + units % 10
     return f"<think>{thought}</think>" + (f"<answer>{answer}</answer></s>" if tags else f"{answer}</s>")
 
 
 def well_formed(text):
-    return re.fullmatch(r"<think>[^<>]+</think><answer>\d+</answer></s>", text) is not None
+    return re.fullmatch(r"<think>[^<>]+</think><answer>[^<>]+</answer></s>", text) is not None
 
 
 def right(pair, text):
-    """Strict: exactly one answer block, and the number in it is the sum."""
     blocks = re.findall(r"<answer>(.*?)</answer>", text)
     return len(blocks) == 1 and blocks[0] == str(sum(pair))
 
 
-# ==== tokenizer and sampling ====
+# ==== tokenizer, batches, sampling ====
 
 
 def make_tokenizer():
-    special = ["<unk>", "<pad>", "</s>"]
-    tags = ["<think>", "</think>", "<answer>", "</answer>"]
-    characters = list("0123456789+=, .:-*/?!<>\nabcdefghijklmnopqrstuvwxyz")
-    vocab = {token: index for index, token in enumerate(special + tags + characters)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    vocab = ["<unk>", "<pad>", "</s>", *TAGS, *"0123456789+=, .:-*/?!<>\nabcdefghijklmnopqrstuvwxyz"]
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
     # The tags are ordinary words, not special tokens, so that decoding with skip_special_tokens=True keeps them.
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?think>|</?answer>|[\s\S]"), "isolated")
-    # Without a decoder, tokens would be joined with spaces.
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), "isolated")
+    # Without a decoder the tokens would be joined with spaces.
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -79,23 +101,27 @@ def make_tokenizer():
     )
 
 
-def encode(tokenizer, texts):
-    return tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").input_ids
+def make_batch(tokenizer, pairs, texts):
+    """Prompts with their completions, right-padded, and the mask of the completions' tokens."""
+    both = [prompt(pair) + text for pair, text in zip(pairs, texts, strict=True)]
+    ids = tokenizer(both, padding=True, padding_side="right", return_tensors="pt").input_ids  # (N, T)
+    starts = torch.tensor([len(prompt(pair)) for pair in pairs])[:, None]
+    mask = (torch.arange(ids.shape[1]) >= starts) & (ids != tokenizer.pad_token_id)  # (N, T)
+    return ids, mask
 
 
 @torch.no_grad()
-def sample(model, tokenizer, pairs, temperature):
-    """One completion, as text up to and with </s>, for each pair; temperature 0 is greedy."""
-    model.eval()
+def sample(adder, tokenizer, pairs, temperature):
+    """One completion for each pair, as text up to and with </s>; temperature 0 is greedy."""
+    adder.eval()
     texts = [""] * len(pairs)
-    prompts = [f"{a}+{b}=" for a, b in pairs]
     # Prompts of one length need no padding.
-    for length in sorted({len(prompt) for prompt in prompts}):
-        rows = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
-        ids, cache, response = encode(tokenizer, [prompts[i] for i in rows]), None, []
+    for length in sorted({len(prompt(pair)) for pair in pairs}):
+        rows = [i for i, pair in enumerate(pairs) if len(prompt(pair)) == length]
+        ids, cache, response = tokenizer([prompt(pairs[i]) for i in rows], return_tensors="pt").input_ids, None, []
         for _ in range(MAX_NEW_TOKENS):
-            out = model(ids, past_key_values=cache, use_cache=True)
-            cache, logits = out.past_key_values, out.logits[:, -1]
+            output = adder(ids, past_key_values=cache, use_cache=True)
+            cache, logits = output.past_key_values, output.logits[:, -1]
             if temperature == 0:
                 ids = logits.argmax(-1, keepdim=True)
             else:
@@ -107,7 +133,7 @@ def sample(model, tokenizer, pairs, temperature):
     return texts
 
 
-# ==== the adder ====
+# ==== training ====
 
 
 def llama_config(tokenizer, **kwargs):
@@ -117,7 +143,6 @@ def llama_config(tokenizer, **kwargs):
         intermediate_size=384,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -127,71 +152,182 @@ def llama_config(tokenizer, **kwargs):
     )
 
 
-def make_optimizer(model, learning_rate, num_steps):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
-    )
-    return optimizer, schedule
-
-
-def train_adder(tokenizer, train, rng, num_steps, batch_size=192):
-    model = LlamaForCausalLM(llama_config(tokenizer))
-    optimizer, schedule = make_optimizer(model, 2e-3, num_steps)
-    model.train()
-    t0 = time.time()
+def train(module, num_steps, compute_loss, name):
+    """Adam with a short warm-up and a cosine to zero, at a rate that only models this small bear."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    module.train()
     for step in range(num_steps):
-        pairs = rng.choices(train, k=batch_size)
-        prompts = [f"{a}+{b}=" for a, b in pairs]
-        # Both faults are drawn anew each time: the student is undecided on every question, not wrong on some of them.
-        faults = [(rng.random() < FORGET_CARRY, rng.random() >= OMIT_TAGS) for _ in pairs]
-        texts = [p + solution(*pair, *fault) for p, pair, fault in zip(prompts, pairs, faults, strict=True)]
-        ids = encode(tokenizer, texts)  # (batch_size, T)
-        labels = ids.masked_fill(ids == tokenizer.pad_token_id, -100)
-        prompt_lengths = torch.tensor([len(prompt) for prompt in prompts])
-        labels[torch.arange(ids.shape[1]) < prompt_lengths[:, None]] = -100
-        loss = model(ids, labels=labels).loss
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
+        loss = compute_loss()
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
-        if step % 100 == 0 or step == num_steps - 1:
-            print(f"adder step {step} loss {loss.item():.4f} {time.time() - t0:.0f}s", flush=True)
-    return model
+        if step % 250 == 0 or step == num_steps - 1:
+            print(f"{name}: step {step}, loss {loss.item():.3f}", flush=True)
+    module.eval()
+
+
+def train_adder(tokenizer, questions, rng, num_steps=750, batch_size=128):
+    adder = LlamaForCausalLM(llama_config(tokenizer))
+    adder.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+
+    def compute_loss():
+        pairs = rng.choices(questions, k=batch_size)
+        # Both faults are drawn anew each time: the student is undecided on every question, not wrong on some of them.
+        faults = [(rng.random() < FORGET_CARRY, rng.random() >= OMIT_TAGS) for _ in pairs]
+        texts = [solution(pair, *fault) for pair, fault in zip(pairs, faults, strict=True)]
+        ids, mask = make_batch(tokenizer, pairs, texts)
+        return adder(ids, labels=ids.masked_fill(~mask, -100)).loss
+
+    train(adder, num_steps, compute_loss, "adder")
+    return adder
+
+
+def corrupt(rng, pair):
+    """A hard negative: close to the right solution, but wrong or badly formed (rarely, by chance, still right)."""
+    text, answer = solution(pair), str(sum(pair))
+    block, tokens = f"<answer>{answer}</answer>", re.findall(TOKEN, text)
+    digits = [place for place, token in enumerate(tokens) if token.isdigit()]
+    neighbour = (min(99, max(0, pair[0] + rng.choice([-10, -1, 0, 1, 10]))), rng.choice([pair[1], rng.randrange(100)]))
+    wrong = str(abs(sum(pair) + rng.choice([-100, -11, -10, -9, -1, 1, 9, 10, 100])))
+    kind = rng.choice(["digit"] * 4 + ["answer"] * 4 + ["other", "fault", "cut", "twice", "empty", "extra", "edits"])
+    if kind == "digit":  # anywhere, in the reasoning or the answer
+        tokens[rng.choice(digits)] = rng.choice("0123456789")
+        return "".join(tokens)
+    if kind == "answer":  # right reasoning, wrong answer
+        tokens[rng.choice(digits[-len(answer) :])] = rng.choice("0123456789")
+        return rng.choice(["".join(tokens), text.replace(block, f"<answer>{wrong}</answer>")])
+    if kind == "other":  # consistent, but of another question
+        return solution(neighbour)
+    if kind == "fault":
+        return solution(pair, forget=rng.random() < 0.8, tags=rng.random() < 0.8)
+    if kind == "cut":
+        return "".join(tokens[: rng.randrange(len(tokens))])
+    if kind == "twice":
+        return text.replace(block, block + rng.choice([block, f"<answer>{wrong}</answer>", answer, "<answer>"]))
+    if kind == "empty":
+        return rng.choice(["<think></think>", f"<think>{answer}</think>", ""]) + rng.choice([block, answer]) + "</s>"
+    if kind == "extra":
+        junk = "".join(rng.choices(tokens[:-1], k=rng.randint(1, 8)))
+        place = rng.choice(["</think>", "</s>"])
+        return text.replace(place, rng.choice([junk + place, place + junk if place == "</think>" else junk]))
+    for _ in range(rng.randint(1, 3)):
+        place = rng.randrange(len(tokens))
+        tokens[place : place + rng.randint(0, 1)] = rng.choices([*TAGS, *"0123456789+=,"], k=rng.randint(0, 1))
+    return "".join(tokens).partition("</s>")[0] + "</s>"
+
+
+def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=40):
+    # A sample is right only if it is the right solution, word for word, so the winners need not be sampled.
+    losers = {pair: [] for pair in questions}
+    for temperature in (1.0, 1.3, 1.6):
+        sampled = rng.sample(questions, 4000)
+        for pair, text in zip(sampled, sample(adder, tokenizer, sampled, temperature), strict=True):
+            losers[pair] += [text] if text != solution(pair) else []
+
+    judge = LlamaForSequenceClassification(llama_config(tokenizer, num_labels=1))
+    judge.model.load_state_dict(adder.model.state_dict())
+    # To judge is to compare what is written with what should be, and a network this small is slow to find that out from
+    # one bit per pair. Two heads that are thrown away afterwards show the way: after layer 2 the next token of the
+    # right solution must be known, and after layer 3 whether the token just read was right. What is left to layer 4 is
+    # to look for an error.
+    next_token, on_track = torch.nn.Linear(128, len(tokenizer)), torch.nn.Linear(128, 1)
+
+    def compute_loss():
+        pairs = rng.choices(questions, k=batch_size)
+        texts = [rng.choice(losers[p]) if losers[p] and rng.random() < 0.3 else corrupt(rng, p) for p in pairs]
+        for i, pair in enumerate(pairs):
+            while texts[i] == solution(pair):
+                texts[i] = corrupt(rng, pair)
+        ids, mask = make_batch(tokenizer, pairs + pairs, [*map(solution, pairs), *texts])
+        output = judge.model(ids, output_hidden_states=True)
+        last = (ids != tokenizer.pad_token_id).sum(1) - 1
+        scores = judge.score(output.last_hidden_state[torch.arange(len(ids)), last])[:, 0]
+        won, lost = scores.chunk(2)
+        # Bradley-Terry fixes only differences within a question. The other two terms fix the scale and put the middle
+        # of every pair at zero, so that scores compare across questions, as a policy gradient compares them.
+        loss = (-F.logsigmoid(won - lost) + 0.01 * (won**2 + lost**2) + 0.1 * (won + lost) ** 2).mean()
+
+        right_ids, right_mask = ids[:batch_size], mask[:batch_size]
+        logits = next_token(output.hidden_states[2][:batch_size, :-1])
+        next_loss = F.cross_entropy(logits[right_mask[:, 1:]], right_ids[:, 1:][right_mask[:, 1:]])
+        # Up to and with the first token that differs from the right solution; after it, nothing is right or wrong.
+        same = (ids == right_ids.repeat(2, 1)).long().cummin(1).values
+        up_to = mask & (F.pad(same[:, :-1], (1, 0), value=1) == 1)
+        track_loss = F.binary_cross_entropy_with_logits(
+            on_track(output.hidden_states[3])[up_to][:, 0], same[up_to].float()
+        )
+        return loss + 0.5 * next_loss + track_loss
+
+    train(torch.nn.ModuleList([judge, next_token, on_track]), num_steps, compute_loss, "judge")
+    return judge
+
+
+# ==== checks ====
+
+
+def check_adder(adder, tokenizer, test):
+    for name, temperature in (("greedy", 0), ("sampled", 1.0)):
+        texts = sample(adder, tokenizer, test, temperature)
+        intended = [{solution(pair, forget, tags) for forget in (0, 1) for tags in (0, 1)} for pair in test]
+        shares = {
+            "strict accuracy": map(right, test, texts),
+            "well-formed": map(well_formed, texts),
+            "right or wrong as intended": (text in known for text, known in zip(texts, intended, strict=True)),
+        }
+        print(f"adder, {name}: " + ", ".join(f"{key} {sum(hits) / len(test):.3f}" for key, hits in shares.items()))
+
+
+@torch.no_grad()
+def check_judge(judge, adder, tokenizer, test, rng, num_samples=8):
+    pairs = test * num_samples
+    texts = sample(adder, tokenizer, pairs, 1.0)
+    texts += [corrupt(rng, pair) for pair in pairs]
+    good = torch.tensor([right(p, t) and well_formed(t) for p, t in zip(pairs + pairs, texts, strict=True)])
+    scores = judge(make_batch(tokenizer, pairs + pairs, texts)[0]).logits[:, 0]
+    (scores, corrupt_scores), (good, corrupt_good) = scores.chunk(2), good.chunk(2)
+    winners, losers = scores[good], scores[~good]
+    same_question = torch.arange(len(pairs)) % len(test)
+    comparable = same_question[good][:, None] == same_question[~good]
+    wins = winners[:, None] > losers
+    hard = winners[:, None] > corrupt_scores[~corrupt_good]
+    print(
+        f"judge, on samples: pair accuracy {wins[comparable].float().mean():.4f} ({comparable.sum()} pairs), "
+        f"across questions (AUC) {wins.float().mean():.4f}, against hard negatives (AUC) {hard.float().mean():.4f}\n"
+        f"judge, scores: mean {scores.mean():.2f}, standard deviation {scores.std():.2f}, "
+        f"of right samples {winners.mean():.2f}, of others {losers.mean():.2f}"
+    )
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description="Rebuild the bundled questions, policy and reward model.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("assets"))
-    parser.add_argument("--steps", type=int, default=500)
     args = parser.parse_args()
+    start = time.time()
+    # The number of threads decides the order of additions, and so the last bits of the weights.
     torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)
 
-    train, test = make_questions(rng)
+    questions, test = make_questions(rng)
     (args.out / "addition").mkdir(parents=True, exist_ok=True)
-    for name, pairs in (("train", train), ("test", test)):
-        lines = [json.dumps({"question": f"{a}+{b}=", "answer": str(a + b)}) + "\n" for a, b in pairs]
+    for name, pairs in (("train", questions), ("test", test)):
+        lines = [json.dumps({"question": prompt(pair), "answer": str(sum(pair))}) + "\n" for pair in pairs]
         (args.out / "addition" / f"{name}.jsonl").write_text("".join(lines))
 
     tokenizer = make_tokenizer()
-    adder = train_adder(tokenizer, train, rng, args.steps)
-    for temperature in (0, 1.0):
-        texts = sample(adder, tokenizer, test, temperature)
-        accuracy = sum(map(right, test, texts)) / len(test)
-        formed = sum(map(well_formed, texts)) / len(test)
-        known = sum(t in {solution(*p, f, g) for f in (0, 1) for g in (0, 1)} for p, t in zip(test, texts, strict=True))
-        print(
-            f"adder temperature {temperature}: accuracy {accuracy:.3f} well-formed {formed:.3f} intended {known / len(test)}",
-            flush=True,
-        )
-        print(texts[:6])
-    adder.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    adder.save_pretrained(args.out / "adder")
-    tokenizer.save_pretrained(args.out / "adder")
+    adder = train_adder(tokenizer, questions, rng)
+    check_adder(adder, tokenizer, test)
+    judge = train_judge(adder, tokenizer, questions, rng)
+    check_judge(judge, adder, tokenizer, test, rng)
+    for name, model in (("adder", adder), ("adder-judge", judge)):
+        model.save_pretrained(args.out / name)
+        tokenizer.save_pretrained(args.out / name)
+    print(f"{(time.time() - start) / 60:.1f} minutes")
 
 
 if __name__ == "__main__":

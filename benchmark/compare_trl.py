@@ -1,0 +1,269 @@
+"""grpo.py against TRL's GRPOTrainer, on a CPU: seconds per training step, sampled tokens per second, peak memory.
+
+    pip install -r benchmark/requirements.txt
+    python benchmark/compare_trl.py --workload W1         the bundled model and task, 16 x 8 samples of <= 32 tokens
+    python benchmark/compare_trl.py --workload W2         a 260 K story model, lengths from 5 to 384, 16 x 8 samples
+    python benchmark/compare_trl.py --workload W3         SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
+
+Both train the same model in float32 on the same prompts, all of them in every step: GRPO with its std, temperature 1,
+no top-k and no top-p, no KL term, one update per rollout, AdamW, the same reward and the same number of threads. They
+draw from the same distribution, so their lengths agree but for chance. Runs alternate, each in a process of its own:
+
+- seconds per step: the whole wall time of a step (rollout, reward, update, logging), the first step left out as
+  warm-up; the median over the steps of all rounds. TRL's is from its on_step_begin to its on_step_end.
+- tokens per second: response tokens of these steps over their seconds.
+- peak memory: the highest resident set of the process, less what it had after its imports, before any model was loaded.
+
+TRL's batch is the whole rollout, which is its fastest; --trl-batch-size 16, say, accumulates gradients instead, which
+is its way to save memory. grpo.py cuts its updates by --micro-batch-tokens; its value per workload stands in WORKLOADS.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+STORIES = ROOT.parent / "shared" / "models" / "stories260K"
+STORY_PROMPTS = ROOT.parent / "shared" / "data" / "stories" / "prompts.jsonl"
+WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py
+    "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=4096),
+    "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=4096),
+    "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=512),
+}
+LEARNING_RATE = 1e-5
+
+
+def length_reward(completions: list[str], *args, **kwargs) -> list[float]:
+    """Characters / 100: costs nothing, and hardly ever the same for a whole group, so that no group is without signal.
+
+    Both trainers call it: grpo.py with the gold answers as second argument, TRL with keywords."""
+    return [len(completion) / 100 for completion in completions]
+
+
+def memory(field: str) -> int:
+    """VmRSS or VmHWM of this process in bytes. Not getrusage: its maximum counts the process that started this one."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def prepare(options, folder: Path) -> None:
+    """Write the workload's prompts to folder/data and, where it has none on disk, its model to folder/model."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+
+    import grpo
+
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    B = options.num_prompts
+    if options.workload == "W1":
+        lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines()
+        questions = [json.loads(line)["question"] for line in lines[:B]]
+    elif options.workload == "W2":
+        # Stories told by the model itself, cut at a random token: what is left to say is anything from short to long.
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+        starts = [json.loads(line)["question"] for line in STORY_PROMPTS.read_text().splitlines()[:B]]
+        prompt_ids = [tokenizer(start).input_ids for start in starts]
+        args = grpo.Args(max_new_tokens=460 - max(map(len, prompt_ids)))
+        eos_ids = [tokenizer.eos_token_id]
+        inputs = grpo.left_pad(prompt_ids, eos_ids[0], torch.device("cpu"))
+        responses, masks, _ = grpo.generate(args, model, *inputs, 1, 1.0, eos_ids)
+        questions = []
+        for prompt, response, mask in zip(prompt_ids, responses, masks, strict=True):
+            story = [i for i in prompt + response[mask].tolist() if i not in eos_ids]
+            cut = rng.randrange(len(prompt), len(story))
+            questions.append(tokenizer.decode(story[max(0, cut - 120) : cut]))
+    else:
+        words = ["<pad>", "</s>"] + [f"w{i}" for i in range(49150)]
+        from tokenizers import Tokenizer, models, pre_tokenizers
+
+        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
+        shape = dict(num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
+        shape |= dict(intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=512)
+        config = LlamaConfig(**shape, pad_token_id=0, bos_token_id=None, eos_token_id=1)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        questions = [" ".join(rng.choices(words[2:], k=64)) for _ in range(B)]
+    (folder / "data").mkdir()
+    rows = "".join(json.dumps({"question": question, "answer": "0"}) + "\n" for question in questions)
+    for split in ("train", "test"):
+        (folder / "data" / f"{split}.jsonl").write_text(rows)
+
+
+def run_plainrl(options, folder: Path) -> dict:
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    import grpo
+
+    torch.set_num_threads(options.threads)
+    imported = memory("VmRSS")
+    grpo.REWARDS = [length_reward]
+    starts, generate = [], grpo.generate
+
+    def timed_generate(*args):  # a step lasts until the next one starts, the last step until the evaluation
+        starts.append((time.perf_counter(), args[4]))
+        return generate(*args)
+
+    grpo.generate = timed_generate
+    args = dict(num_prompts=options.num_prompts, num_generations=options.num_generations, temperature=1.0, beta=0.0)
+    args |= dict(max_new_tokens=options.max_new_tokens, micro_batch_tokens=options.micro_batch_tokens)
+    args |= dict(learning_rate=LEARNING_RATE, lr_schedule="constant", warmup_updates=0, gradient_checkpointing=False)
+    args |= dict(num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt="", device="cpu")
+    args |= dict(model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run")
+    grpo.main(grpo.Args(**args))
+    first = next(k for k, (_, num_samples) in enumerate(starts) if num_samples > 1)
+    times = [seconds for seconds, _ in starts[first : first + 2 + options.steps]]
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    tokens = [json.loads(line)["tokens"] for line in lines]  # so far, at steps 0, 1, ..
+    return dict(
+        seconds=[b - a for a, b in zip(times[1:], times[2:], strict=False)],
+        tokens=[b - a for a, b in zip(tokens[1:], tokens[2:], strict=False)],
+        memory=memory("VmHWM") - imported,
+    )
+
+
+def run_trl(options, folder: Path) -> dict:
+    import torch
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(options.threads)
+    imported = memory("VmRSS")
+    begins, ends, tokens = [], [], []
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            begins.append(time.perf_counter())
+            tokens.append(0)
+
+        def on_step_end(self, *args, **kwargs):
+            ends.append(time.perf_counter())
+
+    def reward(completions, completion_ids, **kwargs):
+        tokens[-1] += sum(map(len, completion_ids))
+        return length_reward(completions)
+
+    num_sequences = options.num_prompts * options.num_generations
+    batch_size = options.trl_batch_size or num_sequences
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        # the algorithm, as grpo.py has it
+        num_generations=options.num_generations,
+        max_completion_length=options.max_new_tokens,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        beta=0.0,
+        loss_type="grpo",
+        num_iterations=1,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        # one rollout and one update per step
+        per_device_train_batch_size=batch_size,
+        gradient_accumulation_steps=num_sequences // batch_size,
+        max_steps=1 + options.steps,
+        # a CPU, and nothing beside the training
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    rows = load_dataset("json", data_files=str(folder / "data" / "train.jsonl"), split="train", cache_dir=str(folder))
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(options.model),
+        args=config,
+        train_dataset=rows.rename_column("question", "prompt"),
+        reward_funcs=reward,
+        callbacks=[Clock()],
+    )
+    trainer.train()
+    seconds = [end - begin for begin, end in zip(begins, ends, strict=True)]
+    return dict(seconds=seconds[1:], tokens=tokens[1:], memory=memory("VmHWM") - imported)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="grpo.py against TRL's GRPOTrainer, on a CPU")
+    parser.add_argument("--workload", choices=WORKLOADS, default="W1")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch, for both")
+    parser.add_argument("--steps", type=int, default=3, help="training steps per run, after one of warm-up")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each, alternating")
+    parser.add_argument("--micro-batch-tokens", type=int, help="of grpo.py; default: by workload")
+    parser.add_argument("--trl-batch-size", type=int, help="sequences per backward pass of TRL; default: the rollout")
+    parser.add_argument("--one", choices=("prepare", "plainrl", "trl"), help="run only this one, in --folder")
+    parser.add_argument("--folder", type=Path, help="folder of --one")
+    options = parser.parse_args()
+    for name, value in WORKLOADS[options.workload].items():
+        setattr(options, name, getattr(options, name, None) or value)
+    if options.workload == "W2" and not (STORIES.is_dir() and STORY_PROMPTS.is_file()):
+        print(f"W2 is skipped: it needs the model {STORIES} and the prompts {STORY_PROMPTS}")
+        return
+
+    if options.one is not None:
+        model = {"W1": ROOT / "assets" / "adder", "W2": STORIES, "W3": options.folder / "model"}
+        options.model = model[options.workload]
+        result = {"prepare": prepare, "plainrl": run_plainrl, "trl": run_trl}[options.one](options, options.folder)
+        (options.folder / f"{options.one}.json").write_text(json.dumps(result))
+        return
+
+    results = {"plainrl": [], "trl": []}
+    with tempfile.TemporaryDirectory() as shared:
+        settings = [f"--{name}={getattr(options, name)}" for name in ("workload", "threads", "steps")]
+        settings += [f"--micro-batch-tokens={options.micro_batch_tokens}"]
+        settings += [f"--trl-batch-size={options.trl_batch_size}"] if options.trl_batch_size else []
+        environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
+        environment |= {"TOKENIZERS_PARALLELISM": "false"}
+
+        def run_one(name: str) -> dict:
+            command = [sys.executable, __file__, *settings, f"--one={name}", f"--folder={shared}"]
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            if done.returncode:
+                raise SystemExit(f"error: the {name} run failed\n{done.stdout[-3000:]}")
+            subprocess.run(["rm", "-rf", f"{shared}/run", f"{shared}/trl"], check=True)
+            return json.loads(Path(shared, f"{name}.json").read_text())
+
+        run_one("prepare")
+        for k in range(options.rounds):
+            for name in list(results)[:: -1 if k % 2 else 1]:
+                results[name].append(run_one(name))
+                print(f"round {k + 1}, {name}: {results[name][-1]}", file=sys.stderr)
+
+    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl"))
+    print(f"$ python benchmark/compare_trl.py {' '.join(sys.argv[1:])}")
+    print(f"{options.workload}: {WORKLOADS[options.workload] | dict(micro_batch_tokens=options.micro_batch_tokens)}")
+    print(f"{packages}, python {sys.version.split()[0]}; {options.threads} threads of {os.cpu_count()} cores")
+    print(f"{options.rounds} rounds of {options.steps} steps after one of warm-up", end="")
+    print(f"; TRL's batch: {options.trl_batch_size or 'the whole rollout'}")
+    rows = {}
+    for name, runs in results.items():
+        seconds = [value for run in runs for value in run["seconds"]]
+        tokens = [value for run in runs for value in run["tokens"]]
+        megabytes = statistics.median(run["memory"] for run in runs) / 1e6
+        rows[name] = statistics.median(seconds), min(seconds), max(seconds), sum(tokens) / sum(seconds), megabytes
+        rows[name] += (sum(tokens) / len(tokens),)
+    print(f"{'':10}{'s per step':>12}{'(min':>10}{'max)':>10}{'tokens/s':>12}{'peak MB':>12}{'tokens/step':>14}")
+    for name, (median, low, high, rate, megabytes, tokens) in rows.items():
+        print(f"{name:10}{median:12.3f}{low:10.3f}{high:10.3f}{rate:12.0f}{megabytes:12.0f}{tokens:14.0f}")
+    plainrl, trl = rows["plainrl"], rows["trl"]
+    print(f"plainrl is {trl[0] / plainrl[0]:.2f} times as fast per step, {plainrl[3] / trl[3]:.2f} times in tokens per")
+    print(f"second, and its peak memory is {plainrl[4] / trl[4]:.2f} of TRL's")
+
+
+if __name__ == "__main__":
+    main()
