@@ -53,6 +53,7 @@ import urllib.request
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NoReturn
 
 import datasets
@@ -61,6 +62,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 import tyro
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -139,7 +141,7 @@ class Args:
     num_prompts: int = 16
     """prompts per step (B)"""
     num_generations: int = 8
-    """samples per prompt (G): the group"""
+    """samples per prompt (G)"""
     max_new_tokens: int | None = None
     """a response is cut after so many tokens (R); None: by model"""
     temperature: float | None = None
@@ -553,11 +555,16 @@ def check_model(args: Args, model, device: torch.device) -> None:
                 plain = model(sequence[None]).logits[0, -9:-1].float().log_softmax(1).gather(1, ids[i, :, None])[:, 0]
                 gap = max(gap, (sampled[i] - plain).abs().max().item(), (trained[i] - plain).abs().max().item())
     except Exception as error:  # each family fails in a way of its own
-        fail(
-            f"--model {args.model}: this family is not supported ({type(error).__name__}: {str(error).splitlines()[0]})"
-        )
+        fail(f"--model {args.model}: this family is not supported ({type(error).__name__}: {first_line(error)})")
     if not gap < (0.1 if device.type == "cuda" else 1e-3):
         fail(f"--model {args.model}: this family is not supported (log-probabilities are off by up to {gap:.2g})")
+
+
+def for_inference(model):
+    """Turn training off; on a GPU the weights become bf16, but not the buffers, which hold the rotary frequencies."""
+    for parameter in model.eval().requires_grad_(False).parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if parameter.is_cuda else torch.float32)
+    return model
 
 
 def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) -> list[list[int]]:
@@ -570,21 +577,43 @@ def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) 
     return batches
 
 
-@torch.no_grad()
-def evaluate(args: Args, model, tokenizer, examples: list[dict], eos_ids: list[int], device: torch.device) -> dict:
+def respond(args: Args, model, tokenizer, batch: list[dict], num_samples: int, temperature: float, eos_ids: list[int]):
+    """Sample num_samples responses to each example: a list of N records, in group order.
+
+    A record holds prompt_ids, response_ids and logprobs (lists, of the tokens that count) and completion (the text).
+    """
+    prompt_ids, prompt_mask = left_pad([example["prompt_ids"] for example in batch], eos_ids[0], model.device)  # (B, P)
+    sampled = generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids)  # (N, R) each
+    records = []
+    for k, (ids, mask, logprobs) in enumerate(zip(*(tensor.cpu() for tensor in sampled), strict=True)):
+        record = {"prompt_ids": batch[k // num_samples]["prompt_ids"], "response_ids": ids[mask].tolist()}
+        completion = tokenizer.decode(record["response_ids"], skip_special_tokens=True)
+        records.append(record | {"logprobs": logprobs[mask].tolist(), "completion": completion})
+    return records
+
+
+def collate(records: list[dict], pad_id: int, device: torch.device) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+    """Records -> rollout, which is prompt ids and mask (N, P), response ids and mask (N, R); and logprobs (N, R)."""
+    prompt_ids, prompt_mask = left_pad([record["prompt_ids"] for record in records], pad_id, device)  # (N, P)
+    responses = [torch.tensor(record["response_ids"]) for record in records]
+    response_ids = pad_sequence(responses, batch_first=True, padding_value=pad_id).to(device)  # (N, R)
+    lengths = torch.tensor([len(response) for response in responses], device=device)  # (N,)
+    response_mask = torch.arange(response_ids.shape[1], device=device) < lengths[:, None]  # (N, R)
+    logprobs = pad_sequence([torch.tensor(record["logprobs"]) for record in records], batch_first=True).to(device)
+    return (prompt_ids, prompt_mask, response_ids, response_mask), logprobs
+
+
+def evaluate(args: Args, model, tokenizer, examples: list[dict], eos_ids: list[int]) -> dict:
     """Greedy accuracy on the held-out examples: strict (in the answer tags), lenient (last number), and the format."""
-    responses, answers = [], [example["answer"] for example in examples]
+    records, answers = [], [example["answer"] for example in examples]
     for start in range(0, len(examples), args.num_sequences):
-        batch = examples[start : start + args.num_sequences]
-        prompt_ids, prompt_mask = left_pad([example["prompt_ids"] for example in batch], eos_ids[0], device)  # (n, P)
-        response_ids, response_mask, _ = generate(args, model, prompt_ids, prompt_mask, 1, 0.0, eos_ids)  # (n, R)
-        responses += [ids[mask].tolist() for ids, mask in zip(response_ids, response_mask, strict=True)]
-    completions = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        records += respond(args, model, tokenizer, examples[start : start + args.num_sequences], 1, 0.0, eos_ids)
+    completions = [record["completion"] for record in records]
     sums = {
         "eval/accuracy": sum(accuracy_reward(completions, answers)),
         "eval/accuracy_lenient": sum(lenient_accuracy_reward(completions, answers)),
         "eval/format": sum(score == 0.4 for score in format_reward(completions, answers)),
-        "eval/response_len": sum(map(len, responses)),
+        "eval/response_len": sum(len(record["response_ids"]) for record in records),
     }
     return {name: value / len(examples) for name, value in sums.items()}
 
@@ -621,7 +650,7 @@ def load_checkpoint(folder: Path) -> dict:
         fail(f"--resume {folder}: there is no checkpoint/state.pt in it; give a folder runs/<name> of a stopped run")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-        script, _ = state["script"], [state[k] for k in ("args", "model", "optimizer", "counters", "random_states")]
+        script, _ = state["script"], [state[k] for k in ("args", "model", "optimizer", "done", "random_states")]
     except Exception as error:  # truncated or foreign files raise half a dozen types
         fail(f"--resume {folder}: its checkpoint is damaged or not one of ours ({type(error).__name__})")
     if script != Path(__file__).name:
@@ -633,13 +662,9 @@ def load_checkpoint(folder: Path) -> dict:
 
 
 def compute_advantages(args: Args, rewards: torch.Tensor) -> torch.Tensor:
-    """Group-relative advantages: rewards (B, G) -> (B, G). DeepSeekMath Section 4.1.2; the std is torch's (Bessel).
-
-    Subtracting the group's first reward beforehand changes nothing but this: equal rewards give exactly 0, where the
-    rounding error of their mean would otherwise be divided by a std of 0.
-    """
+    """Group-relative advantages: rewards (B, G) -> (B, G). DeepSeekMath Section 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    rewards = rewards - rewards[:, :1]
+    rewards = rewards - rewards[:, :1]  # changes the rounding alone: equal rewards then give exactly 0
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
@@ -657,21 +682,21 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # J takes the smaller of the two surrogates for either sign of A, the loss the larger of their negatives.
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     token_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # (n, R), Eq. 3
-    stats = {}
     if ref_logprobs is not None:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
         kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
-        stats["kl"] = masked_sum(kl.detach(), mask)
     loss = masked_mean(token_loss, mask, axis=1).sum() / num_seqs
 
+    stats = {"tokens": mask.sum()}
     with torch.no_grad():
-        stats["tokens"] = mask.sum()
         stats["clip_frac_low"] = masked_sum((ratio < 1 - args.clip_eps).float(), mask)
         stats["clip_frac_high"] = masked_sum((ratio > 1 + args.clip_eps).float(), mask)
         stats["approx_kl"] = masked_sum(0.5 * logratio**2, mask)
         stats["ratio_mean"] = masked_sum(ratio, mask)
         stats["entropy"] = masked_sum(-logprobs, mask)
+        if ref_logprobs is not None:
+            stats["kl"] = masked_sum(kl, mask)
     return loss, stats
 
 
@@ -739,16 +764,13 @@ def main(args: Args) -> dict:
     ref_model = None
     if args.beta > 0:  # always the policy's start, also in a resumed run
         ref_model = load_pretrained(AutoModelForCausalLM, args.model, "--model", config=config, dtype=torch.float32)
-        ref_model = ref_model.to(device).requires_grad_(False).eval()
+        ref_model = for_inference(ref_model.to(device))
 
     # A GPU samples from a bf16 copy, half the bytes to read, with a head in float32; a CPU samples from the model.
     sampler = model
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-        sampler = copy.deepcopy(model).requires_grad_(False)
-        for network in [sampler] + [ref_model] * (ref_model is not None):
-            for parameter in network.parameters():  # not network.to(): the rotary frequencies must stay in float32
-                parameter.data = parameter.data.to(torch.bfloat16)
+        sampler = for_inference(copy.deepcopy(model))
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         sampler.set_output_embeddings(head)
@@ -758,16 +780,16 @@ def main(args: Args) -> dict:
     run_name = args.run_name or f"{Path(script).stem}__{Path(args.model).name}__{args.seed}__{stamp}"
     run_dir = Path(args.resume) if saved else Path(args.runs_dir).expanduser() / run_name
     state_path = run_dir / "checkpoint" / "state.pt"
-    step, position, updates, episodes, tokens, skipped_in_a_row = 0, 0, 0, 0, 0, 0
+    done = SimpleNamespace(steps=0, prompts=0, updates=0, episodes=0, tokens=0, skipped_in_a_row=0)
     if saved:
-        step, position, updates, episodes, tokens, skipped_in_a_row = saved["counters"]
+        done = SimpleNamespace(**saved["done"])
         random.setstate(saved["random_states"]["python"])
         torch.set_rng_state(saved["random_states"]["torch"])
         if device.type == "cuda":
             torch.cuda.set_rng_state_all(saved["random_states"]["cuda"])
         for name in ("metrics.jsonl", "samples.jsonl"):  # what was logged after the checkpoint will be logged again
             lines = (run_dir / name).read_text(encoding="utf-8").split("\n")[:-1]
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            kept = [line for line in lines if json.loads(line)["step"] <= done.steps]
             (run_dir / f"{name}.tmp").write_text("".join(line + "\n" for line in kept), encoding="utf-8")
             os.replace(run_dir / f"{name}.tmp", run_dir / name)
     else:
@@ -794,7 +816,7 @@ def main(args: Args) -> dict:
             "args": {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.name != "resume"},
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),
-            "counters": (step, position, updates, episodes, tokens, skipped_in_a_row),
+            "done": vars(done),
             "random_states": random_states,
         }
 
@@ -825,7 +847,7 @@ def main(args: Args) -> dict:
     if updates_per_rollout == 1:
         print("note: at one update per rollout the ratio is 1: clip_frac is 0 and the loss near 0; watch the reward")
     print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
-    print(f"run folder: {run_dir}" + (f", resumed after step {step}" if saved else ""))
+    print(f"run folder: {run_dir}" + (f", resumed after step {done.steps}" if saved else ""))
 
     # Ctrl-C or SIGTERM ends the run after the step, with a checkpoint; the second one ends it at once.
     signals, warned = [], set()
@@ -839,139 +861,137 @@ def main(args: Args) -> dict:
     handlers = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     if not saved:
         metrics = {"step": 0, "episodes": 0, "tokens": 0}
-        metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids, device)
+        metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log("metrics.jsonl", metrics)
         log("samples.jsonl")
         save_checkpoint(state_path, current_state())  # a disk that is too small shows now and not in an hour
         print(f"before: accuracy {metrics['eval/accuracy']:.3f} on {len(test_data)} held-out problems, greedy")
-    progress = tqdm(total=args.num_steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+    progress = tqdm(total=args.num_steps, initial=done.steps, unit="step", dynamic_ncols=True, disable=None)
 
-    while step < args.num_steps and not signals:
+    while done.steps < args.num_steps and not signals:
         # 1. rollout
         start_time = time.perf_counter()
-        batch = [train_data[i] for i in draw(len(train_data), args.seed, position, args.num_prompts)]
-        prompt_ids, prompt_mask = left_pad([example["prompt_ids"] for example in batch], eos_ids[0], device)  # (B, P)
-        response_ids, response_mask, sampled_logprobs = generate(
-            args, sampler, prompt_ids, prompt_mask, args.num_generations, args.temperature, eos_ids
-        )  # (N, R)
-        prompt_ids = prompt_ids.repeat_interleave(args.num_generations, 0)  # (N, P)
-        prompt_mask = prompt_mask.repeat_interleave(args.num_generations, 0)  # (N, P)
-        rollout = (prompt_ids, prompt_mask, response_ids, response_mask)
-        lengths = (prompt_mask.sum(1) + response_mask.sum(1)).tolist()  # N of them
-        responses = [ids[mask].tolist() for ids, mask in zip(response_ids, response_mask, strict=True)]
-        completions = tokenizer.batch_decode(responses, skip_special_tokens=True)
+        batch = [train_data[i] for i in draw(len(train_data), args.seed, done.prompts, args.num_prompts)]
+        records = respond(args, sampler, tokenizer, batch, args.num_generations, args.temperature, eos_ids)
+        done.prompts += len(batch)
+        done.episodes += len(records)
+        done.tokens += sum(len(record["response_ids"]) for record in records)
+        rollout, sampled_logprobs = collate(records, eos_ids[0], device)  # (N, P), (N, P), (N, R), (N, R); (N, R)
         rollout_seconds = time.perf_counter() - start_time
 
         # 2. reward
+        completions = [record["completion"] for record in records]
         answers = [example["answer"] for example in batch for _ in range(args.num_generations)]
         rewards_by_name = {reward.__name__: torch.tensor(reward(completions, answers)) for reward in REWARDS}  # (N,)
-        rewards = sum(rewards_by_name.values()).view(args.num_prompts, args.num_generations)  # (B, G) float32
+        rewards = sum(rewards_by_name.values()).view(-1, args.num_generations)  # (B, G) float32
 
-        # 3. advantage
-        advantages = compute_advantages(args, rewards).view(-1, 1).to(device)  # (N, 1)
-
-        # 4. update
+        # The old policy's log-probabilities by the trainer's own code: before a single update they are the policy's
+        # own, so that its ratio is exactly 1; before several updates they are computed here and then stay.
         start_time = time.perf_counter()
-        model.train(args.gradient_checkpointing)  # transformers recomputes activations only in training mode
-        # The sampling policy's log-probabilities by the trainer's own code: before a single update they are simply the
-        # policy's, so that its ratio is exactly 1; for several updates they are computed first and stay.
+        response_mask = rollout[3]  # (N, R)
+        lengths = (rollout[1].sum(1) + response_mask.sum(1)).tolist()  # N of them, prompt included
         old_logprobs = torch.zeros_like(sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(sampled_logprobs)  # (N, R)
+        model.train(args.gradient_checkpointing)  # transformers recomputes activations only in training mode
         with torch.no_grad():
-            for i in micro_batches(torch.arange(args.num_sequences), lengths, args.micro_batch_tokens):
+            for i in micro_batches(torch.arange(len(lengths)), lengths, args.micro_batch_tokens):
                 if updates_per_rollout > 1:
                     old_logprobs[i] = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)
                 if ref_model is not None:
                     ref_logprobs[i] = compute_logprobs(ref_model, *[x[i] for x in rollout], args.temperature)
 
+        # 3. advantage
+        advantages = compute_advantages(args, rewards).view(-1, 1).to(device)  # (N, 1)
+
+        # 4. update
         totals = defaultdict(float)  # sums over all minibatches of the step
-        for _ in range(args.num_iterations):
-            for minibatch in torch.randperm(args.num_sequences).chunk(args.num_minibatches):
-                num_tokens = response_mask[minibatch].sum()
-                for i in micro_batches(minibatch, lengths, args.micro_batch_tokens):
-                    logprobs = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)  # (n, R)
-                    if updates_per_rollout == 1:
-                        old_logprobs[i] = logprobs.detach()
-                    ref = None if ref_model is None else ref_logprobs[i]  # (n, R)
-                    batch_args = (old_logprobs[i], ref, advantages[i], response_mask[i], len(minibatch), num_tokens)
-                    loss, stats = policy_loss(args, logprobs, *batch_args)
-                    loss.backward()
-                    for name, value in {"loss": loss.detach(), **stats}.items():
-                        totals[name] += value
-                lr = args.learning_rate * lr_factor(args, updates)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-                if torch.isfinite(grad_norm):
-                    optimizer.step()
-                    totals["grad_norm"] += grad_norm
-                    skipped_in_a_row = 0
-                else:
-                    totals["skipped"] += 1
-                    skipped_in_a_row += 1
-                optimizer.zero_grad(set_to_none=True)
-                updates += 1
-                if skipped_in_a_row == 3:
-                    advice = f"lower --learning-rate {args.learning_rate}; the last good checkpoint is {state_path}"
-                    fail(f"step {step + 1}: three updates in a row had a gradient that is not finite; {advice}", 1)
+        shuffled = [torch.randperm(len(lengths)) for _ in range(args.num_iterations)]
+        for minibatch in [part for order in shuffled for part in order.chunk(args.num_minibatches)]:
+            num_tokens = response_mask[minibatch].sum()
+            for i in micro_batches(minibatch, lengths, args.micro_batch_tokens):
+                logprobs = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)  # (n, R)
+                if updates_per_rollout == 1:
+                    old_logprobs[i] = logprobs.detach()
+                ref = None if ref_model is None else ref_logprobs[i]  # (n, R)
+                fixed = (old_logprobs[i], ref, advantages[i], response_mask[i], len(minibatch), num_tokens)
+                loss, stats = policy_loss(args, logprobs, *fixed)
+                loss.backward()
+                for name, value in {"loss": loss.detach(), **stats}.items():
+                    totals[name] += value
+            lr = args.learning_rate * lr_factor(args, done.updates)
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            if torch.isfinite(grad_norm):
+                optimizer.step()
+                totals["grad_norm"] += grad_norm
+                done.skipped_in_a_row = 0
+            else:
+                totals["skipped"] += 1
+                done.skipped_in_a_row += 1
+            optimizer.zero_grad(set_to_none=True)
+            done.updates += 1
+            if done.skipped_in_a_row == 3:
+                advice = f"lower --learning-rate {args.learning_rate}; the last good checkpoint is {state_path}"
+                fail(f"step {done.steps + 1}: three updates in a row had a gradient that is not finite; {advice}", 1)
         if sampler is not model:
             weights = dict(model.named_parameters(remove_duplicate=False))
             with torch.no_grad():
                 for name, parameter in sampler.named_parameters():
                     parameter.copy_(weights[name])  # in place: a CUDA graph goes on reading the same memory
         totals = {name: float(value) for name, value in totals.items()}  # waits for the device
+        count = max(1.0, totals["tokens"])
         update_seconds = time.perf_counter() - start_time
 
         # 5. log
-        step, position = step + 1, position + args.num_prompts
-        episodes, tokens = episodes + len(responses), tokens + sum(map(len, responses))
+        done.steps += 1
         gap = (old_logprobs - sampled_logprobs).abs()[response_mask]  # (tokens,)
         host_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes
-        metrics = {"step": step, "episodes": episodes, "tokens": tokens}
+        metrics = {"step": done.steps, "episodes": done.episodes, "tokens": done.tokens}
         metrics |= {f"rollout/{name}": value.mean().item() for name, value in rewards_by_name.items()}
         metrics |= {
             "rollout/reward_mean": rewards.mean().item(),
             "rollout/reward_std": rewards.std().item(),
             "rollout/accuracy": sum(accuracy_reward(completions, answers)) / len(completions),
-            "rollout/response_len": sum(map(len, responses)) / len(responses),
-            "rollout/eos_frac": sum(response[-1] in eos_ids for response in responses) / len(responses),
+            "rollout/response_len": sum(len(record["response_ids"]) for record in records) / len(records),
+            "rollout/eos_frac": sum(record["response_ids"][-1] in eos_ids for record in records) / len(records),
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean().item(),
             "rollout/logprob_gap": gap.mean().item(),
             "rollout/logprob_gap_max": gap.max().item(),
             "policy/loss": totals["loss"] / updates_per_rollout,
-            "policy/clip_frac": (totals["clip_frac_low"] + totals["clip_frac_high"]) / totals["tokens"],
+            "policy/clip_frac": (totals["clip_frac_low"] + totals["clip_frac_high"]) / count,
             "optim/lr": lr,
-            "optim/grad_norm": totals.get("grad_norm", 0.0) / updates_per_rollout,
+            "optim/grad_norm": totals.get("grad_norm", 0.0) / max(1, updates_per_rollout - totals.get("skipped", 0)),
             "optim/skipped": totals.get("skipped", 0.0),
             "time/rollout_s": rollout_seconds,
             "time/update_s": update_seconds,
-            "time/tokens_per_s": sum(map(len, responses)) / rollout_seconds,
+            "time/tokens_per_s": sum(len(record["response_ids"]) for record in records) / rollout_seconds,
             "time/peak_mem_gb": (torch.cuda.max_memory_allocated() if device.type == "cuda" else host_memory) / 1e9,
         }
         for name in ("clip_frac_low", "clip_frac_high", "approx_kl", "ratio_mean", "entropy"):
-            metrics[f"policy/{name}"] = totals[name] / totals["tokens"]
+            metrics[f"policy/{name}"] = totals[name] / count
         if ref_model is not None:
-            metrics["kl/ref"] = totals["kl"] / totals["tokens"]
-        if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids, device)
+            metrics["kl/ref"] = totals["kl"] / count
+        if done.steps == args.num_steps or (args.eval_every and done.steps % args.eval_every == 0):
+            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log("metrics.jsonl", metrics)
         samples = []
         for k, example in enumerate(batch):
             group = slice(k * args.num_generations, (k + 1) * args.num_generations)
-            samples.append({"step": step, "prompt": example["prompt"], "answer": example["answer"]})
+            samples.append({"step": done.steps, "prompt": example["prompt"], "answer": example["answer"]})
             samples[-1] |= {"completions": completions[group], "rewards": rewards[k].tolist()}
             samples[-1] |= {"advantages": advantages[group, 0].tolist()}
         log("samples.jsonl", *samples)
         if tracker:
-            tracker.log(metrics, step=step)
+            tracker.log(metrics, step=done.steps)
 
         shown = {"reward": metrics["rollout/reward_mean"], "accuracy": metrics["rollout/accuracy"]}
         shown |= {"length": metrics["rollout/response_len"], "kl": metrics.get("kl/ref", metrics["policy/approx_kl"])}
         shown |= {"held-out": metrics["eval/accuracy"]} if "eval/accuracy" in metrics else {}
         progress.set_postfix({name: f"{value:.3g}" for name, value in shown.items()}, refresh=False)
         progress.update()
-        if step == 1 or step % max(1, args.num_steps // 10) == 0:
-            progress.write(f"step {step}: " + ", ".join(f"{name} {value:.3g}" for name, value in shown.items()))
+        if done.steps == 1 or done.steps % max(1, args.num_steps // 10) == 0:
+            progress.write(f"step {done.steps}: " + ", ".join(f"{name} {value:.3g}" for name, value in shown.items()))
             progress.write(f"    {batch[0]['prompt']!r} -> {completions[0]!r}, reward {rewards[0, 0]:.2f}")
         warnings = {
             "eos_frac < 0.5: most responses are cut; raise --max-new-tokens": metrics["rollout/eos_frac"] < 0.5,
@@ -981,21 +1001,21 @@ def main(args: Args) -> dict:
         for warning in [text for text, holds in warnings.items() if holds and text not in warned]:
             progress.write(f"warning: {warning}")
             warned.add(warning)
-        # A family whose log-probabilities this file computes wrongly (a scaled or capped head, say) is stopped here.
-        if step == 1 and not metrics["rollout/logprob_gap"] < (0.1 if device.type == "cuda" else 1e-3):
+        # What check_model has found on a few tokens must hold on the real ones.
+        if done.steps == 1 and not metrics["rollout/logprob_gap"] < (0.1 if device.type == "cuda" else 1e-3):
             gaps = f"mean {metrics['rollout/logprob_gap']:.2g}, max {metrics['rollout/logprob_gap_max']:.2g}"
             fail(f"--model {args.model}: not supported, sampling and training disagree on log-probabilities ({gaps})")
 
         # 6. save
-        if signals or step == args.num_steps or (args.save_every and step % args.save_every == 0):
+        if signals or done.steps == args.num_steps or (args.save_every and done.steps % args.save_every == 0):
             save_checkpoint(state_path, current_state())
     progress.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if tracker:
         tracker.finish()
-    if step < args.num_steps:
-        print(f"stopped after step {step}; go on with: python {script} --resume {run_dir}", file=sys.stderr)
+    if done.steps < args.num_steps:
+        print(f"stopped after step {done.steps}; go on with: python {script} --resume {run_dir}", file=sys.stderr)
         raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")

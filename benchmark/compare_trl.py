@@ -1,9 +1,9 @@
 """grpo.py against TRL's GRPOTrainer, on a CPU: seconds per training step, sampled tokens per second, peak memory.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/compare_trl.py --workload W1         the bundled model and task, 16 x 8 samples of <= 32 tokens
-    python benchmark/compare_trl.py --workload W2         a 260 K story model, lengths from 5 to 384, 16 x 8 samples
-    python benchmark/compare_trl.py --workload W3         SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
+    python benchmark/compare_trl.py --workload W1  the bundled model and task, 16 x 8 samples of <= 32 tokens
+    python benchmark/compare_trl.py --workload W2  a 260 K story model, lengths from 5 to 384, 16 x 8 samples
+    python benchmark/compare_trl.py --workload W3  SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
 
 Both train the same model in float32 on the same prompts, all of them in every step: GRPO with its std, temperature 1,
 no top-k and no top-p, no KL term, one update per rollout, AdamW, the same reward and the same number of threads. They
@@ -11,7 +11,9 @@ draw from the same distribution, so their lengths agree but for chance. Runs alt
 
 - seconds per step: the whole wall time of a step (rollout, reward, update, logging), the first step left out as
   warm-up; the median over the steps of all rounds. TRL's is from its on_step_begin to its on_step_end.
-- tokens per second: response tokens of these steps over their seconds.
+- CPU seconds per step: the time that all threads together were on a core in it; with --threads 1 this is the fairer
+  number on a machine that others use as well, where threads that wait for each other make wall times jump.
+- tokens per second: response tokens of these steps over their wall seconds.
 - peak memory: the highest resident set of the process, less what it had after its imports, before any model was loaded.
 
 TRL's batch is the whole rollout, which is its fastest; --trl-batch-size 16, say, accumulates gradients instead, which
@@ -34,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 STORY_PROMPTS = ROOT.parent / "shared" / "data" / "stories" / "prompts.jsonl"
 WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py
-    "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=4096),
+    "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=1024),
     "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=4096),
     "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=512),
 }
@@ -52,6 +54,10 @@ def memory(field: str) -> int:
     """VmRSS or VmHWM of this process in bytes. Not getrusage: its maximum counts the process that started this one."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def now() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 def prepare(options, folder: Path) -> None:
@@ -113,7 +119,7 @@ def run_plainrl(options, folder: Path) -> dict:
     starts, generate = [], grpo.generate
 
     def timed_generate(*args):  # a step lasts until the next one starts, the last step until the evaluation
-        starts.append((time.perf_counter(), args[4]))
+        starts.append((now(), args[4]))
         return generate(*args)
 
     grpo.generate = timed_generate
@@ -124,11 +130,12 @@ def run_plainrl(options, folder: Path) -> dict:
     args |= dict(model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run")
     grpo.main(grpo.Args(**args))
     first = next(k for k, (_, num_samples) in enumerate(starts) if num_samples > 1)
-    times = [seconds for seconds, _ in starts[first : first + 2 + options.steps]]
+    times = [moment for moment, _ in starts[first : first + 2 + options.steps]]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     tokens = [json.loads(line)["tokens"] for line in lines]  # so far, at steps 0, 1, ..
     return dict(
-        seconds=[b - a for a, b in zip(times[1:], times[2:], strict=False)],
+        seconds=[b[0] - a[0] for a, b in zip(times[1:], times[2:], strict=False)],
+        cpu_seconds=[b[1] - a[1] for a, b in zip(times[1:], times[2:], strict=False)],
         tokens=[b - a for a, b in zip(tokens[1:], tokens[2:], strict=False)],
         memory=memory("VmHWM") - imported,
     )
@@ -146,11 +153,11 @@ def run_trl(options, folder: Path) -> dict:
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *args, **kwargs):
-            begins.append(time.perf_counter())
+            begins.append(now())
             tokens.append(0)
 
         def on_step_end(self, *args, **kwargs):
-            ends.append(time.perf_counter())
+            ends.append(now())
 
     def reward(completions, completion_ids, **kwargs):
         tokens[-1] += sum(map(len, completion_ids))
@@ -194,8 +201,8 @@ def run_trl(options, folder: Path) -> dict:
         callbacks=[Clock()],
     )
     trainer.train()
-    seconds = [end - begin for begin, end in zip(begins, ends, strict=True)]
-    return dict(seconds=seconds[1:], tokens=tokens[1:], memory=memory("VmHWM") - imported)
+    seconds, cpu_seconds = [[end[k] - begin[k] for begin, end in zip(begins, ends, strict=True)][1:] for k in (0, 1)]
+    return dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens[1:], memory=memory("VmHWM") - imported)
 
 
 def main() -> None:
@@ -253,16 +260,18 @@ def main() -> None:
     rows = {}
     for name, runs in results.items():
         seconds = [value for run in runs for value in run["seconds"]]
+        cpu_seconds = [value for run in runs for value in run["cpu_seconds"]]
         tokens = [value for run in runs for value in run["tokens"]]
-        megabytes = statistics.median(run["memory"] for run in runs) / 1e6
-        rows[name] = statistics.median(seconds), min(seconds), max(seconds), sum(tokens) / sum(seconds), megabytes
-        rows[name] += (sum(tokens) / len(tokens),)
-    print(f"{'':10}{'s per step':>12}{'(min':>10}{'max)':>10}{'tokens/s':>12}{'peak MB':>12}{'tokens/step':>14}")
-    for name, (median, low, high, rate, megabytes, tokens) in rows.items():
-        print(f"{name:10}{median:12.3f}{low:10.3f}{high:10.3f}{rate:12.0f}{megabytes:12.0f}{tokens:14.0f}")
-    plainrl, trl = rows["plainrl"], rows["trl"]
-    print(f"plainrl is {trl[0] / plainrl[0]:.2f} times as fast per step, {plainrl[3] / trl[3]:.2f} times in tokens per")
-    print(f"second, and its peak memory is {plainrl[4] / trl[4]:.2f} of TRL's")
+        rows[name] = [statistics.median(seconds), min(seconds), max(seconds), statistics.median(cpu_seconds)]
+        rows[name] += [sum(tokens) / sum(seconds), sum(tokens) / len(tokens)]
+        rows[name] += [statistics.median(run["memory"] for run in runs) / 1e6]
+    print(f"{'':8}{'s/step':>9}{'min':>9}{'max':>9}{'CPU s/step':>12}{'tokens/s':>10}{'tokens/step':>13}{'peak MB':>9}")
+    for name, (median, low, high, cpu, rate, tokens, peak) in rows.items():
+        print(f"{name:8}{median:9.3f}{low:9.3f}{high:9.3f}{cpu:12.3f}{rate:10.0f}{tokens:13.0f}{peak:9.0f}")
+    ratios = [b / a for a, b in zip(rows["plainrl"], rows["trl"], strict=True)]
+    print(f"plainrl is {ratios[0]:.2f} times as fast per step (by the median; {ratios[1]:.2f} by the minimum, ", end="")
+    print(f"{ratios[3]:.2f} by CPU time,")
+    print(f"{1 / ratios[4]:.2f} in tokens per second) and needs {1 / ratios[6]:.2f} of TRL's memory")
 
 
 if __name__ == "__main__":

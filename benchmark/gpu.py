@@ -1,0 +1,172 @@
+"""What share of a GPU's limits grpo.py reaches: decoding against its memory bandwidth, the update against its matmuls.
+
+    python benchmark/gpu.py                  random weights in the shape of SmolLM2-1.7B, one CUDA device, some minutes
+    python benchmark/gpu.py --tiny           a tiny shape in float32 on the CPU: exercises this file, measures nothing
+
+Decoding a token must read every weight once and the keys and values of all rows: these bytes over the bandwidth of a
+device-to-device copy (read + write) are the limit. generate here runs all tokens of all rows (no EOS id is ever drawn).
+An update takes 6 FLOP per parameter and token (forward 2, backward 4; recomputed activations and attention are not
+counted): that over the seconds is the FLOP/s, and MFU is its share of the peak.
+"""
+
+import argparse
+import copy
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import grpo
+
+NOMINAL_FLOPS = 989e12  # dense bf16 of an H100 or H200 SXM
+
+
+def seconds(function, device: torch.device, repeats: int = 1) -> float:
+    """The least wall seconds of a call, the device's work included."""
+    times = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def peak_gb(device: torch.device) -> float:
+    """GB at most since the last call; 0 on a CPU."""
+    if device.type == "cpu":
+        return 0.0
+    peak = torch.cuda.max_memory_allocated() / 1e9
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def device_limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes per second of a large copy (read + written), and FLOP per second of a large matrix product."""
+    size, width = (2**22, 256) if device.type == "cpu" else (2**32, 8192)
+    source = torch.zeros(size // 2, dtype=torch.uint8, device=device)
+    target = source.clone()
+    left, right = torch.randn(2, width, width, device=device, dtype=dtype)
+    seconds(lambda: left @ right, device, 3)  # warm-up
+    copied = seconds(lambda: target.copy_(source), device, 5)
+    return size / copied, 2 * width**3 / seconds(lambda: left @ right, device, 20)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="grpo.py against the limits of a GPU")
+    parser.add_argument("--tiny", action="store_true", help="self-test on the CPU")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    options = parser.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
+        print("error: torch finds no CUDA device; give --tiny for a self-test on the CPU", file=sys.stderr)
+        raise SystemExit(2)
+
+    device = torch.device("cpu" if options.tiny else "cuda")
+    dtype = torch.float32 if options.tiny else torch.bfloat16  # of the sampling copy
+    B, G, P, R = options.prompts, options.samples, options.prompt_tokens, options.new_tokens
+    shape = dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192)
+    shape |= dict(vocab_size=49152, num_key_value_heads=32, max_position_embeddings=8192)
+    if options.tiny:
+        B, G, P, R = 2, 4, 8, 40
+        shape = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64)
+        shape |= dict(vocab_size=101, num_key_value_heads=2, max_position_embeddings=128)
+    N = B * G
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+
+    bandwidth, matmul_flops = device_limits(device, dtype)
+    name = "CPU, self-test" if options.tiny else torch.cuda.get_device_name()
+    print(f"{name}, torch {torch.__version__}; {N} rows of {P} prompt and {R} new tokens")
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, {str(dtype)[6:]} matmul {matmul_flops / 1e12:.3g} TFLOP/s", flush=True)
+
+    # ---- the model and its sampling copy, as main in grpo.py has them; no EOS id, so that every row runs to the end
+    config = LlamaConfig(**shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    with device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    sampler = copy.deepcopy(model).requires_grad_(False)
+    if not options.tiny:
+        for parameter in sampler.parameters():
+            parameter.data = parameter.data.to(dtype)
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        sampler.set_output_embeddings(head)
+    eos_ids = [config.vocab_size]
+    prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
+    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
+    print(f"{num_parameters / 1e6:.2f} M parameters; weights, copy and head: {peak_gb(device):.1f} GB", flush=True)
+
+    # ---- decoding
+    head_bytes = sampler.get_output_embeddings().weight.nbytes
+    trunk_bytes = sum(p.nbytes for p in sampler.base_model.layers.parameters())
+    kv_width = shape["num_key_value_heads"] * config.head_dim
+    kv_bytes = 2 * shape["num_hidden_layers"] * kv_width * dtype.itemsize  # of one token
+    mean_context = P + R / 2
+    limit = N * bandwidth / (trunk_bytes + head_bytes + N * mean_context * kv_bytes)
+    print(f"decoding limit: {limit:.0f} tokens/s ({(trunk_bytes + head_bytes) / 1e9:.3g} GB of weights and", end=" ")
+    print(f"{N * mean_context * kv_bytes / 1e9:.3g} GB of keys and values per step)")
+
+    def report(label: str, function) -> None:
+        peak_gb(device)
+        function(min(R, 8))  # warm-up
+        rate = N * R / seconds(lambda: function(R), device)
+        print(
+            f"{label}: {rate:.0f} tokens/s, {rate / limit:.0%} of the limit, peak {peak_gb(device):.1f} GB", flush=True
+        )
+
+    def plain(new_tokens: int, cuda_graph: bool):
+        args = grpo.Args(max_new_tokens=new_tokens, cuda_graph=cuda_graph)
+        return grpo.generate(args, sampler, prompt_ids, prompt_mask, G, 1.0, eos_ids)
+
+    @torch.no_grad()
+    def transformers_generate(new_tokens: int):
+        lengths = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, pad_token_id=0)
+        sampling = dict(do_sample=True, top_k=0, top_p=1.0, num_return_sequences=G)
+        sampler.generate(prompt_ids, attention_mask=prompt_mask.long(), **lengths, **sampling)
+
+    report("generate, CUDA graph", lambda new_tokens: plain(new_tokens, True))
+    report("generate, no graph", lambda new_tokens: plain(new_tokens, False))
+    report("model.generate", transformers_generate)
+
+    # ---- one update on a rollout
+    response_ids, response_mask, _ = plain(R, True)  # (N, R)
+    rollout = (prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0), response_ids, response_mask)
+    advantages = torch.randn(N, 1, device=device)  # (N, 1)
+    if options.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train(options.gradient_checkpointing)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    args = grpo.Args(beta=0.0)
+
+    def update() -> None:
+        num_tokens = response_mask.sum()
+        for i in grpo.micro_batches(torch.arange(N), [P + R] * N, options.micro_batch_tokens):
+            logprobs = grpo.compute_logprobs(model, *[x[i] for x in rollout], 1.0)  # (n, R)
+            batch_args = (logprobs.detach(), None, advantages[i], response_mask[i], N, num_tokens)
+            loss, _ = grpo.policy_loss(args, logprobs, *batch_args)
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    update()
+    elapsed, tokens = seconds(update, device), N * (P + R)
+    flops = 6 * num_parameters * tokens / elapsed
+    print(f"update: {tokens / elapsed:.0f} tokens/s (prompts included), {flops / 1e12:.3g} TFLOP/s, MFU ", end="")
+    print(f"{flops / matmul_flops:.0%} of the measured matmul, {flops / NOMINAL_FLOPS:.0%} of 989 TFLOP/s, ", end="")
+    print(f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}")
+
+
+if __name__ == "__main__":
+    main()
