@@ -37,8 +37,8 @@ STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 STORY_PROMPTS = ROOT.parent / "shared" / "data" / "stories" / "prompts.jsonl"
 WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py
     "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=1024),
-    "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=4096),
-    "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=512),
+    "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=2048),
+    "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=256),
 }
 LEARNING_RATE = 1e-5
 

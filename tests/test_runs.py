@@ -327,9 +327,9 @@ KILLS = [  # each kills the run at one moment; a checkpoint is due after steps 2
     dict(where="save_checkpoint", call=1, signals=KILL),  # the metrics are logged, the checkpoint is not written
     dict(where="save_checkpoint", call=1, signals=[signal.SIGXFSZ]),  # the checkpoint is half written
     dict(where="replace", call=1, signals=KILL, match="state.pt"),  # it is written, and has not got its name
-    dict(where="replace", call=1, signals=KILL, match="metrics.jsonl", after=True),  # the logs are being shortened
+    dict(where="replace", call=1, signals=KILL, match="metrics.jsonl"),  # the logs are being shortened
     dict(where="replace", call=1, signals=KILL, match="state.pt", after=True),  # it has just got its name
-    dict(where="replace", call=1, signals=KILL, match="samples.jsonl", after=True),
+    dict(where="replace", call=1, signals=KILL, match="samples.jsonl"),  # one of them is
 ]
 
 
