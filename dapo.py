@@ -875,10 +875,9 @@ def main(args: Args) -> dict:
 
     while done.steps < args.num_steps and not signals:
         # 1. rollout
-        # ... and reward, with more prompts until B groups are neither all right nor all wrong: DAPO (2)
         start_time = time.perf_counter()
         batch, records = [], []
-        for _ in range(1 + args.max_resample):
+        for _ in range(1 + args.max_resample):  # DAPO (2): until B groups are neither all right nor all wrong
             drawn = [train_data[i] for i in draw(len(train_data), args.seed, done.prompts, args.num_prompts)]
             records += respond(args, sampler, tokenizer, drawn, args.num_generations, args.temperature, eos_ids)
             batch += drawn

@@ -537,6 +537,8 @@ def test_the_third_in_a_row_stops_the_run(script, run, spoil, stops, tmp_path):
     saved = read_checkpoint(tmp_path / "run")
     assert saved["done"]["steps"] == 4
     assert_same(dict(saved["model"]), dict(states[2]["model"]))  # the state after step 2
+    with pytest.raises(SystemExit):  # the two before it are remembered
+        script.main(make_args(script, resume=str(tmp_path / "run")))
     spoiled.clear()
     metrics = script.main(make_args(script, resume=str(tmp_path / "run")))
     assert metrics["step"] == 6 and metrics["optim/skipped"] == 0

@@ -1,0 +1,192 @@
+"""The scripts are siblings: what they share is the same text, and what differs is listed here, with its reason."""
+
+import ast
+import difflib
+import re
+
+import pytest
+from conftest import ROOT
+
+KL_IN_LOSS = "the KL is k3 in the loss of the child and k1 in the return of the parent"
+ALGORITHM = "the algorithm's own equation"
+
+# child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
+# and classes of the file, Args.<field>, and upper-case constants; "header" is the import lines.
+PAIRS = {
+    ("rloo", "reinforce_baseline"): (
+        30,
+        {
+            "Args.baseline": "the baseline is the other samples' mean, there is nothing to choose",
+            "Args.baseline_decay": "no moving average",
+            "Args.num_prompts": "16 x 8 sequences instead of 128 x 1",
+            "Args.num_generations": "the other samples of the prompt are the baseline",
+            "check_args": "no decay to check, and at least two samples",
+            "compute_advantages": ALGORITHM,
+            "main": "no baseline to compute and keep; a group is a prompt's samples, not the batch",
+        },
+    ),
+    ("grpo", "rloo"): (
+        60,
+        {
+            "header": "masked_mean averages within each sequence",
+            "CLIP_FRAC_EPS": "the clip range is a field here",
+            "Args.num_iterations": "the clipped ratio allows several passes over a rollout",
+            "Args.num_minibatches": "updates per pass, not per rollout",
+            "Args.clip_eps": "the ratio is clipped",
+            "Args.beta": KL_IN_LOSS,
+            "check_args": "the new fields",
+            "compute_advantages": ALGORITHM,
+            "policy_loss": ALGORITHM,
+            "main": "passes over the rollout; " + KL_IN_LOSS,
+        },
+    ),
+    ("dr_grpo", "grpo"): (
+        12,
+        {
+            "header": "masked_mean, the average within a sequence, is what the child removes",
+            "RECIPES": "no KL by default",
+            "compute_advantages": "not divided by the std",
+            "policy_loss": "token sums divided by a constant",
+        },
+    ),
+    ("dapo", "grpo"): (
+        100,
+        {
+            "header": "the average is over all tokens, masked_mean is not used",
+            "RECIPES": "an overlong cache instead of a KL; fewer steps, each of several rounds of sampling",
+            "Args.clip_eps": "two bounds instead of one",
+            "Args.clip_eps_low": "Clip-Higher",
+            "Args.clip_eps_high": "Clip-Higher",
+            "Args.beta": "no KL term",
+            "Args.max_resample": "dynamic sampling",
+            "Args.overlong_cache": "soft overlong punishment",
+            "Args.overlong_filter": "overlong filtering",
+            "check_args": "the new fields",
+            "overlong_penalty": "soft overlong punishment",
+            "compute_advantages": "the docstring names another equation",
+            "policy_loss": ALGORITHM,
+            "main": "dynamic sampling, the penalty, and no reference model",
+        },
+    ),
+    ("ppo_rlhf", "grpo"): (
+        280,
+        {
+            "header": "the classifier class; masked_mean is used by whiten",
+            "RECIPES": "the reward model and the value network's learning rate",
+            "Args.num_prompts": "128 x 1 sequences instead of 16 x 8",
+            "Args.num_generations": "the value network is the baseline, one sample is enough",
+            "Args.num_iterations": "PPO epochs",
+            "Args.value_learning_rate": "the value network",
+            "Args.reward_model": "a learned reward",
+            "Args.missing_eos_penalty": "a score is valid at the end of a response only",
+            "Args.normalize_scores": "the scale of a learned score is arbitrary",
+            "Args.whiten_rewards": "implementation detail of PPO for RLHF",
+            "Args.clip_eps": "the docstring names another equation",
+            "Args.beta": "the KL is in the rewards",
+            "Args.kl_target": "adaptive KL",
+            "Args.kl_horizon": "adaptive KL",
+            "Args.gamma": "GAE",
+            "Args.gae_lambda": "GAE",
+            "Args.vf_coef": "the value loss",
+            "Args.value_clip_eps": "the value loss",
+            "Args.value_init": "the value network",
+            "check_args": "the new fields",
+            "load_pretrained": "the value network may have a new head",
+            "load_data": "with a reward model no gold number is needed",
+            "load_checkpoint": "the value network is in it",
+            "compute_values": "the value network and the reward model",
+            "whiten": ALGORITHM,
+            "kl_rewards": ALGORITHM,
+            "compute_gae": ALGORITHM,
+            "value_loss": ALGORITHM,
+            "compute_advantages": "GAE takes its place",
+            "policy_loss": ALGORITHM,
+            "main": "four networks",
+        },
+    ),
+}
+
+
+def body(script: str) -> str:
+    """The file without its docstring."""
+    text = (ROOT / f"{script}.py").read_text(encoding="utf-8")
+    return text[text.index('"""\n\nimport') + 4 :]
+
+
+def parts(script: str) -> dict[str, str]:
+    """Name -> text, with decorators, comments and what stands before it, of each top-level thing and field of Args."""
+    source = body(script)
+    lines, found, last = source.splitlines(keepends=True), {}, 0
+    for node in ast.parse(source).body:
+        text = "".join(lines[last : node.end_lineno])  # comments before a node belong to it
+        last = node.end_lineno
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            starts = [k for k, item in enumerate(node.body) if isinstance(item, ast.AnnAssign)]
+            for first, after in zip(starts, [*starts[1:], len(node.body)], strict=True):
+                names = node.body[first:after]
+                found[f"Args.{names[0].target.id}"] = "".join(lines[names[0].lineno - 1 : names[-1].end_lineno])
+            found["Args"] = "".join(lines[node.lineno - 2 : node.body[0].lineno - 1])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found[node.name] = text
+        elif isinstance(node, ast.Assign):
+            found[node.targets[0].id] = text
+        else:
+            found["header"] = found.get("header", "") + text
+    return found
+
+
+def changed_lines(parent: str, child: str) -> int:
+    """Lines of the child that are not in the parent plus lines of the parent that are gone."""
+    diff = difflib.unified_diff(body(parent).splitlines(), body(child).splitlines(), n=0, lineterm="")
+    return sum(line[:1] in "+-" and line[:3] not in ("+++", "---") for line in diff)
+
+
+@pytest.mark.parametrize(("child", "parent"), PAIRS)
+def test_siblings_differ_only_where_it_is_listed(child, parent):
+    """A changed character, a lost decorator or comment, a renamed or added field, a changed default: all fail here."""
+    mine, theirs = parts(child), parts(parent)
+    differing = {name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)}
+    assert differing == set(PAIRS[child, parent][1])
+    # Order is part of the text: what both have stands in the same order in both.
+    assert [name for name in mine if name in theirs] == [name for name in theirs if name in mine]
+
+
+@pytest.mark.parametrize(("child", "parent"), PAIRS)
+def test_siblings_stay_within_their_budget(child, parent):
+    assert changed_lines(parent, child) <= PAIRS[child, parent][0]
+
+
+@pytest.mark.parametrize(("child", "parent"), PAIRS)
+def test_the_docstring_names_the_parent(child, parent):
+    text = (ROOT / f"{child}.py").read_text(encoding="utf-8")
+    assert f"Parent: {parent}.py" in text[: text.index('"""\n\nimport')]
+
+
+def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
+    """The guard itself: each of these changes to a child must turn up as a difference that is not listed."""
+    original = (ROOT / "dr_grpo.py").read_text(encoding="utf-8")
+    changes = {
+        "generate": ("# The EOS token counts", None),
+        "sample": ("is an exact draw", "is an exact  draw"),
+        "evaluate": ("def evaluate(", "@torch.no_grad()\ndef evaluate("),
+        "Args.seed": ("    seed: int = 1", "    seed: int = 2"),
+        "Args.top_k": (
+            "    temperature: float | None = None",
+            '    top_k: int = 0\n    """x"""\n    temperature: float | None = None',
+        ),
+        "main": ("optimizer.step()", "optimizer.step()  # x"),
+    }
+    changes["generate"] = ("finished |= torch.isin(token, eos)", "finished |= torch.isin(token, eos) ")
+    for script in ("grpo", "dr_grpo"):
+        (tmp_path / f"{script}.py").write_text((ROOT / f"{script}.py").read_text(encoding="utf-8"), encoding="utf-8")
+    monkeypatch.setattr(__import__(__name__), "ROOT", tmp_path)
+    for name, (old, new) in changes.items():
+        assert original.count(old) >= 1, old
+        (tmp_path / "dr_grpo.py").write_text(original.replace(old, new, 1), encoding="utf-8")
+        mine, theirs = parts("dr_grpo"), parts("grpo")
+        assert mine.get(name) != theirs.get(name), name
+
+
+def test_no_script_asks_which_algorithm_it_is():
+    for path in ROOT.glob("*.py"):
+        assert not re.search(r"args\.algo", path.read_text(encoding="utf-8"))
