@@ -455,9 +455,9 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
         layer.regroup(rows, SEGMENT)
         layer.column = column
     # Added to the attention scores, 0 or as good as minus infinity: every attention implementation understands this.
-    hidden = torch.finfo(model.dtype).min
-    attention_mask = torch.zeros_like(prompt_mask, dtype=model.dtype).masked_fill(~prompt_mask, hidden)[rows]
-    attention_mask = F.pad(attention_mask[:, None, None, :], (0, SEGMENT), value=hidden)  # (N, 1, 1, P + SEGMENT)
+    blocked = torch.finfo(model.dtype).min
+    attention_mask = torch.zeros_like(prompt_mask, dtype=model.dtype).masked_fill(~prompt_mask, blocked)[rows]
+    attention_mask = F.pad(attention_mask[:, None, None, :], (0, SEGMENT), value=blocked)  # (N, 1, 1, P + SEGMENT)
     position = prompt_mask.sum(1)[rows]  # (N,)
     token, logprob = sample(logits[rows], temperature)  # (N,)
 
@@ -489,7 +489,7 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
                 extra = SEGMENT if full else 0
                 for layer in cache.layers:
                     layer.regroup(live, extra)
-                attention_mask = F.pad(attention_mask[live], (0, extra), value=hidden)
+                attention_mask = F.pad(attention_mask[live], (0, extra), value=blocked)
                 token, logprob, position = token[live], logprob[live], position[live]
                 sequence, finished, graph = sequence[live], finished[live], None
         if graph is not None:
@@ -649,7 +649,7 @@ def load_checkpoint(folder: Path) -> dict:
     if not path.is_file():
         fail(f"--resume {folder}: there is no checkpoint/state.pt in it; give a folder runs/<name> of a stopped run")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = dict(torch.load(path, map_location="cpu", weights_only=True))
         script, _ = state["script"], [state[k] for k in ("args", "model", "optimizer", "done", "random_states")]
     except Exception as error:  # truncated or foreign files raise half a dozen types
         fail(f"--resume {folder}: its checkpoint is damaged or not one of ours ({type(error).__name__})")

@@ -1,4 +1,4 @@
-"""What all tests share: the scripts, small models, and a few CPU threads."""
+"""What all tests share: the scripts, and one CPU thread."""
 
 import sys
 from pathlib import Path
@@ -8,13 +8,24 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data and a real model, used where they are at hand
-SCRIPTS = ["grpo", "dr_grpo", "rloo", "reinforce_baseline"]
+SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much on a busy machine
 
 
-@pytest.fixture(params=SCRIPTS)
+def pytest_configure(config):
+    config.addinivalue_line("markers", "shared_text: of text that all scripts share, so it is tested in grpo.py alone")
+
+
+def pytest_generate_tests(metafunc):
+    """A test that asks for a script runs for each of them; test_siblings.py says that shared text is the same text."""
+    if "script" in metafunc.fixturenames:
+        shared = metafunc.definition.get_closest_marker("shared_text")
+        metafunc.parametrize("script", ["grpo"] if shared else SCRIPTS, indirect=True)
+
+
+@pytest.fixture
 def script(request):
     """The module of each script in turn."""
     return __import__(request.param)

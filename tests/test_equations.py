@@ -2,9 +2,10 @@
 
 import math
 
-import grpo
 import pytest
 import torch
+
+import grpo
 
 
 def ragged_batch(seed, n=6, R=7, dtype=torch.float64):

@@ -82,7 +82,7 @@ ARGUMENTS = [
     (dict(num_prompts=0), "must be"),
     (dict(num_prompts=-3), "must be"),
     (dict(num_generations=0), "must be"),
-    (dict(num_generations=1), "must be"),
+    (dict(num_generations=1), "must be"),  # where the other samples of the prompt are the baseline
     (dict(max_new_tokens=0), "must be"),
     (dict(max_prompt_tokens=0), "must be"),
     (dict(eval_size=0), "must be"),
@@ -100,6 +100,20 @@ ARGUMENTS = [
     *((dict(clip_eps=value), "must be") for value in (-0.2, 0.0, 1.0, 1.5, NAN, INF)),
     *((dict(max_grad_norm=value), "must be") for value in (-1.0, 0.0, NAN, INF)),
     *((dict(beta=value), "must be") for value in (-1.0, NAN, INF)),
+    *((dict(clip_eps_low=value), "must be") for value in (-0.2, 0.0, 1.0, NAN)),
+    *((dict(clip_eps_high=value), "must be") for value in (-0.2, 0.0, NAN, INF)),
+    *((dict(baseline_decay=value), "must be") for value in (-0.1, 1.0, NAN)),
+    (dict(max_resample=-1), "must be"),
+    (dict(overlong_cache=0), "must be"),
+    *((dict(value_learning_rate=value), "must be") for value in (-1e-5, 0.0, NAN, INF)),
+    *((dict(value_clip_eps=value), "must be") for value in (-0.2, 0.0, NAN)),
+    *((dict(gamma=value), "must be") for value in (-0.1, 1.1, NAN)),
+    *((dict(gae_lambda=value), "must be") for value in (-0.1, 1.1, NAN)),
+    *((dict(kl_target=value), "must be") for value in (-1.0, 0.0, NAN)),
+    (dict(kl_horizon=0), "must be"),
+    *((dict(vf_coef=value), "must be") for value in (-1.0, NAN)),
+    *((dict(missing_eos_penalty=value), "must be") for value in (-1.0, NAN)),
+    (dict(reward_model="./nowhere"), "check"),
     (dict(max_prompt_tokens=200, max_new_tokens=200), "lower"),  # the bundled model has a context of 256
     (dict(max_new_tokens=300), "lower"),
     (dict(run_name="a/b"), "--runs-dir"),
@@ -112,8 +126,10 @@ ARGUMENTS = [
 
 
 @pytest.mark.parametrize("given, mend", ARGUMENTS, ids=[str(given) for given, _ in ARGUMENTS])
-def test_argument(refuse, given, mend):
+def test_argument(script, refuse, given, mend):
     name, value = next(iter(given.items()))
+    if name == "num_generations" and value == 1 and script.Args().num_generations == 1:
+        pytest.skip("one sample per prompt is the default of this script")
     error = refuse(mend, **given)
     assert re.search(rf"--{name.replace('_', '-')} '?{re.escape(str(value))}(?!\w)", error) or value == "", error
     assert f"--{name.replace('_', '-')} " in error
@@ -159,6 +175,7 @@ def test_folder_without_config(refuse, tmp_path):
     refuse("--model", str(tmp_path / "model"), "config.json", "give", model=str(tmp_path / "model"))
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("content", ["garbage", "", "{}", "[1]", '{"model_type": "nonesuch"}'])
 def test_garbage_for_a_config(refuse, copy_adder, content):
     folder = copy_adder()
@@ -166,6 +183,7 @@ def test_garbage_for_a_config(refuse, copy_adder, content):
     refuse(f"--model {folder}", "check", model=str(folder))
 
 
+@pytest.mark.shared_text
 def test_tokenizer_without_eos(refuse, copy_adder):
     folder = copy_adder()
     edit_json(folder / "tokenizer_config.json", eos_token=None)
@@ -175,12 +193,14 @@ def test_tokenizer_without_eos(refuse, copy_adder):
     refuse(f"--model {folder}", "EOS", "set eos_token", model=str(folder))
 
 
+@pytest.mark.shared_text
 def test_no_tokenizer(refuse, copy_adder):
     folder = copy_adder()
     (folder / "tokenizer.json").unlink()
     refuse(f"--model {folder}", "check", model=str(folder))
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("damage", ["missing", "truncated", "incomplete", "another model's"])
 def test_weights(refuse, copy_adder, tmp_path, damage):
     """Weights that are not in the file must not be made up: from_pretrained fills them with random numbers."""
@@ -201,6 +221,7 @@ def test_weights(refuse, copy_adder, tmp_path, damage):
     refuse(f"--model {folder}", model=str(folder), dataset=str(data))
 
 
+@pytest.mark.shared_text
 def test_tokenizer_of_a_larger_model(refuse, copy_adder, tmp_path):
     """A token id beyond the embedding is an IndexError on a CPU and an assert inside a kernel on a GPU."""
     folder = copy_adder(weights=True)
@@ -240,6 +261,7 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
 ]
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("name, content, given, words", DATA, ids=[case[0] for case in DATA])
 def test_dataset(refuse, tmp_path, name, content, given, words):
     path = tmp_path / name
@@ -256,22 +278,26 @@ COLUMNS = [
 ]
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("content, given, words", COLUMNS)
 def test_missing_column(refuse, tmp_path, content, given, words):
     (tmp_path / "rows.jsonl").write_text(content)
     refuse(*words, dataset=str(tmp_path / "rows.jsonl"), **given)
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("name", ["nowhere.jsonl", "nowhere.csv", "nowhere.parquet", "./nowhere", "/nowhere/at/all"])
 def test_missing_dataset(refuse, name):
     refuse(f"--dataset {name}", "no such file", dataset=name)
 
 
+@pytest.mark.shared_text
 def test_folder_without_data(refuse, tmp_path):
     (tmp_path / "data").mkdir()
     refuse("--dataset", str(tmp_path / "data"), "train", dataset=str(tmp_path / "data"))
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("content", ["", "nonsense", '{"question": " ", "answer": "3"}\n', GOOD.replace("3", "three")])
 def test_eval_dataset(refuse, tmp_path, content):
     """What is wrong with the held-out problems is not blamed on --dataset."""
@@ -371,6 +397,7 @@ def run_script(script, tmp_path, *flags):
     return ended
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("flag, name", [("--model", "no-such-model"), ("--dataset", "nobody/nothing")])
 def test_hub_out_of_reach(script, tmp_path, flag, name):
     """One line, soon: the hub libraries alone would print their retries for a minute."""
@@ -379,12 +406,14 @@ def test_hub_out_of_reach(script, tmp_path, flag, name):
     assert flag in error and name in error
 
 
+@pytest.mark.shared_text
 def test_hub_out_of_reach_for_the_held_out_problems(script, tmp_path):
     """Everything but these is on the disk, and still the hub must be found to be out of reach."""
     error = run_script(script, tmp_path, "--eval-dataset", "nobody/nothing").stderr
     assert error.startswith("error: --eval-dataset nobody/nothing") and error.count("\n") == 1, error
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("flags", [("--learning-rate", "abc"), ("--no-such-flag",)])
 def test_command_line(script, tmp_path, flags):
     error = run_script(script, tmp_path, *flags).stderr
@@ -419,6 +448,7 @@ def write(path, rows):
         path.write_text(json.dumps(rows) if path.suffix == ".json" else jsonl(rows), encoding="utf-8")
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_formats(script, load, tmp_path, suffix):
     """All four formats give the same, with whatever the columns are called; the last tenth is held out."""
@@ -441,6 +471,7 @@ AWKWARD = [
 ]
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_awkward_strings(script, tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
@@ -452,6 +483,7 @@ def test_awkward_strings(script, tmp_path, suffix):
     assert script.read_rows(make_args(script), str(path), "train", "--dataset") == AWKWARD
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
 def test_byte_order_mark(script, tmp_path, suffix):
     """Some editors and spreadsheets begin a UTF-8 file with one; it is neither JSON nor part of the first column."""
@@ -461,17 +493,20 @@ def test_byte_order_mark(script, tmp_path, suffix):
     assert script.read_rows(make_args(script), str(path), "train", "--dataset") == ROWS
 
 
+@pytest.mark.shared_text
 def test_crlf(script, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(jsonl(ROWS).replace("\n", "\r\n").encode())
     assert script.read_rows(make_args(script), str(tmp_path / "rows.jsonl"), "train", "--dataset") == ROWS
 
 
+@pytest.mark.shared_text
 def test_numbers_are_read_as_text(load, tmp_path):
     rows = [{"question": 7, "answer": 7.5}, {"question": 0, "answer": 0}]
     (tmp_path / "rows.jsonl").write_text(jsonl(rows))
     assert load("rows.jsonl") == [[("7", "7.5")], [("0", "0")]]
 
 
+@pytest.mark.shared_text
 def test_held_out_problems(load, tmp_path):
     """The test file beside a train file, a folder's two files, another file that is named, or the last tenth."""
     examples = [(row["question"], row["answer"]) for row in ROWS]
@@ -490,6 +525,7 @@ def test_held_out_problems(load, tmp_path):
     assert load("data/test.jsonl") == [examples[30:34], examples[34:35]]
 
 
+@pytest.mark.shared_text
 def test_skipped_rows_are_counted(script, tmp_path, capsys):
     """Rows without a number or with too long a prompt are counted and skipped, and the run goes on with the others."""
     bad = [{"question": "1+1=", "answer": "two"}, {"question": "2+2=", "answer": ""}]

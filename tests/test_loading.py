@@ -43,6 +43,7 @@ def read_jsonl(path):
 # ---- models and recipes
 
 
+@pytest.mark.shared_text
 def test_hub_cache(script, tmp_path):
     """A model that the hub's cache holds is found under its short name and trains with no network."""
     model = tmp_path / "hub" / "models--HuggingFaceTB--TinyAdder"
@@ -107,12 +108,14 @@ def test_given_flags_win(script, model):
         assert {name: getattr(args, name) for name in chosen} == chosen
 
 
+@pytest.mark.shared_text
 def test_check_args_leaves_its_argument_alone(script):
     args = script.Args()
     script.check_args(args)
     assert args == script.Args()
 
 
+@pytest.mark.shared_text
 def test_machine_without_git(script, tmp_path, monkeypatch):
     """The commit is a note in versions.json: a copy of the script on a machine without git runs all the same."""
     (tmp_path / "rows.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n' * 10)
@@ -158,6 +161,7 @@ def first_prompt(script, tmp_path):
     return call
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("system", [None, "", "think first"])
 def test_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
@@ -170,6 +174,7 @@ def test_chat_template(first_prompt, tmp_path, system):
     )
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("system", [None, "", "think first"])
 def test_no_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
@@ -179,6 +184,7 @@ def test_no_chat_template(first_prompt, tmp_path, system):
     assert tokenizer.eos_token_id not in example["prompt_ids"]
 
 
+@pytest.mark.shared_text
 def test_default_system_prompt(script, tmp_path):
     """A model with a chat template is told about the tags, unless --system-prompt says otherwise."""
     folder = shutil.copytree(ADDER, tmp_path / "model")
@@ -213,6 +219,7 @@ def test_stories(script, tmp_path):
     assert metrics["rollout/response_len"] > 5 and len(words) > 20
 
 
+@pytest.mark.shared_text
 @pytest.mark.skipif(not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand")
 def test_gsm8k(script, tmp_path, capsys):
     """Every one of the 7,473 training answers has a number; the long prompts are counted."""

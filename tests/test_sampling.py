@@ -11,7 +11,10 @@ from transformers import AutoModelForCausalLM
 V = 48  # vocabulary
 EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a response
 CPU = torch.device("cpu")
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning")
+pytestmark = [
+    pytest.mark.shared_text,
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning"),
+]
 PROMPTS = [[7], [3, 4, 2, 30, 2, 2, 19, 41, 8], [2, 12, 13, 2], [45, 2], [33, 31, 29, 27, 25, 23]]  # EOS ids included
 
 LLAMA = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
