@@ -164,7 +164,7 @@ class Args:
     """passes over each rollout (mu in Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass: the rollout is shuffled and split into so many minibatches"""
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = 2048
     """tokens, padding included, in one forward and backward pass: memory against speed, never the gradient"""
     gradient_checkpointing: bool | None = None
     """recompute activations in the backward pass: less memory, a third more time; None: by model"""
@@ -201,6 +201,11 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """A GPU reports it as OutOfMemoryError, a CPU as a RuntimeError of torch, python as MemoryError."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
 @contextlib.contextmanager
 def explained_errors():
     """Turn running out of memory or of disk into one line that says what to do."""
@@ -211,7 +216,7 @@ def explained_errors():
             raise
         fail(f"--runs-dir: {error}; make room; the last checkpoint is still in place for --resume", 1)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "not enough memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         knobs = "--micro-batch-tokens, --num-prompts or --max-new-tokens, or give --gradient-checkpointing"
         fail(f"out of memory: lower {knobs} ({first_line(error)})", 1)
@@ -234,6 +239,9 @@ def check_args(args: Args) -> Args:
     for name, (bundled_value, other_value) in RECIPES.items():
         if getattr(args, name) is None:
             setattr(args, name, bundled_value if bundled else other_value)
+    for name in ("dataset", "eval_dataset"):  # a resumed run may start in another folder
+        if getattr(args, name) and Path(getattr(args, name)).expanduser().exists():
+            setattr(args, name, str(Path(getattr(args, name)).expanduser().resolve()))
     if args.dataset == "openai/gsm8k" and args.dataset_config is None:
         args.dataset_config = "main"
 
@@ -565,6 +573,8 @@ def check_model(args: Args, model, device: torch.device) -> None:
                 plain = model(sequence[None]).logits[0, -9:-1].float().log_softmax(1).gather(1, ids[i, :, None])[:, 0]
                 gap = max(gap, (sampled[i] - plain).abs().max().item(), (trained[i] - plain).abs().max().item())
     except Exception as error:  # each family fails in a way of its own
+        if is_out_of_memory(error):
+            raise
         fail(f"--model {args.model}: this family is not supported ({type(error).__name__}: {first_line(error)})")
     if not gap < (0.1 if device.type == "cuda" else 1e-3):
         fail(f"--model {args.model}: this family is not supported (log-probabilities are off by up to {gap:.2g})")
@@ -649,6 +659,8 @@ def save_checkpoint(path: Path, state: dict) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         kept = f"the checkpoint before it is intact; make room and --resume {path.parent.parent}"
         fail(f"--runs-dir: cannot write {path} ({first_line(error)}); {kept if path.exists() else ''}", 1)
 
@@ -825,7 +837,13 @@ def main(args: Args) -> dict:
             "random_states": random_states,
         }
 
+    def finite(value):  # JSON has no NaN
+        if isinstance(value, list):
+            return [finite(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
     def log(name: str, *records: dict) -> None:
+        records = [{key: finite(value) for key, value in record.items()} for record in records]
         with open(run_dir / name, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(record) + "\n" for record in records))
 
@@ -869,6 +887,8 @@ def main(args: Args) -> dict:
         metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log("metrics.jsonl", metrics)
         log("samples.jsonl")
+        if tracker is not None:
+            tracker.log(metrics, step=0)
         save_checkpoint(state_path, current_state())  # a disk that is too small shows now and not in an hour
         print(f"before: accuracy {metrics['eval/accuracy']:.3f} on {len(test_data)} held-out problems, greedy")
     progress = tqdm(total=args.num_steps, initial=done.steps, unit="step", dynamic_ncols=True, disable=None)
@@ -996,7 +1016,7 @@ def main(args: Args) -> dict:
             samples[-1] |= {"completions": completions[group], "rewards": rewards[k].tolist()}
             samples[-1] |= {"advantages": advantages[group, 0].tolist()}
         log("samples.jsonl", *samples)
-        if tracker:
+        if tracker is not None:
             tracker.log(metrics, step=done.steps)
 
         shown = {"reward": metrics["rollout/reward_mean"], "accuracy": metrics["rollout/accuracy"]}
@@ -1026,14 +1046,17 @@ def main(args: Args) -> dict:
     progress.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if tracker:
+    if tracker is not None:
         tracker.finish()
     if done.steps < args.num_steps:
         print(f"stopped after step {done.steps}; go on with: python {script} --resume {run_dir}", file=sys.stderr)
         raise SystemExit(128 + signals[0])
 
-    model.save_pretrained(run_dir / "model")
-    tokenizer.save_pretrained(run_dir / "model")
+    try:
+        model.save_pretrained(run_dir / "model")
+        tokenizer.save_pretrained(run_dir / "model")
+    except Exception as error:  # safetensors has an error type of its own
+        fail(f"--runs-dir: cannot write the model ({first_line(error)}); make room and --resume {run_dir}", 1)
     first, *_, last = map(json.loads, (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     print(
         f"before: accuracy {first['eval/accuracy']:.3f}; after: {last['eval/accuracy']:.3f}, on the held-out problems"

@@ -1,11 +1,31 @@
 """The equations of each script: by numbers worked by hand, against slow float64 loops, and by identities."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+import dapo
+import dr_grpo
 import grpo
+import ppo_rlhf
+import reinforce_baseline
+import rloo
+
+
+def make_args(script, **fields):
+    """Args of the script, without the fields that it does not have."""
+    known = {field.name for field in dataclasses.fields(script.Args)}
+    given = {"max_new_tokens": 10, **fields}
+    return script.Args(**{name: value for name, value in given.items() if name in known})
+
+
+def advantages_of(script, rewards):
+    """The script's advantages; where a baseline is passed in, it is the mean of all rewards."""
+    if script is reinforce_baseline:
+        return script.compute_advantages(make_args(script), rewards, rewards.mean())
+    return script.compute_advantages(make_args(script), rewards)
 
 
 def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
@@ -21,19 +41,32 @@ def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
     return logprobs.requires_grad_(), old, ref, advantages, mask
 
 
-def slow_grpo(logprobs, old, ref, advantages, mask, eps, beta, num_seqs):
-    """Eq. 3 of DeepSeekMath, negated, one token at a time."""
+def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_tokens):
+    """The loss of each script, one token at a time; responses are cut at 10 tokens, the ratio at 0.8 and 1.2 (1.28)."""
+    logprobs, old, ref, advantages = (x.detach().tolist() for x in (logprobs, old, ref, advantages.expand(mask.shape)))
     total = 0.0
     for i in range(len(mask)):
         length = int(mask[i].sum())
+        weight = {
+            "reinforce_baseline": 1 / num_seqs,
+            "rloo": 1 / num_seqs,
+            "grpo": 1 / (num_seqs * max(1, length)),
+            "dr_grpo": 1 / (num_seqs * 10),
+            "dapo": 1 / num_tokens,
+            "ppo_rlhf": 1 / num_tokens,
+        }[name]
         for t in range(length):
-            ratio = math.exp(logprobs[i, t] - old[i, t])
-            clipped = min(max(ratio, 1 - eps), 1 + eps)
-            objective = min(ratio * float(advantages[i, 0]), clipped * float(advantages[i, 0]))
-            if beta:
-                upside = math.exp(ref[i, t] - logprobs[i, t])  # pi_ref / pi_theta
+            ratio, advantage = math.exp(logprobs[i][t] - old[i][t]), advantages[i][t]
+            if name in ("reinforce_baseline", "rloo"):
+                objective = advantage * logprobs[i][t]
+            elif advantage > 0:
+                objective = advantage * min(ratio, 1.28 if name == "dapo" else 1.2)
+            else:
+                objective = advantage * max(ratio, 0.8)
+            if name in ("grpo", "dr_grpo"):
+                upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)
-            total -= objective / length / num_seqs
+            total -= objective * weight
     return total
 
 
@@ -49,23 +82,123 @@ def test_advantages_by_hand():
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1.4, 1 / 3, -7.7])
 @pytest.mark.parametrize("G", [2, 3, 7, 8])
-def test_equal_rewards_give_exactly_zero(script, reward, G):
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+def test_equal_rewards_give_exactly_zero(member, reward, G):
     # In float32 the mean of equal rewards can be off by an ulp; over a tiny std that would be a large advantage.
-    assert (script.compute_advantages(script.Args(), torch.full((2, G), reward)) == 0).all()
+    assert (member.compute_advantages(make_args(member), torch.full((2, G), reward)) == 0).all()
 
 
-def test_advantages_stay_within_their_group():
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+def test_advantages_stay_within_their_group(member):
     rewards = torch.tensor([[0.0, 1.0, 0.5], [10.0, 20.0, 30.0]])
-    together = grpo.compute_advantages(grpo.Args(), rewards)
-    apart = torch.cat([grpo.compute_advantages(grpo.Args(), row[None]) for row in rewards])
+    together = advantages_of(member, rewards)
+    apart = torch.cat([advantages_of(member, row[None]) for row in rewards])
     assert torch.equal(together, apart)
     assert together.mean(1).abs().max() < 1e-6
-    assert torch.allclose(together.std(1), torch.ones(2), atol=1e-3)
+    if member in (grpo, dapo):
+        assert torch.allclose(together.std(1), torch.ones(2), atol=1e-3)
 
 
-def test_advantages_refuse_a_flat_vector():
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo, dapo])
+def test_advantages_refuse_a_flat_vector(member):
     with pytest.raises(AssertionError):
-        grpo.compute_advantages(grpo.Args(), torch.rand(8))
+        advantages_of(member, torch.rand(8))
+
+
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+def test_a_group_of_one_is_refused(member):
+    # It has no other samples and no std: the advantage would be 0 or NaN.
+    with pytest.raises(AssertionError):
+        advantages_of(member, torch.rand(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("member", "expected"),
+    [
+        # Rewards 3, 0, 0, 1: mean 1; the others' means 1/3, 4/3, 4/3, 1; squares 4, 1, 1, 0, so Bessel's std sqrt(2).
+        (reinforce_baseline, [2.0, -1.0, -1.0, 0.0]),
+        (rloo, [8 / 3, -4 / 3, -4 / 3, 0.0]),
+        (dr_grpo, [2.0, -1.0, -1.0, 0.0]),
+        (grpo, [x / (math.sqrt(2) + 1e-4) for x in (2.0, -1.0, -1.0, 0.0)]),
+        (dapo, [x / (math.sqrt(2) + 1e-4) for x in (2.0, -1.0, -1.0, 0.0)]),
+    ],
+)
+def test_advantages_of_each_script_by_hand(member, expected):
+    rewards = torch.tensor([[3.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    assert advantages_of(member, rewards).tolist()[0] == pytest.approx(expected, abs=1e-12)
+
+
+def random_rewards(seed, B=4, G=5):
+    return torch.randn(B, G, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)  # (B, G)
+
+
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_against_a_slow_loop(member, seed):
+    rewards = random_rewards(seed).tolist()
+    advantages = advantages_of(member, random_rewards(seed))
+    for group, row in zip(rewards, advantages.tolist(), strict=True):
+        mean = math.fsum(group) / len(group)
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (len(group) - 1))
+        for i, x in enumerate(group):
+            others = group[:i] + group[i + 1 :]
+            expected = {
+                rloo: x - math.fsum(others) / len(others),
+                dr_grpo: x - mean,
+                grpo: (x - mean) / (std + 1e-4),
+                dapo: (x - mean) / (std + 1e-4),
+            }[member]
+            assert row[i] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("G", [2, 3, 8])
+def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(G):
+    rewards = random_rewards(0, 3, G)
+    expected = G / (G - 1) * (rewards - rewards.mean(1, keepdim=True))
+    assert torch.allclose(advantages_of(rloo, rewards), expected, atol=1e-12)
+
+
+def test_grpo_is_dr_grpo_over_the_std():
+    rewards = random_rewards(1)
+    expected = advantages_of(dr_grpo, rewards) / (rewards.std(1, keepdim=True) + 1e-4)
+    assert torch.allclose(advantages_of(grpo, rewards), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("baseline", [0.0, 0.7, torch.tensor(0.7, dtype=torch.float64)])
+def test_the_baseline_is_one_scalar_subtracted_from_all(baseline):
+    rewards, args = random_rewards(2), make_args(reinforce_baseline)
+    expected = [[x - float(baseline) for x in row] for row in rewards.tolist()]
+    assert reinforce_baseline.compute_advantages(args, rewards, baseline).tolist() == expected
+    with pytest.raises(AssertionError):  # one baseline per prompt is another algorithm
+        reinforce_baseline.compute_advantages(args, rewards, rewards.mean(1, keepdim=True))
+
+
+def test_a_batch_of_one_sample_per_prompt_has_advantages_under_reinforce():
+    rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
+    assert advantages_of(reinforce_baseline, rewards).tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
+
+
+# ---- the overlong penalty
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(
+    ("length", "penalty"),
+    [(1, 0.0), (40, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (150, -1.0)],
+)
+def test_overlong_penalty_by_hand(length, penalty, dtype):
+    # L_max 100, L_cache 20: nothing up to 80 tokens, then 1/20 per token, and -1 from 100 on.
+    args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
+    result = dapo.overlong_penalty(args, torch.tensor([length], dtype=dtype))
+    assert result.shape == (1,) and result.is_floating_point()
+    assert result.item() == pytest.approx(penalty, abs=1e-6)
+
+
+def test_overlong_penalty_never_rewards_and_keeps_the_order():
+    args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
+    penalties = dapo.overlong_penalty(args, torch.arange(1, 130))
+    assert (penalties[:80] == 0).all()  # exactly: a short answer is not punished for each of its tokens
+    assert (penalties[80:99].diff() < 0).all() and (penalties[99:] == -1).all()
 
 
 # ---- the loss
@@ -82,69 +215,132 @@ def test_advantages_refuse_a_flat_vector():
         (1.2 - 1e-9, 2.0, -2.4, -2.4),  # just inside
     ],
 )
-def test_clipping_by_hand(ratio, advantage, token_loss, gradient):
+@pytest.mark.parametrize("member", [grpo, dr_grpo, ppo_rlhf])
+def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
     logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
     old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    loss, _ = grpo.policy_loss(grpo.Args(beta=0.0), logprobs, old, None, advantages, mask, 1, 1)
+    args = make_args(member, beta=0.0, max_new_tokens=1)
+    loss, _ = member.policy_loss(args, logprobs, old, None, advantages, mask, 1, 1)
     loss.backward()
     assert loss.item() == pytest.approx(token_loss, abs=1e-7)
     assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-7)  # d ratio / d logprob = ratio
 
 
-def test_kl_term_by_hand():
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "of_grpo", "of_dapo"),  # (loss, gradient) each
+    [
+        (1.25, 2.0, (-2.4, 0.0), (-2.5, -2.5)),  # Clip-Higher: between 1.2 and 1.28 the token still learns
+        (1.3, 2.0, (-2.4, 0.0), (-2.56, 0.0)),
+        (1.3, -2.0, (2.6, 2.6), (2.6, 2.6)),
+        (0.75, -2.0, (1.6, 0.0), (1.6, 0.0)),  # the lower bound is grpo's: 0.8 and not 0.72
+        (0.75, 2.0, (-1.5, -1.5), (-1.5, -1.5)),
+    ],
+)
+def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
+    for script, (token_loss, gradient) in ((grpo, of_grpo), (dapo, of_dapo)):
+        logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
+        old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
+        advantages, args = torch.tensor([[advantage]], dtype=torch.float64), make_args(script, beta=0.0)
+        loss, stats = script.policy_loss(args, logprobs, old, None, advantages, mask, 1, 1)
+        loss.backward()
+        assert loss.item() == pytest.approx(token_loss, abs=1e-9)
+        assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-9)
+        assert stats["clip_frac_high"] == (ratio > (1.28 if script is dapo else 1.2))
+        assert stats["clip_frac_low"] == (ratio < 0.8)
+
+
+@pytest.mark.parametrize("member", [grpo, dr_grpo])
+def test_kl_term_by_hand(member):
     # pi = 0.5, pi_ref = 0.25: pi_ref / pi - log(pi_ref / pi) - 1 = 0.5 + log 2 - 1. It is ADDED to the loss.
     logprobs = torch.tensor([[math.log(0.5)]], dtype=torch.float64, requires_grad=True)
     ref, mask = torch.tensor([[math.log(0.25)]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
     advantages = torch.zeros(1, 1, dtype=torch.float64)
-    loss, stats = grpo.policy_loss(grpo.Args(beta=0.1), logprobs, logprobs.detach(), ref, advantages, mask, 1, 1)
+    args = make_args(member, beta=0.1, max_new_tokens=1)
+    loss, stats = member.policy_loss(args, logprobs, logprobs.detach(), ref, advantages, mask, 1, 1)
     loss.backward()
     assert loss.item() == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
     assert stats["kl"].item() == pytest.approx(0.5 + math.log(2) - 1)
     assert logprobs.grad.item() == pytest.approx(0.1 * (1 - 0.5))  # d kl / d logprob = 1 - pi_ref / pi
 
 
-def test_k3_estimates_the_kl_from_policy_to_reference():
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo, ppo_rlhf])
+def test_where_the_kl_is_in_the_reward_the_loss_has_none(member):
+    logprobs, old, ref, advantages, mask = ragged_batch(0)
+    results = []
+    for reference in (None, ref):
+        args = make_args(member, beta=0.5)
+        loss, stats = member.policy_loss(args, logprobs, old, reference, advantages, mask, 6, int(mask.sum()))
+        results.append((loss.item(), *torch.autograd.grad(loss, logprobs)[0].flatten().tolist()))
+    assert results[0] == results[1]
+    upside = (ref - logprobs)[mask].exp()
+    assert stats["kl"].item() == pytest.approx((upside - upside.log() - 1).sum().item())
+
+
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo, ppo_rlhf])
+def test_k3_estimates_the_kl_from_policy_to_reference(member):
     # Its expectation under the policy is KL(pi || ref), and not the other direction.
     policy, reference = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
     expectation = 0.0
     for token in range(3):
         logprobs, ref = policy[token].log().view(1, 1), reference[token].log().view(1, 1)
         one = torch.ones(1, 1, dtype=torch.bool)
-        _, stats = grpo.policy_loss(grpo.Args(beta=1.0), logprobs, logprobs, ref, torch.zeros(1, 1), one, 1, 1)
+        args = make_args(member, beta=1.0)
+        _, stats = member.policy_loss(args, logprobs, logprobs, ref, torch.zeros(1, 1), one, 1, 1)
         expectation += policy[token].item() * stats["kl"].item()
     assert expectation == pytest.approx((policy * (policy / reference).log()).sum().item())
 
 
-def test_means_by_hand():
-    # Losses 1,1,1,1,10 and nine 1s and a 10: per sequence (2.8 + 1.9) / 2 = 2.35; over tokens it would be 2.2.
+@pytest.mark.parametrize(
+    ("member", "expected"),
+    [
+        # Losses 1,1,1,1,10 and nine 1s and a 10: sums 14 and 19, 5 and 10 tokens, 33 and 15 in all.
+        (grpo, (14 / 5 + 19 / 10) / 2),  # within each sequence, then over sequences: 2.35
+        (dr_grpo, (14 / 20 + 19 / 20) / 2),  # max_new_tokens is 20, whatever the lengths are: 0.825
+        (dapo, 33 / 15),  # over tokens: 2.2
+        (ppo_rlhf, 33 / 15),
+    ],
+)
+def test_means_by_hand(member, expected):
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 5:] = False
     advantages = -torch.ones(2, 10, dtype=torch.float64)
     advantages[0, 4], advantages[1, 9] = -10.0, -10.0
     zeros = torch.zeros(2, 10, dtype=torch.float64)
-    loss, _ = grpo.policy_loss(grpo.Args(beta=0.0), zeros, zeros, None, advantages, mask, 2, 15)
-    assert loss.item() == pytest.approx((14 / 5 + 19 / 10) / 2)
+    args = make_args(member, beta=0.0, max_new_tokens=20)
+    loss, _ = member.policy_loss(args, zeros, zeros, None, advantages, mask, 2, 15)
+    assert loss.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-def test_loss_and_gradient_against_a_slow_loop(seed, beta):
-    logprobs, old, ref, advantages, mask = ragged_batch(seed)
-    args = grpo.Args(clip_eps=0.2, beta=beta)
-    num_tokens = int(mask.sum())
-    loss, _ = grpo.policy_loss(args, logprobs, old, ref if beta else None, advantages, mask, 6, num_tokens)
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
+def test_reinforce_by_hand(member):
+    # A = 2 on two tokens of -0.5, A = -1 on four of -0.25: -(2 * -1 + -1 * -1) / 2. No division by the lengths.
+    logprobs = torch.tensor([[-0.5, -0.5, -9.0, -9.0], [-0.25] * 4], dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([[True, True, False, False], [True] * 4])
+    advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64)
+    loss, _ = member.policy_loss(make_args(member), logprobs, logprobs.detach(), None, advantages, mask, 2, 6)
     loss.backward()
-    values = logprobs.detach()
-    assert loss.item() == pytest.approx(slow_grpo(values, old, ref, advantages, mask, 0.2, beta, 6), abs=1e-12)
+    assert loss.item() == pytest.approx(0.5)
+    assert logprobs.grad.tolist() == [[-1.0, -1.0, 0.0, 0.0], [0.5] * 4]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
+    # The minibatch is larger than this slice: 8 sequences, and 11 tokens more.
+    logprobs, old, ref, advantages, mask = ragged_batch(seed)
+    args, num_tokens = make_args(script, beta=beta), int(mask.sum()) + 11
+    loss, _ = script.policy_loss(args, logprobs, old, ref if beta else None, advantages, mask, 8, num_tokens)
+    loss.backward()
+    values, rest = logprobs.detach(), (old, ref, advantages, mask, beta, 8, num_tokens)
+    assert loss.item() == pytest.approx(slow_loss(script.__name__, values, *rest), abs=1e-12)
     assert (logprobs.grad[~mask] == 0).all()
     for i, t in mask.nonzero().tolist():
         up, down = values.clone(), values.clone()
         up[i, t] += 1e-6
         down[i, t] -= 1e-6
-        slope = slow_grpo(up, old, ref, advantages, mask, 0.2, beta, 6)
-        slope -= slow_grpo(down, old, ref, advantages, mask, 0.2, beta, 6)
-        assert logprobs.grad[i, t].item() == pytest.approx(slope / 2e-6, abs=1e-6)
+        slope = (slow_loss(script.__name__, up, *rest) - slow_loss(script.__name__, down, *rest)) / 2e-6
+        assert logprobs.grad[i, t].item() == pytest.approx(slope, abs=1e-6)
 
 
 def test_at_ratio_one_the_gradient_is_reinforce():
@@ -160,10 +356,78 @@ def test_at_ratio_one_the_gradient_is_reinforce():
     assert stats["clip_frac_low"] == stats["clip_frac_high"] == stats["approx_kl"] == 0
 
 
+@pytest.mark.parametrize("member", [dr_grpo, dapo, ppo_rlhf])
+def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(member):
+    # -A over a number that no response's own length has a part in.
+    logprobs, _, _, advantages, mask = ragged_batch(1)
+    args, num_tokens = make_args(member, beta=0.0), int(mask.sum())
+    loss, _ = member.policy_loss(args, logprobs, logprobs.detach(), None, advantages, mask, 6, num_tokens)
+    loss.backward()
+    divisor = 6 * 10 if member is dr_grpo else num_tokens
+    expected = (-advantages / divisor).expand(mask.shape).masked_fill(~mask, 0.0)
+    assert torch.allclose(logprobs.grad, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
+def test_reinforce_knows_no_ratio(member):
+    # Nothing is clipped and nothing reweighted: the gradient is -A / num_seqs whatever policy sampled.
+    logprobs, old, _, advantages, mask = ragged_batch(2)
+    loss, _ = member.policy_loss(make_args(member), logprobs, old, None, advantages, mask, 6, int(mask.sum()))
+    loss.backward()
+    expected = (-advantages / 6).expand(mask.shape).masked_fill(~mask, 0.0)
+    assert torch.allclose(logprobs.grad, expected, atol=1e-12)
+
+
+def of_a_full_group(script, logprobs, old, rewards, **fields):
+    """The gradient of a script on one group of rewards (G,) whose responses are all full, advantages included."""
+    logprobs = logprobs.detach().clone().requires_grad_()
+    args = make_args(script, beta=0.0, max_new_tokens=logprobs.shape[1], **fields)
+    advantages, mask = advantages_of(script, rewards[None]).view(-1, 1), torch.ones_like(logprobs, dtype=torch.bool)
+    loss, _ = script.policy_loss(args, logprobs, old, None, advantages, mask, len(mask), mask.numel())
+    loss.backward()
+    return torch.cat([loss.detach().view(1), logprobs.grad.flatten()])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scripts_agree_where_they_must(seed):
+    generator = torch.Generator().manual_seed(seed)
+    logprobs, old = (-torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)).unbind(0)  # (G, R) each
+    rewards = torch.randn(6, generator=generator, dtype=torch.float64)  # (G,)
+
+    # At full lengths Dr. GRPO differs from GRPO by the std alone.
+    of_grpo = of_a_full_group(grpo, logprobs, old, rewards)
+    assert torch.allclose(
+        of_a_full_group(dr_grpo, logprobs, old, rewards), of_grpo * (rewards.std() + 1e-4), atol=1e-12
+    )
+    # At equal lengths DAPO differs by the upper bound alone, and with many ratios above 1.2 it does differ.
+    equal = of_a_full_group(dapo, logprobs, old, rewards, clip_eps_low=0.2, clip_eps_high=0.2)
+    assert torch.allclose(equal, of_grpo, atol=1e-12)
+    higher = of_a_full_group(dapo, logprobs, old, rewards)
+    assert not torch.allclose(higher, of_grpo, atol=1e-3)
+    # In one group RLOO is REINFORCE with the mean as its baseline, times G / (G - 1).
+    of_reinforce = of_a_full_group(reinforce_baseline, logprobs, old, rewards)
+    assert torch.allclose(of_a_full_group(rloo, logprobs, old, rewards), 6 / 5 * of_reinforce, atol=1e-12)
+
+
+def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
+    # The same sequences, advantages and ratios of 1: the short sequence's token weighs 1/|o| in GRPO alone.
+    mask = torch.tensor([[True, False, False, False], [True] * 4])
+    gradients = {}
+    for script in (grpo, dr_grpo, dapo):
+        logprobs = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
+        args = make_args(script, beta=0.0, max_new_tokens=8)
+        loss, _ = script.policy_loss(args, logprobs, logprobs.detach(), None, torch.ones(2, 1), mask, 2, 5)
+        loss.backward()
+        gradients[script] = (logprobs.grad[0, 0].item(), logprobs.grad[1, 3].item())
+    assert gradients[grpo] == pytest.approx((-1 / 2, -1 / 8))
+    assert gradients[dr_grpo] == pytest.approx((-1 / 16, -1 / 16))
+    assert gradients[dapo] == pytest.approx((-1 / 5, -1 / 5))
+
+
 def test_slices_add_up_to_the_minibatch(script):
     # The memory knob cuts a minibatch into slices; loss, gradient and sums must not notice.
     logprobs, old, ref, advantages, mask = ragged_batch(3)
-    args = script.Args(beta=0.1)
+    args = make_args(script, beta=0.1)
     whole, stats = script.policy_loss(args, logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
     (gradient,) = torch.autograd.grad(whole, logprobs)
     total, sums = 0.0, dict.fromkeys(stats, 0.0)
@@ -185,7 +449,7 @@ def test_stats_are_sums_over_tokens_that_count(script):
     logprobs = torch.tensor([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
     old = torch.zeros_like(logprobs)
-    _, stats = script.policy_loss(script.Args(beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5)
+    _, stats = script.policy_loss(make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5)
     assert stats["tokens"] == 5
     assert stats["clip_frac_high"] == 1  # exp(0.5) is above 1.2
     assert stats["clip_frac_low"] == 1  # exp(-0.5) is below 0.8
@@ -196,7 +460,7 @@ def test_stats_are_sums_over_tokens_that_count(script):
 
 def test_advantages_per_sequence_or_per_token_are_the_same(script):
     logprobs, old, ref, advantages, mask = ragged_batch(4)
-    args, num_tokens = script.Args(beta=0.1), int(mask.sum())
+    args, num_tokens = make_args(script, beta=0.1), int(mask.sum())
     column, _ = script.policy_loss(args, logprobs, old, ref, advantages, mask, 6, num_tokens)
     full, _ = script.policy_loss(args, logprobs, old, ref, advantages.expand(6, 7), mask, 6, num_tokens)
     assert column.item() == full.item()
@@ -206,16 +470,17 @@ def test_shapes_that_would_broadcast_silently_are_refused(script):
     values, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
     for bad in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 2)):
         with pytest.raises(AssertionError):
-            script.policy_loss(script.Args(beta=0.0), values, values, None, bad, mask, 3, 9)
+            script.policy_loss(make_args(script, beta=0.0), values, values, None, bad, mask, 3, 9)
     with pytest.raises(AssertionError):
-        script.policy_loss(script.Args(beta=0.0), values, values[:1], None, torch.zeros(3, 1), mask, 3, 9)
+        script.policy_loss(make_args(script, beta=0.0), values, values[:1], None, torch.zeros(3, 1), mask, 3, 9)
 
 
 def test_a_fully_masked_sequence_counts_nothing(script):
     logprobs, old, _, advantages, mask = ragged_batch(5)
     mask = mask.clone()
     mask[2] = False
-    loss, _ = script.policy_loss(script.Args(beta=0.0), logprobs, old, None, advantages, mask, 6, int(mask.sum()))
+    args = make_args(script, beta=0.0)
+    loss, _ = script.policy_loss(args, logprobs, old, None, advantages, mask, 6, int(mask.sum()))
     loss.backward()
     assert math.isfinite(loss.item())
     assert (logprobs.grad[2] == 0).all()
@@ -224,10 +489,11 @@ def test_a_fully_masked_sequence_counts_nothing(script):
 def test_inputs_are_not_modified(script):
     logprobs, old, ref, advantages, mask = ragged_batch(6)
     before = [tensor.detach().clone() for tensor in (logprobs, old, ref, advantages, mask)]
-    script.policy_loss(script.Args(beta=0.1), logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
+    script.policy_loss(make_args(script, beta=0.1), logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
     rewards = torch.rand(2, 4)
     rewards_before = rewards.clone()
-    script.compute_advantages(script.Args(), rewards)
+    if script is not ppo_rlhf:
+        advantages_of(script, rewards)
     after = [tensor.detach() for tensor in (logprobs, old, ref, advantages, mask)]
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
     assert torch.equal(rewards, rewards_before)
@@ -237,7 +503,7 @@ def test_inputs_are_not_modified(script):
 
 
 def test_learning_rate_by_hand(script):
-    args = script.Args(lr_schedule="linear", warmup_updates=4)
+    args = make_args(script, lr_schedule="linear", warmup_updates=4)
     args.num_updates = 12
     factors = [script.lr_factor(args, update) for update in range(12)]
     assert factors == pytest.approx([0.25, 0.5, 0.75, 1.0] + [1 - k / 8 for k in range(8)])

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MANY_UPDATES = dict(num_iterations=2, num_minibatches=2, beta=0.05)  # where the script has these fields
 SMALL = dict(num_prompts=4, num_generations=2, max_new_tokens=24, eval_size=8, num_steps=6, save_every=2, device="cpu")
+SMALL |= dict(num_iterations=1, num_minibatches=1)
 WAIT = 120  # seconds after which a process is taken to hang
 
 
@@ -162,12 +163,16 @@ def test_files(script, finished):
     assert [record["step"] for record in metrics] == list(range(args["num_steps"] + 1))
     assert all(isinstance(value, int | float) for record in metrics for value in record.values())
     assert all("eval/accuracy" in metrics[step] for step in (0, -1))
-    assert metrics[-1]["episodes"] == args["num_steps"] * args["num_sequences"]
+    for record in metrics:  # a script that draws further prompts in place of useless ones has more of them
+        assert record["episodes"] >= record["step"] * args["num_sequences"]
+        assert record["episodes"] % args["num_sequences"] == 0
     assert args["num_steps"] <= metrics[-1]["tokens"] <= 24 * metrics[-1]["episodes"]
 
     samples = read_jsonl(finished / "samples.jsonl")
-    assert [sample["step"] for sample in samples] == [1 + k // 4 for k in range(4 * args["num_steps"])]
+    steps = [sample["step"] for sample in samples]
     group = args["num_sequences"] // 4
+    assert steps == sorted(steps)
+    assert all(group * sum(s <= record["step"] for s in steps) == record["episodes"] for record in metrics)
     for sample in samples:
         assert sample["prompt"].endswith("=") and isinstance(sample["answer"], str)
         assert all(isinstance(completion, str) for completion in sample["completions"])
@@ -578,12 +583,16 @@ def test_any_other_error_keeps_its_traceback(watch, run):
 
 def test_warnings_come_once(run, capsys):
     """Responses of two tokens are never finished and all get the same reward."""
-    run(max_new_tokens=2, num_steps=3)
+    folder = run(max_new_tokens=2, overlong_cache=1, num_steps=3)
     out = capsys.readouterr().out
-    assert [out.count(name) for name in ("warning: ", "eos_frac < 0.5", "zero_std_frac > 0.9")] == [2, 1, 1]
+    metrics = read_jsonl(folder / "metrics.jsonl")
+    equal = any(record.get("rollout/zero_std_frac", 0) > 0.9 for record in metrics)
+    assert equal or "accuracy_reward" not in str(metrics)  # a reward model tells even such responses apart
+    assert [out.count(name) for name in ("eos_frac < 0.5", "zero_std_frac > 0.9")] == [1, equal]
+    assert out.count("warning: ") == 1 + equal
 
 
-@pytest.mark.parametrize("given", [{}, dict(num_iterations=2), dict(num_minibatches=2), dict(num_iterations=1)])
+@pytest.mark.parametrize("given", [{}, dict(num_iterations=2), dict(num_minibatches=2)])
 def test_note_about_the_loss(script, run, capsys, given):
     run(num_steps=1, **given)
     noted = "loss near 0" in capsys.readouterr().out
@@ -599,7 +608,8 @@ def test_track_offline(run, monkeypatch):
     except wandb.errors.CommError as error:
         pytest.skip(f"W&B cannot start here: {error}")
     [record] = folder.rglob("offline-run-*/*.wandb")
-    assert b"rollout/reward_mean" in record.read_bytes()
+    names = [b"rollout/reward_mean", b"policy/loss", b"optim/lr"]  # the file is cut into blocks, and so may a name be
+    assert any(name in record.read_bytes() for name in names), record.stat()
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
 
 

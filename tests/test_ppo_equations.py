@@ -1,0 +1,505 @@
+"""The equations of ppo_rlhf.py that no other script has, its two one-label networks, and how a step puts them together.
+
+Its policy loss is in test_equations.py with the others'.
+"""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+import ppo_rlhf
+
+GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
+
+
+def ragged(seed, count, n=5, R=6):
+    """A ragged mask, a full and a one-token row included, and `count` tensors (n, R) with garbage where it is False."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, R + 1, (n,), generator=generator)
+    lengths[0], lengths[1] = R, 1
+    mask = torch.arange(R) < lengths[:, None]  # (n, R)
+    tensors = torch.randn(count, n, R, generator=generator, dtype=torch.float64)  # (count, n, R)
+    return mask, [spoil(tensor, mask, k) for k, tensor in enumerate(tensors)]
+
+
+def spoil(tensor, mask, shift=0):
+    """The tensor with other garbage, for each shift, where the mask is False."""
+    spoiled, slots = tensor.clone(), int((~mask).sum())
+    garbage = [GARBAGE[(k + shift) % len(GARBAGE)] for k in range(slots)]
+    spoiled[~mask] = torch.tensor(garbage, dtype=tensor.dtype)
+    return spoiled
+
+
+def counted(tensor, mask):
+    """One list per row, of the tokens that count."""
+    return [row[keep].tolist() for row, keep in zip(tensor, mask, strict=True)]
+
+
+def same(tensor, rows, mask):
+    """The counted slots are these numbers, and all others are exactly 0."""
+    assert tensor.shape == mask.shape
+    for row, expected in zip(counted(tensor, mask), rows, strict=True):
+        assert row == pytest.approx(expected, abs=1e-10)
+    assert (tensor[~mask] == 0).all()
+
+
+# ---- whiten
+
+
+def test_whiten_by_hand():
+    # 1, 3, 5 count: mean 3, biased variance 8/3.
+    values = torch.tensor([[1.0, 3.0, 100.0], [5.0, math.nan, -math.inf]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    z = 2 / math.sqrt(8 / 3 + 1e-8)
+    same(ppo_rlhf.whiten(values, mask), [[-z, 0.0], [z]], mask)
+    same(ppo_rlhf.whiten(values, mask, shift_mean=False), [[3 - z, 3.0], [3 + z]], mask)
+
+
+def test_the_epsilon_of_whiten_stands_in_the_root():
+    # 0 and 2e-4: the variance is 1e-8 as well. Outside the root 1e-8 would be lost beside a std of 1e-4.
+    values, mask = torch.tensor([[0.0, 2e-4]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    same(ppo_rlhf.whiten(values, mask), [[-1 / math.sqrt(2), 1 / math.sqrt(2)]], mask)
+
+
+@pytest.mark.parametrize("shift_mean", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_whiten_against_a_slow_loop(seed, shift_mean):
+    mask, (values,) = ragged(seed, 1)
+    flat = [x for row in counted(values, mask) for x in row]
+    mean = math.fsum(flat) / len(flat)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / len(flat) + 1e-8)
+    back = 0.0 if shift_mean else mean
+    expected = [[(x - mean) / std + back for x in row] for row in counted(values, mask)]
+    same(ppo_rlhf.whiten(values, mask, shift_mean), expected, mask)
+
+
+def test_whitened_values_have_their_moments_over_the_tokens_that_count():
+    mask, (values,) = ragged(3, 1)
+    whitened = ppo_rlhf.whiten(5 * values + 2, mask)[mask]
+    assert whitened.mean().item() == pytest.approx(0.0, abs=1e-12)
+    assert whitened.var(correction=0).item() == pytest.approx(1.0)
+    kept = ppo_rlhf.whiten(5 * values + 2, mask, shift_mean=False)[mask]
+    assert kept.mean().item() == pytest.approx((5 * values + 2)[mask].mean().item())
+    assert kept.var(correction=0).item() == pytest.approx(1.0)
+
+
+# ---- rewards per token
+
+
+def test_rewards_by_hand():
+    args = ppo_rlhf.Args(beta=0.1)
+    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [False, False, False]])
+    old = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, 9.0, 9.0], [-0.5, -0.5, math.inf], [math.nan, 1.0, 1.0]]).double()
+    ref = torch.tensor([[-2.0, -1.0, -3.0], [-3.0, math.nan, 9.0], [-0.5, -1.5, 9.0], [9.0, 9.0, 9.0]]).double()
+    scores = torch.tensor([10.0, 20.0, -30.0, 40.0], dtype=torch.float64)
+    # -0.1 (old - ref) everywhere, and the score at the last token that counts, once.
+    expected = [[-0.1, 0.1, 10.0], [20.0 - 0.2], [0.0, -30.0 - 0.1], []]
+    same(ppo_rlhf.kl_rewards(args, scores, old, ref, mask), expected, mask)
+    same(ppo_rlhf.kl_rewards(args, scores, old, None, mask), [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []], mask)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_rewards_against_a_slow_loop(seed):
+    mask, (old, ref) = ragged(seed, 2)
+    scores = torch.randn(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    expected = [
+        [-0.3 * (p - q) + (float(score) if t == len(a) - 1 else 0.0) for t, (p, q) in enumerate(zip(a, b, strict=True))]
+        for a, b, score in zip(counted(old, mask), counted(ref, mask), scores, strict=True)
+    ]
+    rewards = ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.3), scores, old, ref, mask)
+    same(rewards, expected, mask)
+    # A response's rewards add up to its score minus beta times its KL: the score is there once.
+    total = scores - 0.3 * (old - ref).masked_fill(~mask, 0.0).sum(1)
+    assert torch.allclose(rewards.sum(1), total, atol=1e-12)
+
+
+def test_a_policy_that_likes_its_tokens_more_than_the_reference_pays():
+    one = torch.ones(1, 2, dtype=torch.bool)
+    liked, ref = torch.full((1, 2), -0.1), torch.full((1, 2), -2.0)
+    assert (ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.1), torch.zeros(1), liked, ref, one) < 0).all()
+
+
+def test_scores_of_a_shape_that_would_broadcast_are_refused():
+    mask, old = torch.ones(3, 3, dtype=torch.bool), torch.zeros(3, 3)
+    for scores in (torch.zeros(3, 1), torch.zeros(3, 3), torch.zeros(1)):
+        with pytest.raises(AssertionError):
+            ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.1), scores, old, None, mask)
+
+
+# ---- generalized advantage estimation
+
+
+def test_gae_by_hand():
+    # gamma 0.5, lambda 0.5, V 1, 2, 3 and a reward of 8 at the end:
+    # delta = 0 + 1 - 1, 0 + 1.5 - 2, 8 + 0 - 3 = 0, -0.5, 5;  A = 0 + 0.25 * 0.75, -0.5 + 0.25 * 5, 5.
+    # In the second row the token that counts is followed by a reward and a value that do not.
+    args = ppo_rlhf.Args(gamma=0.5, gae_lambda=0.5)
+    rewards = torch.tensor([[0.0, 0.0, 8.0], [8.0, 100.0, math.nan]], dtype=torch.float64)
+    values = torch.tensor([[1.0, 2.0, 3.0], [3.0, 100.0, math.inf]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    advantages, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
+    same(advantages, [[0.1875, 0.75, 5.0], [5.0]], mask)
+    same(returns, [[1.1875, 2.75, 8.0], [8.0]], mask)
+
+
+def slow_gae(rewards, values, gamma, lambda_):
+    """A_t = sum_k (gamma lambda)^k delta_(t+k), one row of tokens that count, each sum written out."""
+    T = len(rewards)
+    delta = [rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)]
+    return [math.fsum((gamma * lambda_) ** k * delta[t + k] for k in range(T - t)) for t in range(T)]
+
+
+@pytest.mark.parametrize(
+    ("gamma", "lambda_"), [(1.0, 0.95), (0.99, 0.9), (0.9, 1.0), (1.0, 1.0), (0.7, 0.0), (0.0, 0.5)]
+)
+@pytest.mark.parametrize("seed", range(2))
+def test_gae_against_the_sum_of_deltas(seed, gamma, lambda_):
+    mask, (rewards, values) = ragged(seed, 2)
+    args = ppo_rlhf.Args(gamma=gamma, gae_lambda=lambda_)
+    advantages, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
+    rows = list(zip(counted(rewards, mask), counted(values, mask), strict=True))
+    expected = [slow_gae(r, v, gamma, lambda_) for r, v in rows]
+    same(advantages, expected, mask)
+    same(returns, [[a + x for a, x in zip(e, v, strict=True)] for e, (_, v) in zip(expected, rows, strict=True)], mask)
+
+
+def test_gae_at_lambda_1_is_what_is_still_to_come_minus_the_value():
+    mask, (rewards, values) = ragged(5, 2)
+    args = ppo_rlhf.Args(gamma=1.0, gae_lambda=1.0)
+    advantages, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
+    to_come = rewards.masked_fill(~mask, 0.0).flip(1).cumsum(1).flip(1).masked_fill(~mask, 0.0)  # (n, R)
+    assert torch.allclose(returns, to_come, atol=1e-12)
+    assert torch.allclose(advantages, (to_come - values).masked_fill(~mask, 0.0), atol=1e-12)
+
+
+def test_gae_at_lambda_0_is_delta():
+    mask, (rewards, values) = ragged(6, 2)
+    advantages, _ = ppo_rlhf.compute_gae(ppo_rlhf.Args(gamma=0.9, gae_lambda=0.0), rewards, values, mask)
+    clean = values.masked_fill(~mask, 0.0)  # (n, R)
+    following = torch.cat([clean[:, 1:], torch.zeros(5, 1, dtype=torch.float64)], 1)  # (n, R)
+    delta = (rewards + 0.9 * following - clean).masked_fill(~mask, 0.0)  # (n, R)
+    assert torch.allclose(advantages, delta, atol=1e-12)
+
+
+def test_gae_of_a_value_network_that_is_right_is_zero():
+    rewards, mask = torch.tensor([[0.0, 0.0, 5.0, 0.0]]), torch.tensor([[True, True, True, False]])
+    advantages, returns = ppo_rlhf.compute_gae(ppo_rlhf.Args(), rewards, torch.full((1, 4), 5.0), mask)
+    assert (advantages == 0).all()
+    assert returns.tolist() == [[5.0, 5.0, 5.0, 0.0]]
+
+
+def test_nothing_depends_on_padding():
+    # Other garbage, and more of it: the results are the same bits.
+    mask, (rewards, values) = ragged(7, 2)
+    args = ppo_rlhf.Args()
+    wider = torch.nn.functional.pad(mask, (0, 3))
+    for shift in (1, 2, 3):
+        dirty = [spoil(torch.nn.functional.pad(tensor, (0, 3)), wider, shift) for tensor in (rewards, values)]
+        for one, other in zip(
+            ppo_rlhf.compute_gae(args, rewards, values, mask), ppo_rlhf.compute_gae(args, *dirty, wider), strict=True
+        ):
+            assert torch.equal(one, other[:, :6]) and (other[:, 6:] == 0).all()
+        assert torch.allclose(ppo_rlhf.whiten(values, mask), ppo_rlhf.whiten(dirty[1], wider)[:, :6], atol=1e-12)
+
+
+def test_gae_does_not_modify_its_inputs():
+    mask, (rewards, values) = ragged(8, 2)
+    before = [tensor.clone() for tensor in (rewards, values, mask)]
+    advantages, returns = ppo_rlhf.compute_gae(ppo_rlhf.Args(), rewards, values, mask)
+    advantages.add_(1.0)  # nor are its outputs the inputs
+    returns.add_(1.0)
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, (rewards, values, mask), strict=True)
+    )
+    with pytest.raises(AssertionError):
+        ppo_rlhf.compute_gae(ppo_rlhf.Args(), rewards, values[:, :1], mask)
+
+
+# ---- the value loss
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient", "clipped"),
+    [
+        # 0.5 max((V - R)^2, (clip(V, old - 0.2, old + 0.2) - R)^2)
+        (1.1, 1.0, 2.0, 0.5 * 0.81, -0.9, 0),  # inside the clip
+        (1.5, 1.0, 2.0, 0.5 * 0.64, 0.0, 1),  # towards the target and too far: at 1.2, no gradient
+        (0.5, 1.0, 2.0, 0.5 * 2.25, -1.5, 0),  # away from it: the unclipped error is the larger one
+        (0.5, 1.0, 0.0, 0.5 * 0.64, 0.0, 1),
+        (1.5, 1.0, 0.0, 0.5 * 2.25, 1.5, 0),
+        (3.0, 1.0, 2.0, 0.5 * 1.0, 1.0, 0),  # past the target: 1 of error against 0.8 at the clip
+        (2.0, 2.0, 2.0, 0.0, 0.0, 0),
+    ],
+)
+def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
+    values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
+    old, target = torch.tensor([[old]], dtype=torch.float64), torch.tensor([[target]], dtype=torch.float64)
+    args = ppo_rlhf.Args(vf_coef=0.1, value_clip_eps=0.2)
+    result, stats = ppo_rlhf.value_loss(args, values, old, target, torch.ones(1, 1, dtype=torch.bool), 4)
+    result.backward()
+    assert result.item() == pytest.approx(0.1 * loss / 4)
+    assert values.grad.item() == pytest.approx(0.1 * gradient / 4)
+    assert stats["value_loss"].item() == pytest.approx(loss)  # a sum, without vf_coef
+    assert stats["value_clip_frac"] == clipped
+
+
+def slow_value_loss(values, old, returns, mask, coefficient, eps, num_tokens):
+    total = 0.0
+    for v_row, o_row, r_row in zip(*(counted(x, mask) for x in (values, old, returns)), strict=True):
+        for v, o, r in zip(v_row, o_row, r_row, strict=True):
+            near = min(max(v, o - eps), o + eps)
+            total += 0.5 * max((v - r) ** 2, (near - r) ** 2)
+    return coefficient * total / num_tokens
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_value_loss_and_gradient_against_a_slow_loop(seed):
+    mask, (values, old, returns) = ragged(seed, 3)
+    args = ppo_rlhf.Args(vf_coef=0.3, value_clip_eps=0.5)
+    values.requires_grad_()
+    rest = (old, returns, mask, 0.3, 0.5, 40)
+    loss, _ = ppo_rlhf.value_loss(args, values, old, returns, mask, 40)
+    loss.backward()
+    assert loss.item() == pytest.approx(slow_value_loss(values.detach(), *rest), abs=1e-12)
+    assert (values.grad[~mask] == 0).all()
+    for i, t in mask.nonzero().tolist():
+        up, down = values.detach().clone(), values.detach().clone()
+        up[i, t] += 1e-6
+        down[i, t] -= 1e-6
+        slope = (slow_value_loss(up, *rest) - slow_value_loss(down, *rest)) / 2e-6
+        assert values.grad[i, t].item() == pytest.approx(slope, abs=1e-6)
+
+
+def test_slices_of_the_value_loss_add_up():
+    mask, (values, old, returns) = ragged(4, 3)
+    args, num_tokens = ppo_rlhf.Args(), int(mask.sum())
+    values.requires_grad_()
+    whole, stats = ppo_rlhf.value_loss(args, values, old, returns, mask, num_tokens)
+    (gradient,) = torch.autograd.grad(whole, values)
+    rows = ([0], [4, 1], [2, 3])
+    parts = [ppo_rlhf.value_loss(args, values[i], old[i], returns[i], mask[i], num_tokens) for i in rows]
+    total = sum(loss for loss, _ in parts)
+    assert total.item() == pytest.approx(whole.item(), abs=1e-12)
+    assert torch.allclose(torch.autograd.grad(total, values)[0], gradient, atol=1e-12)
+    for name, value in stats.items():
+        assert sum(float(part[name]) for _, part in parts) == pytest.approx(float(value))
+
+
+def test_value_loss_refuses_shapes_that_would_broadcast():
+    values, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
+    for bad in (torch.zeros(3), torch.zeros(3, 1), torch.zeros(1, 3)):
+        with pytest.raises(AssertionError):
+            ppo_rlhf.value_loss(ppo_rlhf.Args(), values, values, bad, mask, 9)
+        with pytest.raises(AssertionError):
+            ppo_rlhf.value_loss(ppo_rlhf.Args(), bad, values, values, mask, 9)
+
+
+# ---- the policy loss, where advantages differ from token to token
+
+
+def test_garbage_in_masked_advantages_reaches_neither_loss_nor_gradient():
+    mask, (advantages, logprobs, old) = ragged(9, 3)
+    args, num_tokens = ppo_rlhf.Args(beta=0.1), int(mask.sum())
+    results = []
+    for shift in (None, 0, 1):
+        inputs = [x.masked_fill(~mask, 0.0) if shift is None else spoil(x, mask, shift) for x in (advantages, old)]
+        current = logprobs.clone().requires_grad_()
+        loss, _ = ppo_rlhf.policy_loss(args, current, inputs[1], None, inputs[0], mask, 5, num_tokens)
+        loss.backward()
+        assert (current.grad[~mask] == 0).all()
+        results.append([loss.item(), *current.grad[mask].tolist()])
+    assert results[0] == results[1] == results[2]
+
+
+# ---- the networks with one label
+
+
+def tiny_classifier(seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=30,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        num_labels=1,
+        pad_token_id=None,
+        initializer_range=0.3,  # so that the outputs differ from one position to the next
+    )
+    return LlamaForSequenceClassification(config).eval()
+
+
+def ragged_records(seed=0, n=5):
+    """Records of ragged prompts and responses; token 0 is what they are padded with, and is in them as well."""
+    generator = torch.Generator().manual_seed(seed)
+    records = []
+    for prompt_len, response_len in [(1, 6), (7, 1), (3, 4), (7, 6), (2, 2)][:n]:
+        ids = torch.randint(0, 30, (prompt_len + response_len,), generator=generator).tolist()
+        ids[0] = ids[-1] = 0  # pad = bos = eos: masks cannot come from the ids
+        logprobs = [-0.5] * response_len
+        records.append({"prompt_ids": ids[:prompt_len], "response_ids": ids[prompt_len:], "logprobs": logprobs})
+    return records
+
+
+def plain_outputs(network, record):
+    """The head's output after each token of the prompt and the response, in a forward pass of their own."""
+    ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
+    with torch.no_grad():
+        return network.score(network.model(input_ids=ids).last_hidden_state)[0, :, 0].tolist()
+
+
+def test_values_are_those_of_a_plain_forward_pass_at_the_states_before_each_token():
+    network, records = tiny_classifier(), ragged_records()
+    rollout, _ = ppo_rlhf.collate(records, 0, torch.device("cpu"))
+    with torch.no_grad():
+        outputs = ppo_rlhf.compute_values(network, *rollout)
+    assert outputs.shape == (5, 7) and outputs.dtype == torch.float32
+    for row, record in zip(outputs.tolist(), records, strict=True):
+        P, length = len(record["prompt_ids"]), len(record["response_ids"])
+        assert row[: length + 1] == pytest.approx(plain_outputs(network, record)[P - 1 :], abs=1e-5)
+        assert row[length + 1 :] == [0.0] * (6 - length)
+
+
+def test_the_score_is_the_classifiers_own_output_for_the_unpadded_response():
+    network, records = tiny_classifier(1), ragged_records(1)
+    rollout, _ = ppo_rlhf.collate(records, 0, torch.device("cpu"))
+    with torch.no_grad():
+        outputs = ppo_rlhf.compute_values(network, *rollout)
+        for row, record in zip(outputs, records, strict=True):
+            ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
+            assert row[len(record["response_ids"])].item() == pytest.approx(network(ids).logits.item(), abs=1e-5)
+
+
+def test_values_do_not_depend_on_what_stands_in_padding():
+    network, (rollout, _) = tiny_classifier(2), ppo_rlhf.collate(ragged_records(2), 0, torch.device("cpu"))
+    prompt_ids, prompt_mask, response_ids, response_mask = rollout
+    other = (prompt_ids.masked_fill(~prompt_mask, 17), prompt_mask, response_ids.masked_fill(~response_mask, 23))
+    with torch.no_grad():
+        before = ppo_rlhf.compute_values(network, *rollout)
+        after = ppo_rlhf.compute_values(network, *other, response_mask)
+    assert torch.allclose(before, after, atol=1e-6)
+
+
+def test_the_value_network_gets_its_gradient_from_the_states_that_count():
+    network, records = tiny_classifier(3), ragged_records(3)
+    rollout, _ = ppo_rlhf.collate(records, 0, torch.device("cpu"))
+    mask = rollout[3]
+    weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
+    values = ppo_rlhf.compute_values(network, *rollout)[:, :-1]  # (n, R)
+    (values * weights).masked_fill(~mask, 0.0).sum().backward()
+    gradient = network.score.weight.grad.clone()
+    network.zero_grad()
+    for row, record in zip(weights, records, strict=True):
+        ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
+        states = network.model(input_ids=ids).last_hidden_state[0, len(record["prompt_ids"]) - 1 : -1]  # (|o|, D)
+        (network.score(states)[:, 0] * row[: len(states)]).sum().backward()
+    assert torch.allclose(gradient, network.score.weight.grad, atol=1e-4)
+
+
+# ---- a step of the real loop
+
+
+@pytest.fixture(scope="module")
+def step(tmp_path_factory):
+    """What each equation got and gave in one step of the bundled run: 2 passes of 2 minibatches, in micro-batches."""
+    calls = {}
+    patch = pytest.MonkeyPatch()
+
+    def record(name, real):
+        def recorded(*args, **kwargs):
+            result = real(*args, **kwargs)
+            kept = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
+            calls.setdefault(name, []).append((kept, result))
+            return result
+
+        patch.setattr(ppo_rlhf, name, recorded)
+
+    for name in ("collate", "kl_rewards", "compute_gae", "whiten", "policy_loss", "value_loss"):
+        record(name, getattr(ppo_rlhf, name))
+    args = ppo_rlhf.Args(
+        runs_dir=str(tmp_path_factory.mktemp("runs")),
+        device="cpu",
+        num_steps=1,
+        num_prompts=8,
+        num_iterations=2,
+        num_minibatches=2,
+        micro_batch_tokens=90,
+        eval_size=2,
+        max_new_tokens=18,  # some responses are cut
+        temperature=1.3,
+        value_learning_rate=1e-2,  # values move far in a step, so that old ones and new ones are told apart
+    )
+    try:
+        calls["metrics"] = ppo_rlhf.main(args)
+    finally:
+        patch.undo()
+    return calls
+
+
+def judge():
+    return LlamaForSequenceClassification.from_pretrained(ppo_rlhf.HERE / "assets" / "adder-judge").eval()
+
+
+def test_each_response_is_scored_by_the_judge_at_its_last_token(step):
+    (arguments, _), records, network = step["kl_rewards"][0], step["collate"][0][0][0], judge()
+    eos = network.config.eos_token_id
+    expected = [plain_outputs(network, r)[-1] - 1.0 * (r["response_ids"][-1] != eos) for r in records]
+    assert len({len(record["response_ids"]) for record in records}) > 1, "the responses must differ in length"
+    assert len({record["response_ids"][-1] == eos for record in records}) == 2, "some must be cut, and some not"
+    assert arguments[1].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_values_that_enter_gae_are_of_the_states_before_each_token(step):
+    # The value network starts as a copy of the judge, and has not moved.
+    ((_, rewards, values, mask), _), network = step["compute_gae"][0], judge()
+    records = step["collate"][0][0][0]
+    assert torch.equal(rewards, step["kl_rewards"][0][1])
+    for row, record in zip(counted(values, mask), records, strict=True):
+        assert row == pytest.approx(plain_outputs(network, record)[len(record["prompt_ids"]) - 1 : -1], abs=1e-4)
+
+
+def test_advantages_are_whitened_over_the_whole_batch_and_returns_are_not(step):
+    (_, (advantages, returns)), mask = step["compute_gae"][0], step["compute_gae"][0][0][3]
+    ((raw, whitened_mask, *_), whitened) = step["whiten"][0]
+    assert len(step["whiten"]) == 1 and torch.equal(raw, advantages) and torch.equal(whitened_mask, mask)
+    assert whitened[mask].mean().abs() < 1e-5 and whitened[mask].var(correction=0).item() == pytest.approx(1, abs=1e-4)
+    seen = [[], []]  # the rows that came by in each of the two passes
+    assert len(step["policy_loss"]) == len(step["value_loss"]) >= 4
+    for (policy_call, _), (value_call, _) in zip(step["policy_loss"], step["value_loss"], strict=True):
+        for advantage, target, old in zip(policy_call[4], value_call[3], value_call[2], strict=True):
+            row = next(i for i in range(len(mask)) if torch.equal(whitened[i], advantage))
+            # What is regressed on is the return of that row, and the old value is the one GAE was computed with.
+            assert torch.equal(target, returns[row])
+            assert torch.equal(old, step["compute_gae"][0][0][2][row])
+            seen[row in seen[0]].append(row)
+    assert sorted(seen[0]) == sorted(seen[1]) == list(range(8))
+
+
+def test_the_values_move_and_the_old_ones_stay(step):
+    moved = [(c[1] - c[2]).abs().max().item() for c, _ in step["value_loss"]]
+    assert moved[0] < 1e-5 and moved[-1] > 1e-2
+
+
+def test_the_divisor_is_the_tokens_of_the_minibatch(step):
+    # Micro-batches are slices of a minibatch: the tokens of all of them add up to the number they divide by.
+    tokens, divisors = 0, set()
+    for (policy_call, _), (value_call, _) in zip(step["policy_loss"], step["value_loss"], strict=True):
+        assert int(policy_call[7]) == int(value_call[5])
+        tokens += int(policy_call[5].sum())
+        divisors.add(int(policy_call[7]))
+        assert int(policy_call[5].sum()) <= int(policy_call[7])
+    assert any(int(c[5].sum()) < int(c[7]) for c, _ in step["policy_loss"]), "no minibatch was cut"
+    assert tokens == 2 * int(step["compute_gae"][0][0][3].sum())
+    assert len(divisors) <= 4
+
+
+def test_metrics_are_sums_over_all_minibatches_over_all_tokens(step):
+    count = sum(int(c[5].sum()) for c, _ in step["policy_loss"])
+    for metric, name in (("value/loss", "value_loss"), ("value/clip_frac", "value_clip_frac")):
+        total = sum(float(stats[name]) for _, (_, stats) in step["value_loss"])
+        assert step["metrics"][metric] == pytest.approx(total / count, rel=1e-5)
+    assert step["metrics"]["value/clip_frac"] > 0
