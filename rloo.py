@@ -687,7 +687,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     # log pi of the response is the sum over its tokens: no division by the length.
-    loss = masked_sum(-advantages * logprobs, mask, axis=1).sum() / num_seqs
+    loss = masked_sum(-advantages * logprobs.masked_fill(~mask, 0.0), mask, axis=1).sum() / num_seqs
     if ref_logprobs is not None:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
         kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the return has k1

@@ -485,16 +485,17 @@ def test_the_values_move_and_the_old_ones_stay(step):
 
 
 def test_the_divisor_is_the_tokens_of_the_minibatch(step):
-    # Micro-batches are slices of a minibatch: the tokens of all of them add up to the number they divide by.
-    tokens, divisors = 0, set()
+    # Micro-batches are slices of a minibatch: they add up to the number they divide by, once for each minibatch.
+    tokens, sequences, minibatches = 0, 0, []
     for (policy_call, _), (value_call, _) in zip(step["policy_loss"], step["value_loss"], strict=True):
-        assert int(policy_call[7]) == int(value_call[5])
-        tokens += int(policy_call[5].sum())
-        divisors.add(int(policy_call[7]))
-        assert int(policy_call[5].sum()) <= int(policy_call[7])
-    assert any(int(c[5].sum()) < int(c[7]) for c, _ in step["policy_loss"]), "no minibatch was cut"
-    assert tokens == 2 * int(step["compute_gae"][0][0][3].sum())
-    assert len(divisors) <= 4
+        mask, divisor = policy_call[5], int(policy_call[7])
+        assert divisor == int(value_call[5])
+        tokens, sequences = tokens + int(mask.sum()), sequences + len(mask)
+        if tokens == divisor:
+            minibatches.append(sequences)
+            tokens, sequences = 0, 0
+    assert tokens == 0 and minibatches == [4, 4, 4, 4]
+    assert len(step["policy_loss"]) > 4, "no minibatch was cut"
 
 
 def test_metrics_are_sums_over_all_minibatches_over_all_tokens(step):

@@ -403,6 +403,7 @@ def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
         assert (folder / name).read_text() == (finished / name).read_text()
 
 
+@pytest.mark.shared_text
 def test_checkpoint_reaches_the_disk_before_its_name(script, tmp_path, monkeypatch):
     """All of it is forced to the disk while the old one is still in place; only then it gets the name."""
     path, events = tmp_path / "checkpoint" / "state.pt", []
@@ -470,6 +471,7 @@ def limit_files(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("full", ["first checkpoint", "checkpoint", "metrics", "model"])
 def test_full_disk(script, watch, stops, finished, tmp_path, full):
     """Files that cannot grow are like a full disk: one line, and what was saved before is whole and can be resumed."""
@@ -557,6 +559,7 @@ OUT_OF_MEMORY = [
 ]
 
 
+@pytest.mark.shared_text
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["cuda", "cpu", "python", "python-silent"])
 @pytest.mark.parametrize("at_once", [True, False], ids=["at-once", "in-training"])
 def test_out_of_memory(watch, stops, error, at_once):
@@ -568,6 +571,7 @@ def test_out_of_memory(watch, stops, error, at_once):
     stops("out of memory", "--micro-batch-tokens", num_steps=1)
 
 
+@pytest.mark.shared_text
 def test_any_other_error_keeps_its_traceback(watch, run):
     def throw(*args):
         if torch.is_grad_enabled():
@@ -581,6 +585,7 @@ def test_any_other_error_keeps_its_traceback(watch, run):
 # ---- what a run says
 
 
+@pytest.mark.shared_text
 def test_warnings_come_once(run, capsys):
     """Responses of two tokens are never finished and all get the same reward."""
     folder = run(max_new_tokens=2, overlong_cache=1, num_steps=3)
@@ -599,6 +604,7 @@ def test_note_about_the_loss(script, run, capsys, given):
     assert noted == (updates_per_rollout(make_args(script, **given)) == 1)
 
 
+@pytest.mark.shared_text
 def test_track_offline(run, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name, value in {"MODE": "offline", "SILENT": "true", "API_KEY": None}.items():
