@@ -80,11 +80,11 @@ RECIPES = {  # what a field of Args that is left at None becomes: for the bundle
     "dataset": (str(HERE / "assets" / "addition"), "openai/gsm8k"),
     "max_new_tokens": (32, 300),
     "temperature": (1.0, 0.9),
-    "num_steps": (100, 200),
+    "num_steps": (60, 200),
     "learning_rate": (1e-4, 1e-5),
     "warmup_updates": (0, 10),
     "gradient_checkpointing": (False, True),
-    "eval_every": (25, 50),
+    "eval_every": (20, 50),
     "beta": (0.0, 0.0),
 }
 

@@ -13,9 +13,10 @@ adder-judge/                       the reward model: the same network with a sco
                                    completion, whether what is wrong is the result, a step of the reasoning or the form.
 
 Strict accuracy below: the number in the only answer block is the sum. The questions are those of test.jsonl.
-@@NUMBERS@@
-The same seed gives the same files, byte for byte, on one machine; another processor rounds differently, and the
-weights then agree in quality only.
+Measured: adder 0.542 greedy and 0.566 at temperature 1, of which 1.000 and 0.764 are well-formed; judge 0.998 of the
+pairs sampled for held-out questions, and 0.9995 (AUC) between right and wrong samples of different questions. The
+build takes about 12 minutes on two busy cores, most of it for the judge.
+Another processor rounds differently: rebuilt there, the weights agree in quality only.
 """
 
 import argparse
@@ -185,22 +186,41 @@ def train_adder(tokenizer, questions, rng, num_steps=750, batch_size=128):
     return adder
 
 
+def slip(rng, pair):
+    """A solution with one or two steps wrong, and the later steps consistent with them: what a policy gets wrong."""
+    (a_tens, a_units), (b_tens, b_units) = divmod(pair[0], 10), divmod(pair[1], 10)
+    steps = rng.choices(["copy", "units", "carry", "tens"], k=rng.randint(1, 2))
+    digits = [a_units, b_units, a_tens, b_tens]
+    if "copy" in steps:
+        digits[rng.randrange(4)] = rng.randrange(10)
+    units = digits[0] + digits[1]
+    if "units" in steps:
+        units = rng.choice([abs(units + rng.choice([-10, -2, -1, 1, 2, 10])), rng.randrange(19)])
+    carry = (units >= 10) != ("carry" in steps)
+    tens = digits[2] + digits[3] + carry
+    if "tens" in steps:
+        tens = rng.choice([abs(tens + rng.choice([-10, -2, -1, 1, 2, 10])), rng.randrange(20)])
+    thought = f"{digits[0]}+{digits[1]}={units},{digits[2]}+{digits[3]}{'+1' if carry else ''}={tens}"
+    return f"<think>{thought}</think><answer>{10 * tens + units % 10}</answer></s>"
+
+
 def corrupt(rng, pair):
     """A hard negative: close to the right solution, but wrong or badly formed (rarely, by chance, still right)."""
     text, answer = solution(pair), str(sum(pair))
     block, tokens = f"<answer>{answer}</answer>", re.findall(TOKEN, text)
     digits = [place for place, token in enumerate(tokens) if token.isdigit()]
-    neighbour = (min(99, max(0, pair[0] + rng.choice([-10, -1, 0, 1, 10]))), rng.choice([pair[1], rng.randrange(100)]))
     wrong = str(abs(sum(pair) + rng.choice([-100, -11, -10, -9, -1, 1, 9, 10, 100])))
-    kind = rng.choice(["digit"] * 4 + ["answer"] * 4 + ["other", "fault", "cut", "twice", "empty", "extra", "edits"])
+    kind = rng.choice(
+        ["slip"] * 8 + ["digit"] * 3 + ["answer"] * 3 + ["fault", "cut", "twice", "empty", "extra", "edits"]
+    )
     if kind == "digit":  # anywhere, in the reasoning or the answer
         tokens[rng.choice(digits)] = rng.choice("0123456789")
         return "".join(tokens)
     if kind == "answer":  # right reasoning, wrong answer
         tokens[rng.choice(digits[-len(answer) :])] = rng.choice("0123456789")
         return rng.choice(["".join(tokens), text.replace(block, f"<answer>{wrong}</answer>")])
-    if kind == "other":  # consistent, but of another question
-        return solution(neighbour)
+    if kind == "slip":
+        return slip(rng, pair)
     if kind == "fault":
         return solution(pair, forget=rng.random() < 0.8, tags=rng.random() < 0.8)
     if kind == "cut":
@@ -219,7 +239,7 @@ def corrupt(rng, pair):
     return "".join(tokens).partition("</s>")[0] + "</s>"
 
 
-def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=40):
+def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32):
     # A sample is right only if it is the right solution, word for word, so the winners need not be sampled.
     losers = {pair: [] for pair in questions}
     for temperature in (1.0, 1.3, 1.6):
@@ -236,16 +256,17 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=40)
     next_token, on_track = torch.nn.Linear(128, len(tokenizer)), torch.nn.Linear(128, 1)
 
     def compute_loss():
+        # Two losers for every winner.
         pairs = rng.choices(questions, k=batch_size)
-        texts = [rng.choice(losers[p]) if losers[p] and rng.random() < 0.3 else corrupt(rng, p) for p in pairs]
-        for i, pair in enumerate(pairs):
+        texts = [rng.choice(losers[p]) if losers[p] and rng.random() < 0.3 else corrupt(rng, p) for p in pairs * 2]
+        for i, pair in enumerate(pairs * 2):
             while texts[i] == solution(pair):
                 texts[i] = corrupt(rng, pair)
-        ids, mask = make_batch(tokenizer, pairs + pairs, [*map(solution, pairs), *texts])
+        ids, mask = make_batch(tokenizer, pairs * 3, [*map(solution, pairs), *texts])
         output = judge.model(ids, output_hidden_states=True)
         last = (ids != tokenizer.pad_token_id).sum(1) - 1
         scores = judge.score(output.last_hidden_state[torch.arange(len(ids)), last])[:, 0]
-        won, lost = scores.chunk(2)
+        won, lost = scores[:batch_size].repeat(2), scores[batch_size:]
         # Bradley-Terry fixes only differences within a question. The other two terms fix the scale and put the middle
         # of every pair at zero, so that scores compare across questions, as a policy gradient compares them.
         loss = (-F.logsigmoid(won - lost) + 0.01 * (won**2 + lost**2) + 0.1 * (won + lost) ** 2).mean()
@@ -254,7 +275,7 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=40)
         logits = next_token(output.hidden_states[2][:batch_size, :-1])
         next_loss = F.cross_entropy(logits[right_mask[:, 1:]], right_ids[:, 1:][right_mask[:, 1:]])
         # Up to and with the first token that differs from the right solution; after it, nothing is right or wrong.
-        same = (ids == right_ids.repeat(2, 1)).long().cummin(1).values
+        same = (ids == right_ids.repeat(3, 1)).long().cummin(1).values
         up_to = mask & (F.pad(same[:, :-1], (1, 0), value=1) == 1)
         track_loss = F.binary_cross_entropy_with_logits(
             on_track(output.hidden_states[3])[up_to][:, 0], same[up_to].float()

@@ -1,0 +1,63 @@
+"""What the README says of the code is so."""
+
+import ast
+import difflib
+import re
+
+import pytest
+from conftest import ROOT, SCRIPTS
+from test_siblings import PAIRS, body, changed_lines
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_lesson_is_the_current_diff():
+    """The diff of grpo.py and dr_grpo.py shown in the README: each change with the function it stands in."""
+    lines = {name: body(name).splitlines() for name in ("grpo", "dr_grpo")}
+    diff = difflib.unified_diff(lines["grpo"], lines["dr_grpo"], n=0, lineterm="")
+    lesson = [line for line in diff if line[:3] not in ("---", "+++")]
+    lesson = ["" if line.startswith("@@") else line for line in lesson][1:]
+    shown = re.search(r"```diff\n(.*?)\n```", README, re.DOTALL).group(1)
+    assert shown == "\n".join(lesson)
+
+
+@pytest.mark.parametrize(("child", "parent"), PAIRS)
+def test_the_table_counts_the_changed_lines(child, parent):
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| [{child}.py]")]
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    assert cells[2] == parent
+    assert cells[3] == str(changed_lines(parent, child))
+
+
+def test_every_script_is_in_the_table_and_no_other():
+    assert re.findall(r"^\| \[(\w+)\.py\]", README, re.MULTILINE) == SCRIPTS
+
+
+def test_the_two_commands_stand_in_it():
+    """Continuous integration reads its commands from these two lines."""
+    commands = re.findall(r"^pip install -r .*$", README, re.MULTILINE)
+    assert commands == [
+        "pip install -r requirements.txt && python grpo.py",
+        "pip install -r tests/requirements.txt && python -m pytest -q",
+    ]
+
+
+def test_every_flag_in_it_exists():
+    fields = set()
+    for script in SCRIPTS:
+        tree = ast.parse((ROOT / f"{script}.py").read_text(encoding="utf-8"))
+        (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+        fields |= {node.target.id for node in args.body if isinstance(node, ast.AnnAssign)}
+    flags = set(re.findall(r"--([a-z][a-z-]+)", README.split("## Speed")[0])) - {"help"}
+    assert flags - {field.replace("_", "-") for field in fields} == set()
+
+
+def test_only_the_five_run_time_packages_are_required():
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
+    assert [line.split("==")[0] for line in lines] == ["torch", "transformers", "datasets", "tyro", "wandb"]
+    assert lines[0] == "torch==2.13.0"
+
+
+def test_every_linked_file_exists():
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
