@@ -26,7 +26,7 @@ PAIRS = {
         },
     ),
     ("grpo", "rloo"): (
-        60,
+        53,
         {
             "header": "masked_mean averages within each sequence",
             "CLIP_FRAC_EPS": "the clip range is a field here",
@@ -69,7 +69,7 @@ PAIRS = {
         },
     ),
     ("ppo_rlhf", "grpo"): (
-        280,
+        260,
         {
             "header": "the classifier class; masked_mean is used by whiten",
             "RECIPES": "the reward model and the value network's learning rate",
