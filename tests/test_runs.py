@@ -228,7 +228,8 @@ def test_one_seed_one_run(script, run, finished, tmp_path):
 
 def test_micro_batches_do_not_change_the_training(script, run):
     """Adam divides by the size of the gradient, so that is compared as well."""
-    many, one = [run(str(t), num_steps=2, num_prompts=8, micro_batch_tokens=t) for t in (64, 100_000)]
+    sizes = dict(num_steps=2, num_prompts=8, learning_rate=1e-4)
+    many, one = [run(str(t), **sizes, micro_batch_tokens=t) for t in (64, 100_000)]
     for a, b in zip(*[read_jsonl(folder / "metrics.jsonl")[1:] for folder in (many, one)], strict=True):
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-4)
         assert a["policy/loss"] == pytest.approx(b["policy/loss"], abs=1e-5)
