@@ -67,7 +67,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from utils.masking import masked_sum
 from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward
@@ -519,23 +519,42 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
 
 def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
     """Log-probabilities (n, R) float32 of the responses, 0 where masked, from ids and masks (n, P) and (n, R)."""
-    # Right padding: causal attention never looks at it from the left, so no mask is needed and the fast kernels apply.
-    is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
-    order = is_token.long().sort(dim=1, descending=True, stable=True).indices[:, : is_token.sum(1).max()]
-    input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, L), L the longest sequence
-    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda):
-        trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-
+    prompt_lengths = prompt_mask.sum(1)  # (n,)
     # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)
-    hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T, D)
+    prompts, prompt = torch.stack([prompt_ids * prompt_mask, prompt_mask], 2).unique(dim=0, return_inverse=True)
+    recomputed = model.training and model.is_activation_checkpointing  # in layers that cannot read a cache
+    with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=prompt_ids.is_cuda):
+        if 2 * len(prompts) <= len(prompt_ids) and not recomputed:
+            # The samples of one prompt share its forward and backward pass: each prompt is run once, and its keys and
+            # values are repeated for its responses.
+            ids, mask = prompts[:, -prompt_lengths.max() :].unbind(2)  # (b, P)
+            inputs = dict(past_key_values=DynamicCache(), use_cache=True)
+            position_ids = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P)
+            trunk = model.base_model(ids, attention_mask=mask, position_ids=position_ids, **inputs)
+            last = trunk.last_hidden_state[prompt, -1:]  # (n, 1, D)
+            inputs["past_key_values"].batch_select_indices(prompt)
+            count = max(1, response_mask.sum(1).max() - 1)  # what follows the last token is not asked for
+            mask = torch.cat([mask[prompt], response_mask[:, :count].long()], 1)  # (n, P + R - 1)
+            position_ids = prompt_lengths[:, None] + torch.arange(count, device=mask.device)  # (n, R - 1)
+            trunk = model.base_model(response_ids[:, :count], attention_mask=mask, position_ids=position_ids, **inputs)
+            hidden = torch.cat([last, trunk.last_hidden_state], 1)[row, column]  # (T, D)
+        else:
+            # Right padding: causal attention never looks at it from the left, so no mask is needed, and the fastest
+            # kernels apply.
+            is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
+            order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
+            order = order[:, : is_token.sum(1).max() - 1]  # (n, L - 1), L the longest sequence
+            input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, L - 1)
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+            trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+            hidden = trunk.last_hidden_state[row, prompt_lengths[row] + column - 1]  # (T, D)
     targets = response_ids[row, column]  # (T,)
     head = model.get_output_embeddings()
 
     def chunk_logprobs(hidden, targets):
         bias = None if head.bias is None else head.bias.float()
-        logits = F.linear(hidden.float(), head.weight.float(), bias) / temperature  # (chunk, V) float32
+        logits = F.linear(hidden.float(), head.weight.float(), bias).div_(temperature)  # (chunk, V) float32
         return -F.cross_entropy(logits, targets, reduction="none")
 
     # In chunks that are recomputed in the backward pass: never more than 16 M logits (64 MB) exist at a time.
@@ -555,15 +574,18 @@ def check_model(args: Args, model, device: torch.device) -> None:
     prompt_ids, prompt_mask = left_pad(prompts, 0, device)  # (2, 4)
     try:
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable()
         with torch.no_grad():
             probe = dataclasses.replace(args, max_new_tokens=8)
-            ids, mask, sampled = generate(probe, model, prompt_ids, prompt_mask, 1, 0.0, [-1])  # (2, 8)
-            trained = compute_logprobs(model, prompt_ids, prompt_mask, ids, mask, 1.0)  # (2, 8)
-            for i, prompt in enumerate(prompts):
+            ids, mask, sampled = generate(probe, model, prompt_ids, prompt_mask, 2, 0.0, [-1])  # (4, 8)
+            rollout = (prompt_ids.repeat_interleave(2, 0), prompt_mask.repeat_interleave(2, 0), ids, mask)
+            model.train(args.gradient_checkpointing)
+            shared = compute_logprobs(model, *rollout, 1.0)  # (4, 8)
+            for i, prompt in zip((0, 2), prompts, strict=True):
+                alone = compute_logprobs(model, *[x[i : i + 1] for x in rollout], 1.0)  # (1, 8)
                 sequence = torch.cat([torch.tensor(prompt, device=device), ids[i]])  # (P + 8,)
                 plain = model(sequence[None]).logits[0, -9:-1].float().log_softmax(1).gather(1, ids[i, :, None])[:, 0]
-                gap = max(gap, (sampled[i] - plain).abs().max().item(), (trained[i] - plain).abs().max().item())
+                gap = max(gap, *[(x - plain).abs().max().item() for x in (sampled[i], shared[i], alone[0])])
     except Exception as error:  # each family fails in a way of its own
         if is_out_of_memory(error):
             raise
@@ -582,7 +604,7 @@ def for_inference(model):
 def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) -> list[list[int]]:
     """Cut sequences into micro-batches of at most max_tokens tokens with padding; sorted, so that little is padding."""
     batches = [[]]
-    for i in sorted(sequences.tolist(), key=lambda i: -lengths[i]):
+    for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
         if batches[-1] and lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
             batches.append([])
         batches[-1].append(i)

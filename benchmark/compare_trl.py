@@ -36,9 +36,9 @@ ROOT = Path(__file__).resolve().parents[1]
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 STORY_PROMPTS = ROOT.parent / "shared" / "data" / "stories" / "prompts.jsonl"
 WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py
-    "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=1024),
+    "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=2048),
     "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=2048),
-    "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=256),
+    "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=1024),
 }
 LEARNING_RATE = 1e-5
 
@@ -75,9 +75,9 @@ def prepare(options, folder: Path) -> None:
         lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines()
         questions = [json.loads(line)["question"] for line in lines[:B]]
     elif options.workload == "W2":
-        # Stories told by the model itself, cut at a random token: what is left to say is anything from short to long.
+        # Stories that the model told to their end, cut at a random token: what is left is anything from short to long.
         model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
-        starts = [json.loads(line)["question"] for line in STORY_PROMPTS.read_text().splitlines()[:B]]
+        starts = [json.loads(line)["question"] for line in STORY_PROMPTS.read_text().splitlines()]
         prompt_ids = [tokenizer(start).input_ids for start in starts]
         args = grpo.Args(max_new_tokens=460 - max(map(len, prompt_ids)))
         eos_ids = [tokenizer.eos_token_id]
@@ -85,9 +85,10 @@ def prepare(options, folder: Path) -> None:
         responses, masks, _ = grpo.generate(args, model, *inputs, 1, 1.0, eos_ids)
         questions = []
         for prompt, response, mask in zip(prompt_ids, responses, masks, strict=True):
-            story = [i for i in prompt + response[mask].tolist() if i not in eos_ids]
-            cut = rng.randrange(len(prompt), len(story))
-            questions.append(tokenizer.decode(story[max(0, cut - 120) : cut]))
+            story = prompt + response[mask].tolist()
+            if story[-1] in eos_ids and len(questions) < B:
+                cut = rng.randrange(len(prompt), len(story))
+                questions.append(tokenizer.decode(story[max(1, cut - 120) : cut]))  # the first token is BOS
     else:
         words = ["<pad>", "</s>"] + [f"w{i}" for i in range(49150)]
         from tokenizers import Tokenizer, models, pre_tokenizers

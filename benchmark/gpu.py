@@ -144,7 +144,7 @@ def main() -> None:
     rollout = (prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0), response_ids, response_mask)
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable()
     model.train(options.gradient_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
     args = grpo.Args(beta=0.0)

@@ -11,10 +11,7 @@ from transformers import AutoModelForCausalLM
 V = 48  # vocabulary
 EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a response
 CPU = torch.device("cpu")
-pytestmark = [
-    pytest.mark.shared_text,
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable:FutureWarning"),
-]
+pytestmark = pytest.mark.shared_text
 PROMPTS = [[7], [3, 4, 2, 30, 2, 2, 19, 41, 8], [2, 12, 13, 2], [45, 2], [33, 31, 29, 27, 25, 23]]  # EOS ids included
 
 LLAMA = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
@@ -173,9 +170,11 @@ def test_sampler_and_trainer_agree_with_a_plain_forward(script, monkeypatch, fam
         with torch.no_grad():
             recomputed = script.compute_logprobs(model, *rollout, temperature)
             expected = slow_logprobs(model, *rollout, temperature)
+            alone = script.compute_logprobs(model, *[x[::4] for x in rollout], temperature)  # no prompt comes twice
         assert expected[rollout[3]].mean() < -1  # else the samples are close to greedy and tell little
         assert_near(sampled, expected)
         assert_near(recomputed, expected)
+        assert_near(alone, expected[::4])
 
 
 @pytest.mark.parametrize("family", UNUSUAL)
@@ -186,15 +185,19 @@ def test_no_family_is_wrong_in_silence(script, monkeypatch, family):
     try:
         rollout, sampled = roll_out(script, model)
         with torch.no_grad():
-            recomputed = script.compute_logprobs(model, *rollout, 1.0)
+            shared = script.compute_logprobs(model, *rollout, 1.0)
+            alone = torch.empty_like(shared)
+            for k in range(4):  # no prompt comes twice
+                alone[k::4] = script.compute_logprobs(model, *[x[k::4] for x in rollout], 1.0)
     except (Exception, SystemExit):
         return
-    gap = (sampled - recomputed).abs()[rollout[3]].mean()
-    if not gap > 1e-3:
-        with torch.no_grad():
-            expected = slow_logprobs(model, *rollout, 1.0)
-        assert_near(sampled, expected)
-        assert_near(recomputed, expected)
+    for recomputed in (shared, alone):
+        gap = (sampled - recomputed).abs()[rollout[3]].mean()
+        if not gap > 1e-3:
+            with torch.no_grad():
+                expected = slow_logprobs(model, *rollout, 1.0)
+            assert_near(sampled, expected)
+            assert_near(recomputed, expected)
 
 
 @pytest.mark.parametrize("segment", [1, 32])
@@ -421,19 +424,28 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
 # ---- the gradient
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("samples, checkpointing", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("family", ["Llama", "Llama, tied head", "GPT-2", "Phi, bias in the head"])
-def test_gradient_is_that_of_a_plain_forward(script, family, checkpointing):
+def test_gradient_is_that_of_a_plain_forward(script, family, samples, checkpointing):
     model = build(family, **(dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if family == "GPT-2" else {}))
-    rollout, _ = roll_out(script, model, samples=2)
+    rollout, _ = roll_out(script, model, samples=samples)
     weights = torch.randn(rollout[3].shape, generator=torch.Generator().manual_seed(0)) * rollout[3]
     model.double()
     expected = gradients(model, (slow_logprobs(model, *rollout, 0.7) * weights).sum())
     if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable()
         model.train()
     actual = gradients(model, (script.compute_logprobs(model, *rollout, 0.7) * weights).sum())
     assert_same_gradients(actual, expected)
+
+
+def test_a_prompt_is_run_once_for_all_of_its_samples(script):
+    model, run = build("Llama"), []
+    rollout, _ = roll_out(script, model, samples=4)
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: run.append(inputs[0].numel()))
+    script.compute_logprobs(model, *rollout, 1.0)
+    (N, R), P = rollout[2].shape, rollout[0].shape[1]
+    assert sum(run) <= N // 4 * P + N * R
 
 
 class Largest(TorchDispatchMode):
@@ -480,7 +492,7 @@ def test_a_model_in_training_mode_with_checkpointing_is_sampled_as_in_evaluation
     """In training mode a key-value cache is dropped by gradient checkpointing, and GPT-2's dropout would be active."""
     model = build(family)
     expected_rollout, expected = roll_out(script, model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.activation_checkpointing_enable()
     model.train()
     rollout, sampled = roll_out(script, model)
     assert all(map(torch.equal, rollout, expected_rollout)) and torch.equal(sampled, expected)
