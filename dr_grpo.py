@@ -45,6 +45,7 @@ import math
 import os
 import random
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -134,8 +135,7 @@ class Args:
     answer_column: str = "answer"
     """column of the data set that holds the gold answer; if it has a "####", what follows the last one"""
     system_prompt: str | None = None
-    """instructions before each question; None: to think and answer in tags if the model has a chat template or the
-    data set is openai/gsm8k, else none"""
+    """instructions before each question; None: to think and answer in tags, for chat models and openai/gsm8k alone"""
     max_prompt_tokens: int | None = None
     """longer prompts (P) are skipped, counted and reported; None: 512, or what the model's context leaves"""
 
@@ -212,7 +212,7 @@ def explained_errors():
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        knobs = "--micro-batch-tokens, --num-prompts or --max-new-tokens, or give --gradient-checkpointing"
+        knobs = "--micro-batch-tokens, --num-prompts or --max-new-tokens, or give --gradient-checkpointing True"
         fail(f"out of memory: lower {knobs} ({first_line(error)})", 1)
 
 
@@ -675,8 +675,8 @@ def save_checkpoint(path: Path, state: dict) -> None:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        kept = f"the checkpoint before it is intact; make room and --resume {path.parent.parent}"
-        fail(f"--runs-dir: cannot write {path} ({first_line(error)}); {kept if path.exists() else ''}", 1)
+        kept = f"the checkpoint before it is intact: make room and --resume {path.parent.parent}"
+        fail(f"--runs-dir: cannot write {path} ({first_line(error)}); {kept if path.exists() else 'make room'}", 1)
 
 
 def load_checkpoint(folder: Path) -> dict:
@@ -884,7 +884,7 @@ def main(args: Args) -> dict:
     print("by model: " + ", ".join(f"{name} {getattr(args, name)}" for name in [*RECIPES, "max_prompt_tokens"]))
     print(
         f"a step: {args.num_prompts} prompts x {args.num_generations} samples = {args.num_sequences} sequences -> "
-        f"{args.num_minibatches} minibatches x {args.num_iterations} passes -> {updates_per_rollout} updates"
+        f"minibatches of {args.num_sequences // args.num_minibatches} -> updates per rollout: {updates_per_rollout}"
     )
     if updates_per_rollout == 1:
         print("note: at one update per rollout the ratio is 1: clip_frac is 0 and the loss near 0; watch the reward")
@@ -1059,7 +1059,8 @@ def main(args: Args) -> dict:
     if tracker is not None:
         tracker.finish()
     if done.steps < args.num_steps:
-        print(f"stopped after step {done.steps}; go on with: python {script} --resume {run_dir}", file=sys.stderr)
+        command = f"python {script} --resume {shlex.quote(str(run_dir))}"
+        print(f"stopped after step {done.steps}; go on with: {command}", file=sys.stderr)
         raise SystemExit(128 + signals[0])
 
     try:
