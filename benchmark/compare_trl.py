@@ -130,7 +130,7 @@ def run_plainrl(options, folder: Path) -> dict:
     args |= dict(num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt="", device="cpu")
     args |= dict(model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run")
     grpo.main(grpo.Args(**args))
-    first = next(k for k, (_, num_samples) in enumerate(starts) if num_samples > 1)
+    first = next(k for k, (_, num_samples) in enumerate(starts) if num_samples == options.num_generations)
     times = [moment for moment, _ in starts[first : first + 2 + options.steps]]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     tokens = [json.loads(line)["tokens"] for line in lines]  # so far, at steps 0, 1, ..

@@ -5,7 +5,7 @@
 
 Decoding a token must read every weight once and the keys and values of all rows: these bytes over the bandwidth of a
 device-to-device copy (read + write) are the limit. generate here runs all tokens of all rows (no EOS id is ever drawn).
-An update takes 6 FLOP per parameter and token (forward 2, backward 4; recomputed activations and attention are not
+An update takes 6 FLOP per parameter and token run (forward 2, backward 4; recomputed activations and attention are not
 counted): that over the seconds is the FLOP/s, and MFU is its share of the peak.
 """
 
@@ -160,9 +160,12 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
+    run = []  # tokens of each forward pass: without gradient checkpointing, samples share the pass of their prompt
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: run.append(inputs[0].numel()))
     update()
+    run.clear()
     elapsed, tokens = seconds(update, device), N * (P + R)
-    flops = 6 * num_parameters * tokens / elapsed
+    flops = 6 * num_parameters * sum(run) / elapsed
     print(f"update: {tokens / elapsed:.0f} tokens/s (prompts included), {flops / 1e12:.3g} TFLOP/s, MFU ", end="")
     print(f"{flops / matmul_flops:.0%} of the measured matmul, {flops / NOMINAL_FLOPS:.0%} of 989 TFLOP/s, ", end="")
     print(f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}")
