@@ -24,7 +24,7 @@ resampling B and N count all that was sampled in the step; `kept` are the sequen
     python dapo.py                                                trains assets/adder on assets/addition, on a CPU
     python dapo.py --model SmolLM2-1.7B --num-generations 8       trains on GSM8K, on one GPU
 
-The first goes from 0.542 to 1.000, 0.996, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 18 to 22 s on 2
+The first goes from 0.542 to 1.000, 0.996, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 20 to 24 s on 2
 CPU cores: benchmark/records/bundled.jsonl.
 
 The GSM8K recipe follows a published run of SmolLM2-1.7B-Instruct on one 40 GB GPU (accuracy 0.29 -> 0.44; TRL 0.51).
@@ -891,7 +891,7 @@ def main(args: Args) -> dict:
         f"minibatches of {args.num_sequences // args.num_minibatches} -> updates per rollout: {updates_per_rollout}"
     )
     if updates_per_rollout == 1:
-        print("note: at one update per rollout the ratio is 1: clip_frac is 0 and the loss near 0; watch the reward")
+        print("note: one update per rollout: the ratio is 1, clip_frac 0, and a loss near 0 no fault; watch the reward")
     print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
     print(f"run folder: {run_dir}" + (f", resumed after step {done.steps}" if saved else ""))
 
@@ -1005,7 +1005,7 @@ def main(args: Args) -> dict:
         # 5. log
         done.steps += 1
         gap = (old_logprobs - sampled_logprobs)[kept].abs()[rollout[3][kept]]  # (tokens,)
-        host_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes
+        host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         metrics = {"step": done.steps, "episodes": done.episodes, "tokens": done.tokens}
         metrics |= {f"rollout/{name}": value.mean().item() for name, value in rewards_by_name.items()}
         metrics |= {

@@ -28,8 +28,8 @@ P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-ba
     python ppo_rlhf.py                                            trains assets/adder by assets/adder-judge, on a CPU
     python ppo_rlhf.py --model SmolLM2-1.7B                       trains on GSM8K with rule-based rewards, on one GPU
 
-The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 73 to 80 s on 2
-CPU cores, and in 231 s beside a busy program: benchmark/records/bundled.jsonl.
+The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 73 to 84 s on 2
+CPU cores: benchmark/records/bundled.jsonl.
 
 The policy sees the judge's score and never the true answer; evaluation does. We have not run the GSM8K recipe, which is
 the family's (see grpo.py) with one sample for each of 128 prompts. Four networks of 1.7 B parameters need 80 GB.
@@ -1023,7 +1023,7 @@ def main(args: Args) -> dict:
         f"minibatches of {args.num_sequences // args.num_minibatches} -> updates per rollout: {updates_per_rollout}"
     )
     if updates_per_rollout == 1:
-        print("note: at one update per rollout the ratio is 1: clip_frac is 0 and the loss near 0; watch the reward")
+        print("note: one update per rollout: the ratio is 1, clip_frac 0, and a loss near 0 no fault; watch the reward")
     print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
     print(f"run folder: {run_dir}" + (f", resumed after step {done.steps}" if saved else ""))
 
@@ -1155,7 +1155,7 @@ def main(args: Args) -> dict:
         # 5. log
         done.steps += 1
         gap = (old_logprobs - sampled_logprobs).abs()[response_mask]  # (tokens,)
-        host_memory = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes
+        host_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         metrics = {"step": done.steps, "episodes": done.episodes, "tokens": done.tokens}
         metrics |= {f"rollout/{name}": value.mean().item() for name, value in rewards_by_name.items()}
         metrics |= {
@@ -1171,7 +1171,7 @@ def main(args: Args) -> dict:
             "value/loss": totals["value_loss"] / count,
             "value/clip_frac": totals["value_clip_frac"] / count,
             "value/explained_var": explained_var,
-            "kl/beta": done.beta,
+            "kl/beta": beta_args.beta,
             "policy/clip_frac": (totals["clip_frac_low"] + totals["clip_frac_high"]) / count,
             "optim/lr": lr,
             "optim/grad_norm": totals.get("grad_norm", 0.0) / max(1, updates_per_rollout - totals.get("skipped", 0)),

@@ -28,7 +28,8 @@ def main() -> None:
         ax.fill_between(episodes, smooth.min(0), smooth.max(0), alpha=0.25, linewidth=0)
         ax.plot(episodes, smooth.mean(0))
         after, before = np.mean([run["after"] for run in mine]), mine[0]["before"]
-        ax.set_title(f"{name}.py: {before:.3f} to {after:.3f} held-out", fontsize=9)
+        ax.set_title(f"{name}.py", fontsize=10)
+        ax.text(0.97, 0.05, f"held-out: {before:.3f} to {after:.3f}", transform=ax.transAxes, ha="right", fontsize=9)
         ax.grid(alpha=0.3)
         ax.set_ylim(0.5, 1)
     figure.supxlabel("responses sampled", fontsize=9)

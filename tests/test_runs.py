@@ -601,8 +601,19 @@ def test_warnings_come_once(run, capsys):
 @pytest.mark.parametrize("given", [{}, dict(num_iterations=2), dict(num_minibatches=2)])
 def test_note_about_the_loss(script, run, capsys, given):
     run(num_steps=1, **given)
-    noted = "loss near 0" in capsys.readouterr().out
+    noted = "a loss near 0 no fault" in capsys.readouterr().out
     assert noted == (updates_per_rollout(make_args(script, **given)) == 1)
+
+
+@pytest.mark.parametrize("kl_target, factor", [(1e9, 0.8), (1e-9, 1.2)])
+def test_adaptive_kl_coefficient(script, run, kl_target, factor):
+    """Ziegler et al. 2019, Section 2.2, with the error clipped to 0.2, and a horizon of one step: * 0.8 or * 1.2."""
+    if not hasattr(script.Args, "kl_target"):
+        pytest.skip("this script has no target for the KL")
+    # The learning rate is so high that the KL is positive from the second step on; in the first one it is 0.
+    folder = run(num_steps=3, beta=0.05, kl_target=kl_target, kl_horizon=8, learning_rate=1e-3)
+    logged = [record["kl/beta"] for record in read_jsonl(folder / "metrics.jsonl")[1:]]
+    assert logged == pytest.approx([0.05, 0.05 * 0.8, 0.05 * 0.8 * factor])
 
 
 @pytest.mark.shared_text

@@ -26,7 +26,7 @@ PAIRS = {
         },
     ),
     ("grpo", "rloo"): (
-        53,
+        51,
         {
             "header": "masked_mean averages within each sequence",
             "CLIP_FRAC_EPS": "the clip range is a field here",
