@@ -227,17 +227,18 @@ def test_one_seed_one_run(script, run, finished, tmp_path):
 
 
 def test_micro_batches_do_not_change_the_training(script, run):
-    """Adam divides by the size of the gradient, so that is compared as well."""
+    """Compared is Adam's mean of the gradients: a weight moves by it over its size, which turns rounding into steps."""
     sizes = dict(num_steps=2, num_prompts=8, learning_rate=1e-4)
     many, one = [run(str(t), **sizes, micro_batch_tokens=t) for t in (64, 100_000)]
     for a, b in zip(*[read_jsonl(folder / "metrics.jsonl")[1:] for folder in (many, one)], strict=True):
         assert a["optim/grad_norm"] == pytest.approx(b["optim/grad_norm"], rel=1e-4)
         assert a["policy/loss"] == pytest.approx(b["policy/loss"], abs=1e-5)
-    start = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "adder", dtype=torch.float32).state_dict()
-    weights = [read_checkpoint(folder)["model"] for folder in (many, one)]
-    for name in start:
-        torch.testing.assert_close(weights[0][name], weights[1][name], atol=1e-5, rtol=0)
-    assert max((weights[1][name] - start[name]).abs().max() for name in start) > 5e-5
+    states = [read_checkpoint(folder)["optimizer"]["state"] for folder in (many, one)]
+    means = [{k: state["exp_avg"] for k, state in optimizer.items()} for optimizer in states]
+    largest = max(mean.abs().max().item() for mean in means[1].values())
+    assert largest > 1e-3
+    for k in means[1]:
+        torch.testing.assert_close(means[0][k], means[1][k], atol=1e-5 * largest, rtol=0)
 
 
 # ---- killed, interrupted, resumed
