@@ -637,6 +637,7 @@ def test_track_offline(run, monkeypatch):
 
 def test_it_learns(script, tmp_path):
     """The script's own values, only fewer steps."""
-    script.main(script.Args(runs_dir=str(tmp_path), run_name="run", num_steps=12, eval_size=100, device="cpu"))
+    num_steps = 9 if script.__name__ == "ppo_rlhf" else 12  # four passes over each of its rollouts take their time
+    script.main(script.Args(runs_dir=str(tmp_path), run_name="run", num_steps=num_steps, eval_size=100, device="cpu"))
     metrics = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert metrics[-1]["eval/accuracy"] >= metrics[0]["eval/accuracy"] + 0.2
