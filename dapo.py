@@ -463,11 +463,10 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
 
     # Prefill: the keys and values of a prompt are computed once and repeated for its samples.
     cache = Cache(layer_class_to_replicate=InPlaceLayer)
-    position = (prompt_mask.long().cumsum(1) - 1).clamp(min=0)  # (B, P): padding on the left is not counted
     inputs = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits = model(prompt_ids, attention_mask=prompt_mask.long(), position_ids=position, **inputs).logits[
-        :, -1
-    ]  # (B, V)
+    mask = prompt_mask.long()  # (B, P)
+    position = (mask.cumsum(1) - 1).clamp(min=0)  # (B, P): padding on the left is not counted
+    logits = model(prompt_ids, attention_mask=mask, position_ids=position, **inputs).logits[:, -1]  # (B, V)
     rows = torch.arange(B, device=device).repeat_interleave(num_samples)  # (N,)
     column = torch.tensor([P], device=device)
     for layer in cache.layers:
@@ -531,19 +530,21 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
     prompt_lengths = prompt_mask.sum(1)  # (n,)
     # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)
+    # The different prompts (b, P, 2), ids beside masks, and which of them each sequence has, (n,).
     prompts, prompt = torch.stack([prompt_ids * prompt_mask, prompt_mask], 2).unique(dim=0, return_inverse=True)
-    recomputed = model.training and model.is_activation_checkpointing  # in layers that cannot read a cache
+    recomputed = model.training and model.is_activation_checkpointing  # such layers cannot read a cache
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=prompt_ids.is_cuda):
         if 2 * len(prompts) <= len(prompt_ids) and not recomputed:
             # The samples of one prompt share its forward and backward pass: each prompt is run once, and its keys and
             # values are repeated for its responses.
+            cache = DynamicCache()
+            inputs = dict(past_key_values=cache, use_cache=True)
             ids, mask = prompts[:, -prompt_lengths.max() :].unbind(2)  # (b, P)
-            inputs = dict(past_key_values=DynamicCache(), use_cache=True)
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P)
             trunk = model.base_model(ids, attention_mask=mask, position_ids=position_ids, **inputs)
             last = trunk.last_hidden_state[prompt, -1:]  # (n, 1, D)
-            inputs["past_key_values"].batch_select_indices(prompt)
-            count = max(1, response_mask.sum(1).max() - 1)  # what follows the last token is not asked for
+            cache.batch_select_indices(prompt)
+            count = max(1, response_mask.sum(1).max() - 1)  # R - 1: the last token predicts none of these
             mask = torch.cat([mask[prompt], response_mask[:, :count].long()], 1)  # (n, P + R - 1)
             position_ids = prompt_lengths[:, None] + torch.arange(count, device=mask.device)  # (n, R - 1)
             trunk = model.base_model(response_ids[:, :count], attention_mask=mask, position_ids=position_ids, **inputs)
@@ -570,7 +571,7 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
     chunk = max(1, 2**24 // head.weight.shape[0])
     chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     logprobs = [checkpoint(chunk_logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
-    zeros = torch.zeros(response_ids.shape, device=response_ids.device)
+    zeros = torch.zeros(response_ids.shape, device=response_ids.device)  # (n, R) float32
     return zeros.index_put((row, column), torch.cat(logprobs))  # (n, R)
 
 

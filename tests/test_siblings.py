@@ -69,7 +69,7 @@ PAIRS = {
         },
     ),
     ("ppo_rlhf", "grpo"): (
-        260,
+        258,
         {
             "header": "the classifier class; masked_mean is used by whiten",
             "RECIPES": "the reward model and the value network's learning rate",
