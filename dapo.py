@@ -204,7 +204,7 @@ def first_line(error: Exception) -> str:
 
 def is_out_of_memory(error: Exception) -> bool:
     """A GPU reports it as OutOfMemoryError, a CPU as a RuntimeError of torch, python as MemoryError."""
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "not enough memory" in str(error)
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 @contextlib.contextmanager
@@ -243,8 +243,6 @@ def check_args(args: Args) -> Args:
     for name in ("dataset", "eval_dataset"):  # a resumed run may start in another folder
         if getattr(args, name) and Path(getattr(args, name)).expanduser().exists():
             setattr(args, name, str(Path(getattr(args, name)).expanduser().resolve()))
-    if args.dataset == "openai/gsm8k" and args.dataset_config is None:
-        args.dataset_config = "main"
 
     at_least = dict(seed=0, eval_every=0, save_every=0, eval_size=1, max_prompt_tokens=1, max_new_tokens=1)
     at_least |= dict(num_prompts=1, num_generations=2, num_steps=1, warmup_updates=0, num_iterations=1)
@@ -315,7 +313,8 @@ def read_rows(args: Args, source: str, split: str, flag: str) -> list[dict]:
         if kind not in (".jsonl", ".json", ".csv", ".parquet"):
             if path.exists() or source[:1] in ("", ".", "/", "~"):
                 raise ValueError("no such file; give .jsonl, .json, .csv or .parquet, a folder of them, or a hub id")
-            rows = list(datasets.load_dataset(source, args.dataset_config, split=split))
+            config = args.dataset_config or ("main" if source == "openai/gsm8k" else None)
+            rows = list(datasets.load_dataset(source, config, split=split))
         elif not path.is_file():
             raise FileNotFoundError("no such file")
         elif kind == ".parquet":
@@ -530,22 +529,22 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
     prompt_lengths = prompt_mask.sum(1)  # (n,)
     # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)
-    # The different prompts (b, P, 2), ids beside masks, and which of them each sequence has, (n,).
-    prompts, prompt = torch.stack([prompt_ids * prompt_mask, prompt_mask], 2).unique(dim=0, return_inverse=True)
+    # The b different prompts (b, P, 2), ids beside masks because token 0 is no padding; and which a row has, (n,).
+    prompts, which = torch.stack([prompt_ids * prompt_mask, prompt_mask], 2).unique(dim=0, return_inverse=True)
     recomputed = model.training and model.is_activation_checkpointing  # such layers cannot read a cache
     with torch.autocast(prompt_ids.device.type, torch.bfloat16, enabled=prompt_ids.is_cuda):
         if 2 * len(prompts) <= len(prompt_ids) and not recomputed:
             # The samples of one prompt share its forward and backward pass: each prompt is run once, and its keys and
-            # values are repeated for its responses.
+            # values are repeated for its responses. By index_select, whose gradient is summed in one order on a CPU.
             cache = DynamicCache()
             inputs = dict(past_key_values=cache, use_cache=True)
             ids, mask = prompts[:, -prompt_lengths.max() :].unbind(2)  # (b, P)
             position_ids = (mask.cumsum(1) - 1).clamp(min=0)  # (b, P)
             trunk = model.base_model(ids, attention_mask=mask, position_ids=position_ids, **inputs)
-            last = trunk.last_hidden_state[prompt, -1:]  # (n, 1, D)
-            cache.batch_select_indices(prompt)
+            last = trunk.last_hidden_state[:, -1:].index_select(0, which)  # (n, 1, D)
+            cache.reorder_cache(which)
             count = max(1, response_mask.sum(1).max() - 1)  # R - 1: the last token predicts none of these
-            mask = torch.cat([mask[prompt], response_mask[:, :count].long()], 1)  # (n, P + R - 1)
+            mask = torch.cat([mask[which], response_mask[:, :count].long()], 1)  # (n, P + R - 1)
             position_ids = prompt_lengths[:, None] + torch.arange(count, device=mask.device)  # (n, R - 1)
             trunk = model.base_model(response_ids[:, :count], attention_mask=mask, position_ids=position_ids, **inputs)
             hidden = torch.cat([last, trunk.last_hidden_state], 1)[row, column]  # (T, D)
@@ -567,7 +566,7 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
         logits = F.linear(hidden.float(), head.weight.float(), bias).div_(temperature)  # (chunk, V) float32
         return -F.cross_entropy(logits, targets, reduction="none")
 
-    # In chunks that are recomputed in the backward pass: never more than 16 M logits (64 MB) exist at a time.
+    # In chunks that are recomputed in the backward pass: of at most 16 M logits (64 MB), two or three copies at a time.
     chunk = max(1, 2**24 // head.weight.shape[0])
     chunks = zip(hidden.split(chunk), targets.split(chunk), strict=True)
     logprobs = [checkpoint(chunk_logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
@@ -580,26 +579,29 @@ def check_model(args: Args, model, device: torch.device) -> None:
 
     Sampling, training and the model's own plain forward, one sequence at a time, must agree on a few greedy tokens.
     """
-    prompts, gap = [[0], [0, 1, 2, 3]], 0.0
+    prompts, gaps = [[0], [0, 1, 2, 3]], []
     prompt_ids, prompt_mask = left_pad(prompts, 0, device)  # (2, 4)
+    graph = "; try --no-cuda-graph" if device.type == "cuda" and args.cuda_graph else ""
     try:
-        if args.gradient_checkpointing:
-            model.activation_checkpointing_enable()
         with torch.no_grad():
             probe = dataclasses.replace(args, max_new_tokens=8)
             ids, mask, sampled = generate(probe, model, prompt_ids, prompt_mask, 2, 0.0, [-1])  # (4, 8)
             rollout = (prompt_ids.repeat_interleave(2, 0), prompt_mask.repeat_interleave(2, 0), ids, mask)
-            model.train(args.gradient_checkpointing)
-            shared = compute_logprobs(model, *rollout, 1.0)  # (4, 8)
             for i, prompt in zip((0, 2), prompts, strict=True):
-                alone = compute_logprobs(model, *[x[i : i + 1] for x in rollout], 1.0)  # (1, 8)
                 sequence = torch.cat([torch.tensor(prompt, device=device), ids[i]])  # (P + 8,)
                 plain = model(sequence[None]).logits[0, -9:-1].float().log_softmax(1).gather(1, ids[i, :, None])[:, 0]
-                gap = max(gap, *[(x - plain).abs().max().item() for x in (sampled[i], shared[i], alone[0])])
+                gaps.append(sampled[i] - plain)  # (8,)
+                for training in (False, args.gradient_checkpointing):
+                    model.train(training)
+                    shared = compute_logprobs(model, *rollout, 1.0)  # (4, 8)
+                    alone = compute_logprobs(model, *[x[i : i + 1] for x in rollout], 1.0)  # (1, 8)
+                    gaps += [shared[i] - plain, alone[0] - plain]
+                model.eval()
     except Exception as error:  # each family fails in a way of its own
         if is_out_of_memory(error):
             raise
-        fail(f"--model {args.model}: this family is not supported ({type(error).__name__}: {first_line(error)})")
+        fail(f"--model {args.model}: this family is not supported ({type(error).__name__}: {first_line(error)}){graph}")
+    gap = torch.stack(gaps).abs().max().item()  # NaN if one of them is
     if not gap < (0.1 if device.type == "cuda" else 1e-3):
         fail(f"--model {args.model}: this family is not supported (log-probabilities are off by up to {gap:.2g})")
 
@@ -801,11 +803,16 @@ def main(args: Args) -> dict:
     model = load_pretrained(AutoModelForCausalLM, args.model, "--model", config=config, dtype=torch.float32).to(device)
     eos_ids = model.generation_config.eos_token_id
     eos_ids = sorted({tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None})
+    if args.gradient_checkpointing:
+        try:
+            model.activation_checkpointing_enable()
+        except ValueError as error:
+            fail(f"--gradient-checkpointing True: {first_line(error)}; give --gradient-checkpointing False")
     check_model(args, model, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
     if saved:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        model.load_state_dict(saved.pop("model"))
+        optimizer.load_state_dict(saved.pop("optimizer"))
 
     # A GPU samples from a bf16 copy, half the bytes to read, with a head in float32; a CPU samples from the model.
     sampler = model

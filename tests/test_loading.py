@@ -92,7 +92,6 @@ def test_other_recipe(script, tmp_path, monkeypatch):
         args = script.check_args(script.Args(model=given))
         assert args.model == model
         assert {name: getattr(args, name) for name in script.RECIPES} == {k: v[1] for k, v in script.RECIPES.items()}
-        assert args.dataset_config == "main"  # of openai/gsm8k
         assert script.check_args(args) == args  # what a resumed run has saved resolves to itself
 
 
@@ -106,6 +105,22 @@ def test_given_flags_win(script, model):
         chosen = {name: value for name, value in chosen.items() if name in script.RECIPES}
         args = script.check_args(script.Args(model=model, **chosen))
         assert {name: getattr(args, name) for name in chosen} == chosen
+
+
+@pytest.mark.shared_text
+def test_configuration_of_a_hub_data_set(script, monkeypatch):
+    """openai/gsm8k has two and gets main, whether it is trained or evaluated on; others get what is given, or none."""
+    asked = []
+    monkeypatch.setattr(script.datasets, "load_dataset", lambda *args, **kwargs: asked.append(args) or [{"a": 1}])
+    for args in (script.Args(), script.Args(dataset_config="socratic")):
+        for source in ("openai/gsm8k", "owner/other"):
+            assert script.read_rows(args, source, "test", "--eval-dataset") == [{"a": 1}]
+    assert asked == [
+        ("openai/gsm8k", "main"),
+        ("owner/other", None),
+        ("openai/gsm8k", "socratic"),
+        ("owner/other", "socratic"),
+    ]
 
 
 @pytest.mark.shared_text

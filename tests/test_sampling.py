@@ -200,6 +200,17 @@ def test_no_family_is_wrong_in_silence(script, monkeypatch, family):
             assert_near(recomputed, expected)
 
 
+def test_a_model_that_computes_nan_is_refused(script, capsys):
+    model = build("Llama")
+    args = script.check_args(script.Args())
+    script.check_model(args, model, CPU)
+    with torch.no_grad():
+        model.model.norm.weight[0] = math.nan
+    with pytest.raises(SystemExit) as stop:
+        script.check_model(args, model, CPU)
+    assert stop.value.code == 2 and "not supported" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("segment", [1, 32])
 @pytest.mark.parametrize(
     "prompts, samples, new_tokens", [([[7], [2], [30]], 3, 6), (PROMPTS, 2, 1), ([[3, 4, 5]], 1, 9)]
@@ -446,6 +457,25 @@ def test_a_prompt_is_run_once_for_all_of_its_samples(script):
     script.compute_logprobs(model, *rollout, 1.0)
     (N, R), P = rollout[2].shape, rollout[0].shape[1]
     assert sum(run) <= N // 4 * P + N * R
+
+
+@pytest.fixture
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
+def test_gradient_is_the_same_to_the_last_bit_with_two_threads(script, two_threads):
+    """Keys and values that several samples share: their gradients must not be summed in the order of the threads."""
+    model = build("Llama", hidden_size=128, head_dim=64, num_key_value_heads=4)
+    rollout, _ = roll_out(script, model, samples=16)
+    order = torch.randperm(len(rollout[0]), generator=torch.Generator().manual_seed(0))
+    rollout = [x[order] for x in rollout]  # else each thread has whole groups
+    first = gradients(model, script.compute_logprobs(model, *rollout, 1.0).sum())
+    for _ in range(10):
+        again = gradients(model, script.compute_logprobs(model, *rollout, 1.0).sum())
+        assert all(torch.equal(again[name], grad) for name, grad in first.items())
 
 
 class Largest(TorchDispatchMode):
