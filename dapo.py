@@ -24,7 +24,7 @@ resampling B and N count all that was sampled in the step; `kept` are the sequen
     python dapo.py                                                trains assets/adder on assets/addition, on a CPU
     python dapo.py --model SmolLM2-1.7B --num-generations 8       trains on GSM8K, on one GPU
 
-The first goes from 0.542 to 1.000, 0.996, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 20 to 24 s on 2
+The first goes from 0.542 to 1.000, 0.996, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 19 to 22 s on 2
 CPU cores: benchmark/records/bundled.jsonl.
 
 The GSM8K recipe follows a published run of SmolLM2-1.7B-Instruct on one 40 GB GPU (accuracy 0.29 -> 0.44; TRL 0.51).

@@ -23,7 +23,7 @@ P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-ba
     python dr_grpo.py                                             trains assets/adder on assets/addition, on a CPU
     python dr_grpo.py --model SmolLM2-1.7B --num-generations 8    trains on GSM8K, on one GPU
 
-The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 23 to 27 s on 2
+The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 24 to 27 s on 2
 CPU cores: benchmark/records/bundled.jsonl.
 
 The GSM8K recipe follows a published run of SmolLM2-1.7B-Instruct on one 40 GB GPU (accuracy 0.29 -> 0.44; TRL 0.51).

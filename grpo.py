@@ -22,7 +22,7 @@ P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-ba
     python grpo.py                                                trains assets/adder on assets/addition, on a CPU
     python grpo.py --model SmolLM2-1.7B --num-generations 8       trains on GSM8K, on one GPU
 
-The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 27 to 35 s on 2
+The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 27 to 31 s on 2
 CPU cores: benchmark/records/bundled.jsonl.
 
 The GSM8K recipe follows a published run on one 40 GB GPU (accuracy 0.29 -> 0.44; TRL 0.51), begun with a tuned model,

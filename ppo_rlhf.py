@@ -28,7 +28,7 @@ P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-ba
     python ppo_rlhf.py                                            trains assets/adder by assets/adder-judge, on a CPU
     python ppo_rlhf.py --model SmolLM2-1.7B                       trains on GSM8K with rule-based rewards, on one GPU
 
-The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 73 to 84 s on 2
+The first goes from 0.542 to 1.000, 1.000, 1.000 (greedy, 500 held-out additions, seeds 1, 2, 3) in 74 to 79 s on 2
 CPU cores: benchmark/records/bundled.jsonl.
 
 The policy sees the judge's score and never the true answer; evaluation does. We have not run the GSM8K recipe, which is
