@@ -78,14 +78,13 @@ def prepare(options, folder: Path) -> None:
         # Stories that the model told to their end, cut at a random token: what is left is anything from short to long.
         model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
         starts = [json.loads(line)["question"] for line in STORY_PROMPTS.read_text().splitlines()]
-        prompt_ids = [tokenizer(start).input_ids for start in starts]
-        args = grpo.Args(max_new_tokens=460 - max(map(len, prompt_ids)))
+        examples = [{"prompt_ids": tokenizer(start).input_ids} for start in starts]
+        args = grpo.Args(max_new_tokens=460 - max(len(example["prompt_ids"]) for example in examples))
         eos_ids = [tokenizer.eos_token_id]
-        inputs = grpo.left_pad(prompt_ids, eos_ids[0], torch.device("cpu"))
-        responses, masks, _ = grpo.generate(args, model, *inputs, 1, 1.0, eos_ids)
+        rollout, _, _ = grpo.respond(args, model, tokenizer, examples, 1, 1.0, eos_ids)
         questions = []
-        for prompt, response, mask in zip(prompt_ids, responses, masks, strict=True):
-            story = prompt + response[mask].tolist()
+        for example, response, mask in zip(examples, rollout[2], rollout[3], strict=True):
+            prompt, story = example["prompt_ids"], example["prompt_ids"] + response[mask].tolist()
             if story[-1] in eos_ids and len(questions) < B:
                 cut = rng.randrange(len(prompt), len(story))
                 questions.append(tokenizer.decode(story[max(1, cut - 120) : cut]))  # the first token is BOS
@@ -117,17 +116,18 @@ def run_plainrl(options, folder: Path) -> dict:
     torch.set_num_threads(options.threads)
     imported = memory("VmRSS")
     grpo.REWARDS = [length_reward]
-    starts, generate = [], grpo.generate
+    starts, respond = [], grpo.respond
 
-    def timed_generate(*args):  # a step lasts until the next one starts, the last step until the evaluation
+    def timed_respond(*args):  # a step lasts until the next one starts, the last step until the evaluation
         starts.append((now(), args[4]))
-        return generate(*args)
+        return respond(*args)
 
-    grpo.generate = timed_generate
+    grpo.respond = timed_respond
     args = dict(num_prompts=options.num_prompts, num_generations=options.num_generations, temperature=1.0, beta=0.0)
     args |= dict(max_new_tokens=options.max_new_tokens, micro_batch_tokens=options.micro_batch_tokens)
-    args |= dict(learning_rate=LEARNING_RATE, lr_schedule="constant", warmup_updates=0, gradient_checkpointing=False)
+    args |= dict(learning_rate=LEARNING_RATE, lr_schedule="constant_with_warmup", warmup_updates=0, gradient_checkpointing=False)
     args |= dict(num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt="", device="cpu")
+    args |= dict(max_prompt_tokens=128, sampling_tokens=2**16)  # room for the whole rollout
     args |= dict(model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run")
     grpo.main(grpo.Args(**args))
     first = next(k for k, (_, num_samples) in enumerate(starts) if num_samples == options.num_generations)

@@ -178,6 +178,69 @@ def test_a_batch_of_one_sample_per_prompt_has_advantages_under_reinforce():
     assert advantages_of(reinforce_baseline, rewards).tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
 
 
+# ---- the return and the baseline, where the KL is a part of the reward
+
+
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
+def test_returns_by_hand(member):
+    # Log-ratios 1 - 3 and 2 + 0.5 over the tokens that count: KL -2 and 2.5; the return is the reward minus half of it.
+    old = torch.tensor([[-1.0, -1.0, 9.0], [-1.0, -0.5, math.nan]], dtype=torch.float64)
+    ref = torch.tensor([[-2.0, 2.0, 5.0], [-3.0, -1.0, 1.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False], [True, True, False]])
+    rewards = torch.tensor([[1.0, 4.0]], dtype=torch.float64)
+    returns = member.compute_returns(make_args(member, beta=0.5), rewards, old, ref, mask)
+    assert returns.tolist() == [[1.0 - 0.5 * -2.0, 4.0 - 0.5 * 2.5]]
+    assert torch.equal(member.compute_returns(make_args(member, beta=0.0), rewards, old, ref, mask), rewards)
+
+
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
+def test_returns_against_a_slow_loop(member):
+    _, old, ref, _, mask = ragged_batch(3)
+    rewards = random_rewards(4, 3, 2)
+    returns = member.compute_returns(make_args(member, beta=0.3), rewards, old, ref, mask)
+    for i, (reward, result) in enumerate(zip(rewards.flatten().tolist(), returns.flatten().tolist(), strict=True)):
+        kl = math.fsum(float(old[i, t] - ref[i, t]) for t in range(old.shape[1]) if mask[i, t])
+        assert result == pytest.approx(reward - 0.3 * kl, abs=1e-12)
+    assert (returns < rewards)[((old - ref).masked_fill(~mask, 0.0).sum(1) > 0).view_as(rewards)].all()  # a KL costs
+
+
+def test_baselines_by_hand():
+    # Returns 1, 2, 3 with the average 10 so far: 0.9 * 10 + 0.1 * 2 is the average for the next step, not for this one.
+    returns = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
+    for name, expected in {"batch_mean": 2.0, "moving_average": 10.0, "none": 0.0}.items():
+        args = make_args(reinforce_baseline, baseline=name)
+        baseline, average = reinforce_baseline.compute_baseline(args, returns, 10.0)
+        assert (baseline, average) == (expected, pytest.approx(9.2))
+
+
+def test_the_moving_average_of_constant_returns_is_constant_and_of_others_a_sum_of_powers():
+    args, average = make_args(reinforce_baseline, baseline="moving_average"), 4.0
+    assert reinforce_baseline.compute_baseline(args, torch.full((2, 3), 4.0), average) == (4.0, pytest.approx(4.0))
+    means = [1.0, -2.0, 7.0]
+    for mean in means:
+        _, average = reinforce_baseline.compute_baseline(args, torch.full((2, 3), mean), average)
+    expected = 0.9**3 * 4.0 + sum(0.1 * 0.9 ** (2 - k) * mean for k, mean in enumerate(means))
+    assert average == pytest.approx(expected)
+
+
+# ---- dynamic sampling
+
+
+def test_mixed_groups_by_hand():
+    rows = [[0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 1], [0, 1, 0]]
+    accuracy = torch.tensor(rows, dtype=torch.float32)
+    for count, expected in ((16, [1, 3, 4]), (3, [1, 3, 4]), (2, [1, 3]), (1, [1])):
+        assert dapo.mixed_groups(make_args(dapo, num_prompts=count), accuracy).tolist() == expected
+    assert dapo.mixed_groups(make_args(dapo), accuracy[[0, 2]]).tolist() == []
+
+
+def test_a_mixed_group_is_one_with_an_advantage():
+    accuracy = torch.randint(0, 2, (40, 3), generator=torch.Generator().manual_seed(0)).float()
+    mixed = dapo.mixed_groups(make_args(dapo, num_prompts=40), accuracy).tolist()
+    assert mixed == [k for k, row in enumerate(advantages_of(dapo, accuracy)) if row.abs().max() > 0]
+    assert 0 < len(mixed) < 40
+
+
 # ---- the overlong penalty
 
 
@@ -497,29 +560,3 @@ def test_inputs_are_not_modified(script):
     after = [tensor.detach() for tensor in (logprobs, old, ref, advantages, mask)]
     assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
     assert torch.equal(rewards, rewards_before)
-
-
-# ---- the schedule
-
-
-def test_learning_rate_by_hand(script):
-    args = make_args(script, lr_schedule="linear", warmup_updates=4)
-    args.num_updates = 12
-    factors = [script.lr_factor(args, update) for update in range(12)]
-    assert factors == pytest.approx([0.25, 0.5, 0.75, 1.0] + [1 - k / 8 for k in range(8)])
-    args.lr_schedule = "cosine"
-    assert script.lr_factor(args, 8) == pytest.approx(0.5)
-    args.lr_schedule = "constant"
-    assert script.lr_factor(args, 11) == 1.0
-
-
-# ---- the order of the data
-
-
-def test_every_epoch_is_a_new_permutation_and_a_position_is_enough(script):
-    walk = script.draw(10, seed=1, position=0, count=30)
-    assert [sorted(walk[k : k + 10]) for k in (0, 10, 20)] == [list(range(10))] * 3
-    assert walk[:10] != walk[10:20]
-    assert script.draw(10, seed=1, position=7, count=16) == walk[7:23]
-    assert script.draw(10, seed=2, position=0, count=30) != walk
-    assert script.draw(3, seed=1, position=2, count=5) == script.draw(3, seed=1, position=0, count=7)[2:]

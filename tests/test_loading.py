@@ -1,4 +1,4 @@
-"""Models and data from the hub's cache or a folder, recipes by model, prompts, and what importing a script does."""
+"""What is loaded: models and recipes, data of a hub, prompts, a real model; and what importing a script does."""
 
 import ast
 import dataclasses
@@ -6,38 +6,74 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 
+import datasets
+import huggingface_hub
 import pytest
 import transformers
-from conftest import ROOT, SHARED
+from conftest import ROOT, SCRIPTS, SHARED
 from tokenizers.processors import TemplateProcessing
 
-NOWHERE = "http://127.0.0.1:9"  # no one listens there
 ADDER = ROOT / "assets" / "adder"
 STORIES = SHARED / "models" / "stories260K"
 SMALL = dict(num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0)
+# What a model needs that is not the bundled one, but as small.
+OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointing=False)
 
 
-def make_args(script, **given):
-    """Args of a run of one small step, of the fields that this script has."""
-    known = {field.name for field in dataclasses.fields(script.Args) if field.init}
-    return script.Args(**{name: value for name, value in {**SMALL, **given}.items() if name in known})
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch, tmp_path_factory):
+    """Nothing here waits for a network or fills the user's cache, and no run leaves its signal handlers behind."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def run_python(*arguments, cwd, **environment):
     """Run python in a process of its own, with no hub in reach."""
-    hub = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_HOME")
-    environment = {k: v for k, v in os.environ.items() if k not in hub} | {"HF_ENDPOINT": NOWHERE, **environment}
+    hub = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_HOME", "HF_DATASETS_CACHE")
+    environment = {k: v for k, v in os.environ.items() if k not in hub} | {"HF_HUB_OFFLINE": "1", **environment}
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def read_jsonl(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+class Loaded(Exception):
+    """Ends a run once the first data are loaded, which is after the arguments are resolved."""
+
+
+@pytest.fixture
+def start(monkeypatch):
+    """Run main until the training data are loaded; return the resolved arguments and, if asked for, the examples."""
+
+    def call(script, examples=False, **given):
+        seen = []
+
+        def stop(args, tokenizer, split):
+            seen[:] = [args, original(args, tokenizer, split) if examples else None]
+            raise Loaded
+
+        args = script.Args(**given)
+        with monkeypatch.context() as patch:
+            original = script.load_data
+            patch.setattr(script, "load_data", stop)
+            with pytest.raises(Loaded):
+                script.main(args)
+        assert args == script.Args(**given)  # the caller's own are left alone
+        return seen
+
+    return call
 
 
 # ---- models and recipes
@@ -54,91 +90,91 @@ def test_hub_cache(script, tmp_path):
     before = sorted(path for path in tmp_path.rglob("*"))
 
     flags = dict(model="TinyAdder", dataset="assets/addition/train.jsonl", num_steps=1, num_prompts=2)
-    flags |= dict(num_generations=2, max_new_tokens=8, eval_size=4, runs_dir=tmp_path / "runs", run_name="run")
-    known = {field.name for field in dataclasses.fields(script.Args)}
-    flags = [part for k, v in flags.items() if k in known for part in (f"--{k.replace('_', '-')}", str(v))]
-    ended = run_python(f"{script.__name__}.py", *flags, cwd=ROOT, HF_HUB_CACHE=str(tmp_path / "hub"))
+    flags |= dict(num_generations=2, max_prompt_tokens=64, max_new_tokens=8, eval_size=4, system_prompt="")
+    flags |= dict(runs_dir=tmp_path / "runs", run_name="run")
+    flags = [part for k, v in flags.items() for part in (f"--{k.replace('_', '-')}", str(v))]
+    environment = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_DATASETS_CACHE=str(tmp_path / "datasets"))
+    ended = run_python(f"{script.__name__}.py", *flags, cwd=ROOT, **environment)
     assert ended.returncode == 0, ended.stderr
 
-    run = tmp_path / "runs" / "run"
-    written = [path for path in tmp_path.rglob("*") if path not in before and run not in path.parents]
-    assert sorted(written) == [run.parent, run]
+    run, cache = tmp_path / "runs" / "run", tmp_path / "datasets"
+    written = [path for path in tmp_path.rglob("*") if path not in before and not {run, cache} & {*path.parents}]
+    assert sorted(written) == sorted([run.parent, run, cache])
     args = json.loads((run / "args.json").read_text(encoding="utf-8"))
-    assert args["model"] == "HuggingFaceTB/TinyAdder"
-    gsm8k_recipe = {"learning_rate": 1e-5, "beta": 0.04, "temperature": 0.9}
-    for name in gsm8k_recipe:
-        if name in script.RECIPES:
-            assert args[name] == script.RECIPES[name][1]
-            assert args[name] == gsm8k_recipe[name] or script.__name__ != "grpo"
-    assert args["max_new_tokens"] == 8 and args["num_steps"] == 1  # given flags win
+    assert args["model"] == "HuggingFaceTB/TinyAdder" and args["versions"]["transformers"] == transformers.__version__
+    for name, value in {"learning_rate": 1e-5, "beta": 0.04, "temperature": 0.9, "warmup_updates": 10}.items():
+        assert args[name] == script.RECIPES[name][0] == value
+    assert args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["system_prompt"] == ""  # given flags win
     assert len(read_jsonl(run / "metrics.jsonl")) == 2  # before the training, and its step
 
 
 @pytest.mark.parametrize("model", ["assets/adder", str(ADDER), f"{ADDER}/../adder/"])
-def test_bundled_recipe(script, model, tmp_path, monkeypatch):
-    """Found from any working directory, and however its path is written."""
-    monkeypatch.chdir(tmp_path)
-    args = script.check_args(script.Args(model=model))
-    assert args.model == str(ADDER)
-    assert {name: getattr(args, name) for name in script.RECIPES} == {k: v[0] for k, v in script.RECIPES.items()}
-
-
-def test_other_recipe(script, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(ADDER, tmp_path / "mine")
-    names = {"SmolLM2-1.7B": "HuggingFaceTB/SmolLM2-1.7B", "owner/name": "owner/name"}
-    names |= {"mine": str(tmp_path / "mine"), "./mine": str(tmp_path / "mine")}
-    for given, model in names.items():
-        args = script.check_args(script.Args(model=given))
-        assert args.model == model
+def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
+    """However its path is written, and from any working directory if it is given from the root or not at all."""
+    monkeypatch.chdir(ROOT if model == "assets/adder" else tmp_path)
+    for given in (dict(model=model), dict()):
+        args, _ = start(script, **given)
         assert {name: getattr(args, name) for name in script.RECIPES} == {k: v[1] for k, v in script.RECIPES.items()}
-        assert script.check_args(args) == args  # what a resumed run has saved resolves to itself
+        assert args.system_prompt == "" and args.dataset == str(ROOT / "assets" / "addition")
 
 
-@pytest.mark.parametrize("model", ["assets/adder", "SmolLM2-1.7B"])
-def test_given_flags_win(script, model):
-    """Also the flags that turn something off: 0 and False are not None."""
-    given = dict(dataset="mine.jsonl", max_new_tokens=5, temperature=0.7, num_steps=3, learning_rate=3e-6)
-    given |= dict(warmup_updates=1, gradient_checkpointing=True, eval_every=7, beta=0.5)
-    off = dict(warmup_updates=0, gradient_checkpointing=False, eval_every=0, beta=0.0)
+def test_other_recipe(script, start, tmp_path, monkeypatch):
+    """A folder is taken for itself, with or without a "/" in its name, and even if it is a copy of the bundled one."""
+    monkeypatch.chdir(tmp_path)
+    copy_adder(tmp_path / "mine", max_position_embeddings=1024)
+    for model in ("mine", "./mine", str(tmp_path / "mine")):
+        args, _ = start(script, model=model)
+        assert args.model == model
+        assert {name: getattr(args, name) for name in script.RECIPES} == {k: v[0] for k, v in script.RECIPES.items()}
+        assert args.system_prompt == script.SYSTEM_PROMPT and args.dataset == "openai/gsm8k:main"
+
+
+def test_recipes_are_of_fields_that_are_none(script):
+    """A field that is None and in no recipe means it; one that is in a recipe and has a default would never get it."""
+    nothing = {field.name for field in dataclasses.fields(script.Args) if field.default is None}
+    assert nothing - set(script.RECIPES) <= {"run_name", "resume", "eval_dataset", "kl_target"}
+    assert set(script.RECIPES) <= nothing
+
+
+@pytest.mark.parametrize("model", [str(ADDER), "mine"])
+def test_given_flags_win(script, start, model, tmp_path, monkeypatch):
+    """Also the flags that turn something off: 0, False and "" are not None."""
+    monkeypatch.chdir(tmp_path)
+    copy_adder(tmp_path / "mine")
+    given = dict(dataset="mine.jsonl", max_prompt_tokens=9, max_new_tokens=5, temperature=0.7, num_steps=3)
+    given |= dict(warmup_updates=1, gradient_checkpointing=True, eval_every=7, beta=0.5, learning_rate=3e-6)
+    given |= dict(system_prompt="think", overlong_cache=3, value_learning_rate=2e-6, reward_model="judge")
+    shutil.copytree(ROOT / "assets" / "adder-judge", tmp_path / "judge")
+    off = dict(
+        warmup_updates=0, gradient_checkpointing=False, eval_every=0, beta=0.0, system_prompt="", reward_model=""
+    )
+    assert set(script.RECIPES) <= set(given)
     for chosen in (given, given | off):
         chosen = {name: value for name, value in chosen.items() if name in script.RECIPES}
-        args = script.check_args(script.Args(model=model, **chosen))
+        args, _ = start(script, model=model, **chosen)
         assert {name: getattr(args, name) for name in chosen} == chosen
 
 
-@pytest.mark.shared_text
-def test_configuration_of_a_hub_data_set(script, monkeypatch):
-    """openai/gsm8k has two and gets main, whether it is trained or evaluated on; others get what is given, or none."""
-    asked = []
-    monkeypatch.setattr(script.datasets, "load_dataset", lambda *args, **kwargs: asked.append(args) or [{"a": 1}])
-    for args in (script.Args(), script.Args(dataset_config="socratic")):
-        for source in ("openai/gsm8k", "owner/other"):
-            assert script.read_rows(args, source, "test", "--eval-dataset") == [{"a": 1}]
-    assert asked == [
-        ("openai/gsm8k", "main"),
-        ("owner/other", None),
-        ("openai/gsm8k", "socratic"),
-        ("owner/other", "socratic"),
-    ]
+def copy_adder(folder, **config):
+    """The bundled model without its weights, in another folder and with another configuration."""
+    shutil.copytree(ADDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps(content | config), encoding="utf-8")
 
 
 @pytest.mark.shared_text
-def test_check_args_leaves_its_argument_alone(script):
-    args = script.Args()
-    script.check_args(args)
-    assert args == script.Args()
-
-
-@pytest.mark.shared_text
-def test_machine_without_git(script, tmp_path, monkeypatch):
-    """The commit is a note in versions.json: a copy of the script on a machine without git runs all the same."""
-    (tmp_path / "rows.jsonl").write_text('{"question": "1+2=", "answer": "3"}\n' * 10)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    script.main(
-        make_args(script, dataset=str(tmp_path / "rows.jsonl"), runs_dir=str(tmp_path / "runs"), run_name="run")
-    )
-    assert "torch" in json.loads((tmp_path / "runs" / "run" / "versions.json").read_text())
+def test_hub_data_sets(script, monkeypatch):
+    """A hub id, and id:config where it has several; its splits are train and test, or test alone of a held-out one."""
+    asked, rows = [], datasets.Dataset.from_list([{"question": "1+2=", "answer": "3"}])
+    monkeypatch.setattr(script.datasets, "load_dataset", lambda *names, split: asked.append((*names, split)) or rows)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    given = dict(dataset="openai/gsm8k:main", max_prompt_tokens=9)
+    for args in (script.Args(**given), script.Args(**given, eval_dataset="owner/other")):
+        for split in ("train", "test"):
+            [example] = script.load_data(args, tokenizer, split)
+            assert (example["prompt"], example["answer"]) == ("1+2=", "3")
+    both = [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
+    assert asked == [*both, both[0], ("owner/other", "test")]
 
 
 # ---- prompts
@@ -170,27 +206,26 @@ def first_prompt(script, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "12+34=", "answer": "46"}\n' * 10)
 
     def call(tokenizer, **given):
-        args = make_args(script, dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=200, **given)
-        return script.load_data(script.check_args(args), tokenizer)[0][0]
+        args = script.Args(dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=200, **given)
+        return script.load_data(args, tokenizer, "train")[0]
 
     return call
 
 
 @pytest.mark.shared_text
-@pytest.mark.parametrize("system", [None, "", "think first"])
+@pytest.mark.parametrize("system", ["", "think first"])
 def test_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     example = first_prompt(tokenizer, system_prompt=system)
     assert example["prompt"] == "!" + (f"[system:{system}]" if system else "") + "[user:12+34=][assistant:"
     # The template has written BOS; tokenizing with special tokens would put a second one before it.
     assert example["prompt_ids"] == tokenizer(example["prompt"], add_special_tokens=False).input_ids
-    assert (
-        example["prompt_ids"].count(tokenizer.bos_token_id) == 1 and tokenizer.eos_token_id not in example["prompt_ids"]
-    )
+    assert example["prompt_ids"].count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id not in example["prompt_ids"]
 
 
 @pytest.mark.shared_text
-@pytest.mark.parametrize("system", [None, "", "think first"])
+@pytest.mark.parametrize("system", ["", "think first"])
 def test_no_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     example = first_prompt(tokenizer, system_prompt=system)
@@ -199,23 +234,24 @@ def test_no_chat_template(first_prompt, tmp_path, system):
     assert tokenizer.eos_token_id not in example["prompt_ids"]
 
 
-@pytest.mark.shared_text
-def test_default_system_prompt(script, tmp_path):
-    """A model with a chat template is told about the tags, unless --system-prompt says otherwise."""
-    folder = shutil.copytree(ADDER, tmp_path / "model")
-    make_tokenizer(folder, TEMPLATE)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))  # the text is long
-    rows = [{"question": f"{k}+34=", "answer": str(k + 34)} for k in range(10)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = dict(model=str(folder), dataset=str(tmp_path / "rows.jsonl"), runs_dir=str(tmp_path / "runs"))
-    for system, expected in ((None, f"[system:{script.SYSTEM_PROMPT}]"), ("", "")):
-        name = f"given-{system is not None}"
-        script.main(make_args(script, run_name=name, system_prompt=system, max_prompt_tokens=1500, **given))
-        samples = read_jsonl(tmp_path / "runs" / name / "samples.jsonl")
-        assert len(samples) == 2
-        for sample in samples:
-            assert re.fullmatch(re.escape(f"!{expected}[user:") + r"\d\+34=\]\[assistant:", sample["prompt"])
+@pytest.mark.parametrize("template", [TEMPLATE, None])
+def test_default_system_prompt(script, start, tmp_path, template):
+    """Any other model is told about the tags, with a chat template or without, unless --system-prompt says otherwise.
+
+    The data are a file: what is asked of the model does not depend on where they come from.
+    """
+    copy_adder(tmp_path / "model", max_position_embeddings=2048)  # the text is long
+    make_tokenizer(tmp_path / "model", template)
+    (tmp_path / "rows.jsonl").write_text('{"question": "12+34=", "answer": "46"}\n' * 10)
+    given = dict(model=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=1500)
+    if template is None:
+        expected = f"{script.SYSTEM_PROMPT}\n12+34=\n", "12+34="
+    else:
+        expected = f"![system:{script.SYSTEM_PROMPT}][user:12+34=][assistant:", "![user:12+34=][assistant:"
+    assert all(tag in script.SYSTEM_PROMPT for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+    for system, prompt in zip(({}, {"system_prompt": ""}), expected, strict=True):
+        _, examples = start(script, examples=True, **given, **system)
+        assert {example["prompt"] for example in examples} == {prompt}
 
 
 # ---- a real model and real data, where they are at hand
@@ -224,8 +260,8 @@ def test_default_system_prompt(script, tmp_path):
 @pytest.mark.skipif(not (STORIES.is_dir() and (SHARED / "data" / "stories").is_dir()), reason="stories are not at hand")
 def test_stories(script, tmp_path):
     dataset = SHARED / "data" / "stories" / "prompts.jsonl"
-    given = dict(model=str(STORIES), dataset=str(dataset), max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")
-    metrics = script.main(make_args(script, **given))
+    given = SMALL | OTHER_MODEL | dict(max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")
+    metrics = script.main(script.Args(model=str(STORIES), dataset=str(dataset), **given))
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
     assert {sample["prompt"] for sample in samples} <= {row["question"] for row in read_jsonl(dataset)}
     assert samples[0]["prompt"].startswith("Once upon a time")
@@ -237,14 +273,17 @@ def test_stories(script, tmp_path):
 @pytest.mark.shared_text
 @pytest.mark.skipif(not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand")
 def test_gsm8k(script, tmp_path, capsys):
-    """Every one of the 7,473 training answers has a number; the long prompts are counted."""
-    dataset = SHARED / "data" / "gsm8k" / "train.jsonl"
-    given = dict(model=str(STORIES), dataset=str(dataset), runs_dir=str(tmp_path), run_name="run")
-    metrics = script.main(make_args(script, **given))
-    pattern = r"train data: (\d+) problems; skipped: (\d+) longer than --max-prompt-tokens \d+, 0 without a number"
-    usable, too_long = map(int, re.search(pattern, capsys.readouterr().out).groups())
-    assert usable + too_long == 7473 and usable > 7000
-    assert metrics["step"] == 1 and metrics["rollout/response_len"] <= 8
+    """Every one of the answers has a number, 7,473 to train on and 1,319 held out; the long prompts are counted."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
+    args = script.Args(dataset=str(SHARED / "data" / "gsm8k"), max_prompt_tokens=300)
+    for split, count in (("train", 7473), ("test", 1319)):
+        examples = script.load_data(args, tokenizer, split)
+        pattern = (
+            rf"{split} data: (\d+) problems, (\d+) too long for --max-prompt-tokens and 0 without a number in answer"
+        )
+        usable, too_long = map(int, re.search(pattern, capsys.readouterr().out).groups())
+        assert usable + too_long == count and usable > 0.9 * count and too_long > 0
+        assert len(examples) == (usable if split == "train" else args.eval_size)
 
 
 # ---- the script itself
@@ -260,45 +299,42 @@ def audit(event, arguments):
     assert event not in ("socket.connect", "socket.getaddrinfo"), event
 sys.addaudithook(audit)
 before = state()
-import {name}
-assert [a == b for a, b in zip(before, state())] == [True] * 6
-assert "wandb" not in sys.modules
-assert not torch.cuda.is_initialized()
+for name in {names}:
+    __import__(name)
+    assert [a == b for a, b in zip(before, state())] == [True] * 6, name
+    assert not torch.cuda.is_initialized(), name
 assert os.listdir(".") == []
 """
 
 
-def test_import_has_no_side_effect(script, tmp_path):
-    """No parsing, network, file, device, random state, environment variable or W&B: notebooks import it too."""
+def test_import_has_no_side_effect(tmp_path):
+    """No parsing, network, file, device, random state or environment variable: notebooks import the scripts, too."""
     (tmp_path / "cwd").mkdir()
-    code = IMPORT.format(name=script.__name__)
     environment = {"HF_HOME": str(tmp_path / "home")}
+    code = IMPORT.format(names=SCRIPTS)
     ended = run_python("-c", code, "--garbage", "-x", "]", cwd=tmp_path / "cwd", **environment)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout == "" and not (tmp_path / "home").exists()
 
 
 def test_every_argument_is_documented_and_read(script):
-    """Each field of Args has a docstring below it, and something other than its own check reads it."""
+    """Each field of Args has a docstring below it, and something reads it by its name."""
     tree = ast.parse((ROOT / f"{script.__name__}.py").read_text(encoding="utf-8"))
     [definition] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
     documented = set()
     for node, below in zip(definition.body, definition.body[1:] + [None], strict=True):
         if isinstance(node, ast.AnnAssign):
-            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant), (
-                f"{node.target.id}: no docstring"
-            )
+            name = node.target.id
+            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant), f"{name}: no docstring"
             text = below.value.value
-            assert isinstance(text, str) and len(text.split()) >= 3, f"{node.target.id}: {text!r}"
-            documented.add(node.target.id)
+            assert isinstance(text, str) and len(text.split()) >= 3, f"{name}: {text!r}"
+            documented.add(name)
     assert documented == {field.name for field in dataclasses.fields(script.Args)}
 
     read = set()
-    for top in tree.body:
-        if top is not definition and getattr(top, "name", "") != "check_args":
-            for node in ast.walk(top):
-                if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-                    if isinstance(node.value, ast.Name) and node.value.id == "args":
-                        read.add(node.attr)
+    for node in [node for top in tree.body if top is not definition for node in ast.walk(top)]:
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            if isinstance(node.value, ast.Name) and node.value.id == "args":
+                read.add(node.attr)
     assert documented - read == set()
     assert read - documented == set()

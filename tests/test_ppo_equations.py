@@ -3,11 +3,19 @@
 Its policy loss is in test_equations.py with the others'.
 """
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+)
 
 import ppo_rlhf
 
@@ -333,49 +341,53 @@ def tiny_classifier(seed=0):
     return LlamaForSequenceClassification(config).eval()
 
 
-def ragged_records(seed=0, n=5):
-    """Records of ragged prompts and responses; token 0 is what they are padded with, and is in them as well."""
+def ragged_rollout(seed=0):
+    """Prompts and responses as lists, and padded as a rollout. Token 0 is what they are padded with, and in them."""
     generator = torch.Generator().manual_seed(seed)
-    records = []
-    for prompt_len, response_len in [(1, 6), (7, 1), (3, 4), (7, 6), (2, 2)][:n]:
-        ids = torch.randint(0, 30, (prompt_len + response_len,), generator=generator).tolist()
+    pairs = []
+    for P, R in [(1, 6), (7, 1), (3, 4), (7, 6), (2, 2)]:
+        ids = torch.randint(0, 30, (P + R,), generator=generator).tolist()
         ids[0] = ids[-1] = 0  # pad = bos = eos: masks cannot come from the ids
-        logprobs = [-0.5] * response_len
-        records.append({"prompt_ids": ids[:prompt_len], "response_ids": ids[prompt_len:], "logprobs": logprobs})
-    return records
+        pairs.append((ids[:P], ids[P:]))
+    prompts = [[0] * (7 - len(prompt)) + prompt for prompt, _ in pairs]
+    responses = [response + [0] * (6 - len(response)) for _, response in pairs]
+    prompt_mask = torch.arange(7) >= 7 - torch.tensor([[len(prompt)] for prompt, _ in pairs])
+    response_mask = torch.arange(6) < torch.tensor([[len(response)] for _, response in pairs])
+    return pairs, (torch.tensor(prompts), prompt_mask, torch.tensor(responses), response_mask)
 
 
-def plain_outputs(network, record):
+def plain_outputs(network, pair):
     """The head's output after each token of the prompt and the response, in a forward pass of their own."""
-    ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
     with torch.no_grad():
-        return network.score(network.model(input_ids=ids).last_hidden_state)[0, :, 0].tolist()
+        return network.score(network.base_model(torch.tensor([sum(pair, [])])).last_hidden_state)[0, :, 0].tolist()
 
 
-def test_values_are_those_of_a_plain_forward_pass_at_the_states_before_each_token():
-    network, records = tiny_classifier(), ragged_records()
-    rollout, _ = ppo_rlhf.collate(records, 0, torch.device("cpu"))
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_are_those_of_a_plain_forward_pass_at_the_states_before_each_token(bias):
+    network, (pairs, rollout) = tiny_classifier(), ragged_rollout()
+    if bias:
+        network.score = torch.nn.Linear(32, 1, bias=True)
+        torch.nn.init.constant_(network.score.bias, 3.0)
     with torch.no_grad():
         outputs = ppo_rlhf.compute_values(network, *rollout)
     assert outputs.shape == (5, 7) and outputs.dtype == torch.float32
-    for row, record in zip(outputs.tolist(), records, strict=True):
-        P, length = len(record["prompt_ids"]), len(record["response_ids"])
-        assert row[: length + 1] == pytest.approx(plain_outputs(network, record)[P - 1 :], abs=1e-5)
-        assert row[length + 1 :] == [0.0] * (6 - length)
+    for row, (prompt, response) in zip(outputs.tolist(), pairs, strict=True):
+        expected = plain_outputs(network, (prompt, response))[len(prompt) - 1 :]
+        assert row[: len(response) + 1] == pytest.approx(expected, abs=1e-5)
+        assert row[len(response) + 1 :] == [0.0] * (6 - len(response))
 
 
 def test_the_score_is_the_classifiers_own_output_for_the_unpadded_response():
-    network, records = tiny_classifier(1), ragged_records(1)
-    rollout, _ = ppo_rlhf.collate(records, 0, torch.device("cpu"))
+    network, (pairs, rollout) = tiny_classifier(1), ragged_rollout(1)
     with torch.no_grad():
         outputs = ppo_rlhf.compute_values(network, *rollout)
-        for row, record in zip(outputs, records, strict=True):
-            ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
-            assert row[len(record["response_ids"])].item() == pytest.approx(network(ids).logits.item(), abs=1e-5)
+        for row, (prompt, response) in zip(outputs, pairs, strict=True):
+            expected = network(torch.tensor([prompt + response])).logits.item()
+            assert row[len(response)].item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_values_do_not_depend_on_what_stands_in_padding():
-    network, (rollout, _) = tiny_classifier(2), ppo_rlhf.collate(ragged_records(2), 0, torch.device("cpu"))
+    network, (_, rollout) = tiny_classifier(2), ragged_rollout(2)
     prompt_ids, prompt_mask, response_ids, response_mask = rollout
     other = (prompt_ids.masked_fill(~prompt_mask, 17), prompt_mask, response_ids.masked_fill(~response_mask, 23))
     with torch.no_grad():
@@ -385,122 +397,125 @@ def test_values_do_not_depend_on_what_stands_in_padding():
 
 
 def test_the_value_network_gets_its_gradient_from_the_states_that_count():
-    network, records = tiny_classifier(3), ragged_records(3)
-    rollout, _ = ppo_rlhf.collate(records, 0, torch.device("cpu"))
+    network, (pairs, rollout) = tiny_classifier(3), ragged_rollout(3)
     mask = rollout[3]
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
     values = ppo_rlhf.compute_values(network, *rollout)[:, :-1]  # (n, R)
     (values * weights).masked_fill(~mask, 0.0).sum().backward()
     gradient = network.score.weight.grad.clone()
     network.zero_grad()
-    for row, record in zip(weights, records, strict=True):
-        ids = torch.tensor([record["prompt_ids"] + record["response_ids"]])
-        states = network.model(input_ids=ids).last_hidden_state[0, len(record["prompt_ids"]) - 1 : -1]  # (|o|, D)
+    for row, (prompt, response) in zip(weights, pairs, strict=True):
+        states = network.model(torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 : -1]  # (|o|, D)
         (network.score(states)[:, 0] * row[: len(states)]).sum().backward()
     assert torch.allclose(gradient, network.score.weight.grad, atol=1e-4)
 
 
-# ---- a step of the real loop
+# ---- the controller of the KL coefficient
 
 
-@pytest.fixture(scope="module")
-def step(tmp_path_factory):
-    """What each equation got and gave in one step of the bundled run: 2 passes of 2 minibatches, in micro-batches."""
-    calls = {}
-    patch = pytest.MonkeyPatch()
-
-    def record(name, real):
-        def recorded(*args, **kwargs):
-            result = real(*args, **kwargs)
-            kept = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
-            calls.setdefault(name, []).append((kept, result))
-            return result
-
-        patch.setattr(ppo_rlhf, name, recorded)
-
-    for name in ("collate", "kl_rewards", "compute_gae", "whiten", "policy_loss", "value_loss"):
-        record(name, getattr(ppo_rlhf, name))
-    args = ppo_rlhf.Args(
-        runs_dir=str(tmp_path_factory.mktemp("runs")),
-        device="cpu",
-        num_steps=1,
-        num_prompts=8,
-        num_iterations=2,
-        num_minibatches=2,
-        micro_batch_tokens=90,
-        eval_size=2,
-        max_new_tokens=18,  # some responses are cut
-        temperature=1.3,
-        value_learning_rate=1e-2,  # values move far in a step, so that old ones and new ones are told apart
-    )
-    try:
-        calls["metrics"] = ppo_rlhf.main(args)
-    finally:
-        patch.undo()
-    return calls
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [
+        (None, 1.0),  # before the first step
+        (6.0, 1.0),  # on target
+        (6.6, math.exp(0.1 * 50 / 1000)),
+        (5.4, math.exp(-0.1 * 50 / 1000)),
+        (60.0, math.exp(0.2 * 50 / 1000)),  # an error of 900 %, of which a fifth counts
+        (0.0, math.exp(-0.2 * 50 / 1000)),
+    ],
+)
+def test_adapted_beta_by_hand(kl, factor):
+    args = ppo_rlhf.Args(kl_target=6.0, kl_horizon=1000)
+    assert ppo_rlhf.adapt_beta(args, 0.3, kl, 50) == pytest.approx(0.3 * factor)
+    assert ppo_rlhf.adapt_beta(ppo_rlhf.Args(kl_target=None), 0.3, kl, 50) == 0.3
 
 
-def judge():
-    return LlamaForSequenceClassification.from_pretrained(ppo_rlhf.HERE / "assets" / "adder-judge").eval()
+def test_beta_stays_positive_whatever_the_horizon_is():
+    # A step of 100 horizons: beta shrinks by exp(-20) and grows back by as much, and never rewards divergence.
+    args = ppo_rlhf.Args(kl_target=6.0, kl_horizon=1)
+    down = ppo_rlhf.adapt_beta(args, 0.3, 0.0, 100)
+    assert down == pytest.approx(0.3 * math.exp(-20)) and down > 0
+    assert ppo_rlhf.adapt_beta(args, down, 60.0, 100) == pytest.approx(0.3)
 
 
-def test_each_response_is_scored_by_the_judge_at_its_last_token(step):
-    (arguments, _), records, network = step["kl_rewards"][0], step["collate"][0][0][0], judge()
-    eos = network.config.eos_token_id
-    expected = [plain_outputs(network, r)[-1] - 1.0 * (r["response_ids"][-1] != eos) for r in records]
-    assert len({len(record["response_ids"]) for record in records}) > 1, "the responses must differ in length"
-    assert len({record["response_ids"][-1] == eos for record in records}) == 2, "some must be cut, and some not"
-    assert arguments[1].tolist() == pytest.approx(expected, abs=1e-4)
+# ---- main
 
 
-def test_the_values_that_enter_gae_are_of_the_states_before_each_token(step):
-    # The value network starts as a copy of the judge, and has not moved.
-    ((_, rewards, values, mask), _), network = step["compute_gae"][0], judge()
-    records = step["collate"][0][0][0]
-    assert torch.equal(rewards, step["kl_rewards"][0][1])
-    for row, record in zip(counted(values, mask), records, strict=True):
-        assert row == pytest.approx(plain_outputs(network, record)[len(record["prompt_ids"]) - 1 : -1], abs=1e-4)
+def run(tmp_path, **given):
+    """main on the bundled task for one small step, or as many as are given."""
+    fields = dict(runs_dir=str(tmp_path), device="cpu", num_steps=1, num_prompts=4, eval_size=2, num_iterations=1)
+    ppo_rlhf.main(ppo_rlhf.Args(**fields | dict(max_new_tokens=18, run_name="run") | given))
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][1:]
 
 
-def test_advantages_are_whitened_over_the_whole_batch_and_returns_are_not(step):
-    (_, (advantages, returns)), mask = step["compute_gae"][0], step["compute_gae"][0][0][3]
-    ((raw, whitened_mask, *_), whitened) = step["whiten"][0]
-    assert len(step["whiten"]) == 1 and torch.equal(raw, advantages) and torch.equal(whitened_mask, mask)
-    assert whitened[mask].mean().abs() < 1e-5 and whitened[mask].var(correction=0).item() == pytest.approx(1, abs=1e-4)
-    seen = [[], []]  # the rows that came by in each of the two passes
-    assert len(step["policy_loss"]) == len(step["value_loss"]) >= 4
-    for (policy_call, _), (value_call, _) in zip(step["policy_loss"], step["value_loss"], strict=True):
-        for advantage, target, old in zip(policy_call[4], value_call[3], value_call[2], strict=True):
-            row = next(i for i in range(len(mask)) if torch.equal(whitened[i], advantage))
-            # What is regressed on is the return of that row, and the old value is the one GAE was computed with.
-            assert torch.equal(target, returns[row])
-            assert torch.equal(old, step["compute_gae"][0][0][2][row])
-            seen[row in seen[0]].append(row)
-    assert sorted(seen[0]) == sorted(seen[1]) == list(range(8))
+def test_each_response_is_scored_by_the_judge_at_its_last_token(tmp_path, monkeypatch):
+    scored, kl_rewards = [], ppo_rlhf.kl_rewards
+
+    def recorded(args, scores, old_logprobs, ref_logprobs, mask):
+        scored.append((scores, mask))
+        return kl_rewards(args, scores, old_logprobs, ref_logprobs, mask)
+
+    monkeypatch.setattr(ppo_rlhf, "kl_rewards", recorded)
+    run(tmp_path, num_prompts=16, missing_eos_penalty=0.5)
+    tokenizer = AutoTokenizer.from_pretrained(ppo_rlhf.ASSETS / "adder")
+    judge = LlamaForSequenceClassification.from_pretrained(ppo_rlhf.ASSETS / "adder-judge")
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    ((scores, mask),) = scored
+    ended = []
+    for sample, score, counts in zip(samples, scores.tolist(), mask, strict=True):
+        (completion,) = sample["completions"]
+        response = tokenizer(completion, add_special_tokens=False).input_ids
+        ended.append(len(response) < int(counts.sum()))  # the EOS token is no part of the text
+        pair = (tokenizer(sample["prompt"]).input_ids, response + [tokenizer.eos_token_id] * ended[-1])
+        assert score == pytest.approx(plain_outputs(judge, pair)[-1] - 0.5 * (not ended[-1]), abs=1e-4)
+        assert sample["rewards"] == [score]
+    assert set(ended) == {True, False}, "some are to be cut, and some not"
 
 
-def test_the_values_move_and_the_old_ones_stay(step):
-    moved = [(c[1] - c[2]).abs().max().item() for c, _ in step["value_loss"]]
+def test_the_values_move_and_the_old_ones_stay(tmp_path, monkeypatch):
+    moved, value_loss = [], ppo_rlhf.value_loss
+
+    def recorded(args, values, old_values, *rest):
+        moved.append((values - old_values).abs().max().item())
+        return value_loss(args, values, old_values, *rest)
+
+    monkeypatch.setattr(ppo_rlhf, "value_loss", recorded)
+    run(tmp_path, num_iterations=3, value_learning_rate=1e-2)
     assert moved[0] < 1e-5 and moved[-1] > 1e-2
 
 
-def test_the_divisor_is_the_tokens_of_the_minibatch(step):
-    # Micro-batches are slices of a minibatch: they add up to the number they divide by, once for each minibatch.
-    tokens, sequences, minibatches = 0, 0, []
-    for (policy_call, _), (value_call, _) in zip(step["policy_loss"], step["value_loss"], strict=True):
-        mask, divisor = policy_call[5], int(policy_call[7])
-        assert divisor == int(value_call[5])
-        tokens, sequences = tokens + int(mask.sum()), sequences + len(mask)
-        if tokens == divisor:
-            minibatches.append(sequences)
-            tokens, sequences = 0, 0
-    assert tokens == 0 and minibatches == [4, 4, 4, 4]
-    assert len(step["policy_loss"]) > 4, "no minibatch was cut"
+def test_one_sequence_with_normalized_scores_is_not_nan(tmp_path):
+    (metrics,) = run(tmp_path, num_prompts=1, normalize_scores=True)
+    finite = {name for name, value in metrics.items() if value is not None}
+    assert metrics.keys() - finite == {"rollout/reward_std"}  # which has no meaning for one reward
+    assert metrics["optim/skipped"] == 0
 
 
-def test_metrics_are_sums_over_all_minibatches_over_all_tokens(step):
-    count = sum(int(c[5].sum()) for c, _ in step["policy_loss"])
-    for metric, name in (("value/loss", "value_loss"), ("value/clip_frac", "value_clip_frac")):
-        total = sum(float(stats[name]) for _, (_, stats) in step["value_loss"])
-        assert step["metrics"][metric] == pytest.approx(total / count, rel=1e-5)
-    assert step["metrics"]["value/clip_frac"] > 0
+def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch):
+    """transformers recomputes activations in training mode only, in which dropout would make values random."""
+    judge = shutil.copytree(ppo_rlhf.ASSETS / "adder-judge", tmp_path / "judge")
+    torch.manual_seed(0)
+    vocab_size = json.loads((judge / "config.json").read_text())["vocab_size"]
+    shape = dict(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=2, n_positions=128, pad_token_id=0, num_labels=1)
+    GPT2ForSequenceClassification(GPT2Config(**shape, resid_pdrop=0.5, embd_pdrop=0.5)).save_pretrained(judge)
+    calls, compute_values = [], ppo_rlhf.compute_values
+
+    def twice(network, *rollout):
+        first, second = compute_values(network, *rollout), compute_values(network, *rollout)
+        assert torch.equal(first, second)
+        calls.append(network.training)
+        return first
+
+    monkeypatch.setattr(ppo_rlhf, "compute_values", twice)
+    run(tmp_path, reward_model=str(judge), gradient_checkpointing=True)
+    assert True in calls
+
+
+def test_the_coefficient_that_is_logged_is_the_one_of_its_step(tmp_path):
+    """With a horizon of one step each error moves beta by exp(-0.2) or exp(0.2); in the first step the KL is 0."""
+    given = dict(num_steps=3, beta=0.05, kl_horizon=4, learning_rate=1e-3, num_prompts=4)
+    for target, sign in ((1e9, -1), (1e-9, 1)):
+        metrics = run(tmp_path / str(sign), kl_target=target, **given)
+        expected = [0.05, 0.05 * math.exp(-0.2), 0.05 * math.exp(-0.2 + sign * 0.2)]
+        assert [record["kl/beta"] for record in metrics] == pytest.approx(expected)

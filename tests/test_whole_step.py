@@ -1,0 +1,367 @@
+"""Two whole steps of main against an independent slow computation in float64.
+
+main runs in float64, and what it sampled, which sequences it put into which minibatch, and its rewards are recorded.
+From these alone the reference computes everything else in the slowest way there is, one sequence and one token at a
+time: log-probabilities by the model's own plain forward, returns, advantages, losses, clipped gradients, torch's Adam,
+the schedule. It must arrive at the same weights and at the same metrics.
+"""
+
+import dataclasses
+import json
+import math
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from utils.rewards import accuracy_reward
+
+EOS = 2
+COMMON = dict(num_steps=2, num_prompts=3, num_generations=4, max_new_tokens=21, temperature=1.1, learning_rate=2e-3)
+COMMON |= dict(num_iterations=2, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=1)
+COMMON |= dict(clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5)
+CASES = [  # script, fields, what is special
+    ("grpo", {}),
+    ("grpo", dict(num_iterations=1, num_minibatches=1, lr_schedule="constant_with_warmup")),
+    ("dr_grpo", {}),
+    ("rloo", {}),
+    ("rloo", dict(num_minibatches=1)),
+    ("reinforce_baseline", dict(baseline="moving_average", num_steps=3)),
+    ("reinforce_baseline", dict(baseline="batch_mean", num_minibatches=1, num_generations=1, num_prompts=12)),
+    ("reinforce_baseline", dict(baseline="none", beta=0.0)),
+    ("dapo", dict(max_resample=5, overlong_cache=4)),
+    ("dapo", dict(max_resample=0, overlong_cache=4, num_minibatches=12)),  # fewer mixed groups than B
+    (
+        "dapo",
+        dict(
+            max_resample=0,
+            overlong_cache=4,
+            overlong_filter=True,
+            num_minibatches=12,
+            max_new_tokens=20,
+            learning_rate=5e-4,
+        ),
+    ),
+    ("ppo_rlhf", dict(kl_target=0.5, kl_horizon=40, gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3)),
+    ("ppo_rlhf", dict(reward_model="", value_learning_rate=3e-3, num_minibatches=1, normalize_scores=True)),
+    ("ppo_rlhf", dict(value_init="policy", whiten_rewards=True, value_learning_rate=3e-3, vf_coef=0.7, beta=0.0)),
+]
+
+
+@pytest.fixture
+def double(monkeypatch):
+    """A function after which a script computes in float64 what it computes in float32 otherwise."""
+
+    def call(script):
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+            if hasattr(script, name):
+                load = partial(getattr(script, name).from_pretrained)
+                in_double = lambda *args, load=load, **kwargs: load(*args, **kwargs | {"dtype": torch.float64})  # noqa: E731
+                monkeypatch.setattr(script, name, SimpleNamespace(from_pretrained=in_double))
+
+    yield call
+    torch.set_default_dtype(torch.float32)
+
+
+def run(script, monkeypatch, tmp_path, given):
+    """main's args, and for each step: its sequences (prompt, response), its minibatches, samples and metrics."""
+    known = {field.name for field in dataclasses.fields(script.Args)}
+    fields = {name: value for name, value in (COMMON | given).items() if name in known}
+    args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
+    steps, generate, micro_batches = [], script.generate, script.micro_batches
+
+    def recorded_generate(*call):
+        ids, mask, logprobs = generate(*call)
+        if call[5] > 0:  # not in an evaluation
+            prompts = [
+                row[counts].tolist() for row, counts in zip(call[2], call[3], strict=True) for _ in range(call[4])
+            ]
+            responses = [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)]
+            if not steps or steps[-1]["minibatches"]:
+                steps.append({"sequences": [], "minibatches": []})
+            steps[-1]["sequences"] += zip(prompts, responses, strict=True)
+        return ids, mask, logprobs
+
+    def recorded_micro_batches(sequences, *rest):
+        steps[-1]["minibatches"].append(sequences.tolist())
+        return micro_batches(sequences, *rest)
+
+    monkeypatch.setattr(script, "generate", recorded_generate)
+    monkeypatch.setattr(script, "micro_batches", recorded_micro_batches)
+    script.main(args)
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()][1:]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
+    for number, (step, metrics) in enumerate(zip(steps, records, strict=True), start=1):
+        step["metrics"], step["samples"] = metrics, [sample for sample in samples if sample["step"] == number]
+        step["minibatches"] = step["minibatches"][1:]  # the first pass is the one before the updates
+    args = script.Args(
+        **{k: v for k, v in json.loads((tmp_path / "run" / "args.json").read_text()).items() if k in known}
+    )
+    return args, steps, torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+
+
+def logprobs_of(model, sequence, temperature):
+    """Log-probability of each response token (|o|,), by a plain forward of one sequence without padding."""
+    prompt, response = sequence
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
+    return logits.log_softmax(1)[range(len(response)), response]
+
+
+def outputs_of(network, sequence):
+    """The head's output after the prompt and after each response token (|o| + 1,)."""
+    prompt, response = sequence
+    hidden = network.base_model(torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 :]
+    return network.score(hidden)[:, 0]
+
+
+def k3(ref, logprob):
+    return math.exp(ref - logprob) - (ref - logprob) - 1
+
+
+def clip_gradients(model, limit):
+    """Scale all gradients so that their norm is at most the limit; returns the norm before."""
+    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad *= min(1.0, limit / (norm + 1e-6))
+    return norm
+
+
+def rate(args, update, per_rollout):
+    """Learning rate of this update (from 0), as a share of its peak."""
+    if update < args.warmup_updates:
+        return update / args.warmup_updates
+    if args.lr_schedule == "constant_with_warmup":
+        return 1.0
+    total = args.num_steps * per_rollout
+    return (total - update) / (total - args.warmup_updates)
+
+
+def group_advantages(name, returns, G, args, memory):
+    """One advantage per sequence from one return per sequence, in group order."""
+    if name == "reinforce_baseline":
+        mean = math.fsum(returns) / len(returns)
+        before = memory.get("average", mean)
+        memory["average"] = 0.9 * before + 0.1 * mean
+        baseline = {"batch_mean": mean, "moving_average": before, "none": 0.0}[args.baseline]
+        return [value - baseline for value in returns]
+    advantages = []
+    for start in range(0, len(returns), G):
+        group = returns[start : start + G]
+        mean = math.fsum(group) / G
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (G - 1))
+        divisor = {"rloo": (G - 1) / G, "dr_grpo": 1.0}.get(name, std + 1e-4)
+        advantages += [(x - mean) / divisor for x in group]
+    return advantages
+
+
+def whitened(rows, shift=True):
+    """Rows of numbers, of variance 1 and, with shift, of mean 0 over all of them."""
+    flat = [x for row in rows for x in row]
+    mean = math.fsum(flat) / len(flat)
+    variance = math.fsum((x - mean) ** 2 for x in flat) / len(flat)
+    return [[(x - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift else mean) for x in row] for row in rows]
+
+
+def gae(rewards, values, gamma, lambda_):
+    T = len(rewards)
+    delta = [rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)]
+    return [math.fsum((gamma * lambda_) ** (k - t) * delta[k] for k in range(t, T)) for t in range(T)]
+
+
+def token_loss(name, args, logprob, old, ref, advantage):
+    """The loss of one token, a tensor with gradient, before any averaging."""
+    if name in ("reinforce_baseline", "rloo"):
+        return -advantage * logprob
+    ratio = (logprob - old).exp()
+    low, high = (args.clip_eps_low, args.clip_eps_high) if name == "dapo" else (args.clip_eps, args.clip_eps)
+    if advantage > 0:
+        objective = advantage * ratio if ratio < 1 + high else torch.tensor(advantage * (1 + high))
+    else:
+        objective = advantage * ratio if ratio > 1 - low else torch.tensor(advantage * (1 - low))
+    if name in ("grpo", "dr_grpo") and args.beta > 0:
+        objective = objective - args.beta * ((ref - logprob).exp() - (ref - logprob) - 1)
+    return -objective
+
+
+def weight(name, args, minibatch, length, counted):
+    """What a token's loss is multiplied by."""
+    tokens = sum(counted)
+    return {
+        "reinforce_baseline": 1 / len(minibatch),
+        "rloo": 1 / len(minibatch),
+        "grpo": 1 / (len(minibatch) * length),
+        "dr_grpo": 1 / (len(minibatch) * args.max_new_tokens),
+        "dapo": 1 / max(1, tokens),
+        "ppo_rlhf": 1 / max(1, tokens),
+    }[name]
+
+
+def reference(name, args, steps):
+    """The weights after all steps, and for each step the metrics that follow from its tokens and rewards."""
+    load = dict(dtype=torch.float64)
+    model, ref_model = [AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(2)]
+    networks, rates = [model], [args.learning_rate]
+    if name == "ppo_rlhf":
+        judge = args.reward_model if args.reward_model and args.value_init == "reward_model" else args.model
+        value_model = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1, **load).eval()
+        if judge == args.model:
+            value_model.score.weight.data.zero_()
+        networks, rates = [model, value_model], [args.learning_rate, args.value_learning_rate]
+    optimizers = [torch.optim.Adam(n.parameters(), lr=1.0) for n in networks]  # the rate is set at every update
+    G, memory, all_metrics = args.num_generations, {}, []
+    beta = getattr(args, "beta", 0.0)
+    per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
+    planned, eps = 0, getattr(args, "clip_eps", 0.2)
+    low, high = (args.clip_eps_low, args.clip_eps_high) if name == "dapo" else (eps, eps)
+    low, high = (0.2, 0.2) if name in ("reinforce_baseline", "rloo") else (low, high)
+    for step in steps:
+        sequences = step["sequences"]
+        lengths = [len(response) for _, response in sequences]
+        ended = [response[-1] == EOS for _, response in sequences]
+        rewards = [reward for sample in step["samples"] for reward in sample["rewards"]]
+        with torch.no_grad():
+            old = [logprobs_of(model, s, args.temperature).tolist() for s in sequences]
+            ref = [logprobs_of(ref_model, s, args.temperature).tolist() for s in sequences]
+        kl = [math.fsum(p - q for p, q in zip(*pair, strict=True)) for pair in zip(old, ref, strict=True)]
+        metrics = {
+            "rollout/reward_mean": math.fsum(rewards) / len(rewards),
+            "rollout/eos_frac": sum(ended) / len(ended),
+        }
+        metrics |= {"rollout/response_len": sum(lengths) / len(lengths)}
+
+        # ---- advantages per token
+        if name == "ppo_rlhf":
+            if args.normalize_scores:
+                rewards = whitened([rewards])[0]
+            with torch.no_grad():
+                old_values = [outputs_of(value_model, s)[:-1].tolist() for s in sequences]
+            token_rewards = [
+                [-beta * (p - q) for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)
+            ]
+            for row, reward in zip(token_rewards, rewards, strict=True):
+                row[-1] += reward
+            token_rewards = whitened(token_rewards, shift=False) if args.whiten_rewards else token_rewards
+            pairs = list(zip(token_rewards, old_values, strict=True))
+            raw = [gae(*pair, args.gamma, args.gae_lambda) for pair in pairs]
+            returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(raw, old_values, strict=True)]
+            advantages = whitened(raw)
+            flat = torch.tensor([x for row in returns for x in row])
+            errors = flat - torch.tensor([x for row in old_values for x in row])
+            metrics |= {"value/explained_var": float(1 - errors.var() / flat.var()), "kl/beta": beta}
+            if args.beta > 0:
+                metrics["kl/response"] = math.fsum(kl) / len(kl)
+            if args.kl_target is not None:
+                error = min(max(metrics["kl/response"] / args.kl_target - 1, -0.2), 0.2)
+                beta *= math.exp(error * len(sequences) / args.kl_horizon)
+        else:
+            k1 = name in ("reinforce_baseline", "rloo")
+            returns = [reward - beta * value * k1 for reward, value in zip(rewards, kl, strict=True)]
+            per_sequence = group_advantages(name, returns, G, args, memory)
+            advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
+
+        # ---- which sequences are trained on, and which tokens count
+        kept, counted = list(range(len(sequences))), lengths
+        if name == "dapo":
+            groups = [sample["completions"] for sample in step["samples"]]
+            answers = [[sample["answer"]] * G for sample in step["samples"]]
+            right = [sum(accuracy_reward(*pair)) for pair in zip(groups, answers, strict=True)]
+            mixed = [k for k, number in enumerate(right) if 0 < number < G][: args.num_prompts]
+            kept = [G * k + j for k in mixed or range(args.num_prompts) for j in range(G)]
+            assert len(mixed) == args.num_prompts or len(groups) == (1 + args.max_resample) * args.num_prompts
+            counted = [n if end or not args.overlong_filter else 0 for n, end in zip(lengths, ended, strict=True)]
+        iterations = getattr(args, "num_iterations", 1)
+        parts = min(args.num_minibatches, len(kept))
+        assert len(step["minibatches"]) == iterations * parts
+        for k in range(iterations):
+            one_pass = step["minibatches"][k * parts : (k + 1) * parts]
+            assert sorted(sum(one_pass, [])) == kept
+            assert max(map(len, one_pass)) - min(map(len, one_pass)) <= 1
+
+        # ---- updates
+        sums, losses, norms = (
+            dict.fromkeys(("low", "high", "kl2", "ratio", "entropy", "k3", "value", "vclip", "n"), 0.0),
+            [],
+            [],
+        )
+        for number, minibatch in enumerate(step["minibatches"]):
+            total = torch.zeros(())
+            for i in minibatch:
+                if counted[i] == 0:
+                    continue
+                logprobs = logprobs_of(model, sequences[i], args.temperature)
+                scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
+                for t in range(lengths[i]):
+                    loss = token_loss(name, args, logprobs[t], old[i][t], ref[i][t], advantages[i][t])
+                    total = total + scale * loss
+                    difference = logprobs[t].item() - old[i][t]
+                    sums["low"] += math.exp(difference) < 1 - low
+                    sums["high"] += math.exp(difference) > 1 + high
+                    sums["kl2"] += 0.5 * difference**2
+                    sums["ratio"] += math.exp(difference)
+                    sums["entropy"] -= logprobs[t].item()
+                    sums["k3"] += k3(ref[i][t], logprobs[t].item())
+                    sums["n"] += 1
+            value_total = torch.zeros(())
+            for i in minibatch if name == "ppo_rlhf" else []:
+                values = outputs_of(value_model, sequences[i])
+                for t in range(lengths[i]):
+                    near = min(
+                        max(values[t], old_values[i][t] - args.value_clip_eps), old_values[i][t] + args.value_clip_eps
+                    )
+                    errors = (values[t] - returns[i][t]) ** 2, (near - returns[i][t]) ** 2
+                    value_total = value_total + 0.5 * max(errors)
+                    sums["vclip"] += bool(errors[1] > errors[0])
+            tokens = sum(counted[i] for i in minibatch)
+            metrics["optim/lr"] = args.learning_rate * rate(args, planned + number, per_rollout)
+            memory.setdefault("emptied", set()).add(tokens == 0)
+            if tokens == 0:
+                continue
+            losses.append(total.item())
+            for optimizer, peak in zip(optimizers, rates, strict=True):
+                optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] = peak * rate(args, planned + number, per_rollout)
+            (total + 0.0 * sum(p.sum() for p in model.parameters())).backward()  # all of it may be clipped
+            norms.append(clip_gradients(model, args.max_grad_norm))
+            if name == "ppo_rlhf":
+                sums["value"] += value_total.item()
+                (args.vf_coef * value_total / tokens).backward()
+                clip_gradients(value_model, args.max_grad_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+        planned += per_rollout
+        count, made = max(1, sums["n"]), max(1, len(losses))
+        metrics |= {"policy/loss": math.fsum(losses) / made, "optim/grad_norm": math.fsum(norms) / made}
+        metrics |= {"policy/clip_frac_low": sums["low"] / count, "policy/clip_frac_high": sums["high"] / count}
+        metrics |= {"policy/clip_frac": (sums["low"] + sums["high"]) / count, "policy/approx_kl": sums["kl2"] / count}
+        metrics |= {"policy/ratio_mean": sums["ratio"] / count, "policy/entropy": sums["entropy"] / count}
+        metrics |= {"kl/ref": sums["k3"] / count} if getattr(args, "beta", 0.0) > 0 else {}
+        if name == "ppo_rlhf":
+            metrics |= {"value/loss": sums["value"] / count, "value/clip_frac": sums["vclip"] / count}
+        all_metrics.append(metrics)
+    assert memory["emptied"] == ({True, False} if getattr(args, "overlong_filter", False) else {False})
+    return networks, all_metrics
+
+
+@pytest.mark.parametrize("name, given", CASES, ids=[f"{name}-{k}" for k, (name, _) in enumerate(CASES)])
+def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
+    script = __import__(name)
+    double(script)
+    args, steps, saved = run(script, monkeypatch, tmp_path, given)
+    networks, expected = reference(name, args, steps)
+    lengths = [len(response) for step in steps for _, response in step["sequences"]]
+    assert len(set(lengths)) > 3, "the lengths are to be ragged"
+    for step, metrics in zip(steps, expected, strict=True):
+        assert {key: step["metrics"][key] for key in metrics} == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+    clipped = sum(metrics["policy/clip_frac"] for metrics in expected)
+    assert clipped > 0 or len(steps[0]["minibatches"]) == 1, "the updates are to be so large that ratios are clipped"
+    for key, network in zip(("model", "value_model"), networks, strict=False):
+        for parameter, weights in network.state_dict().items():
+            torch.testing.assert_close(saved[key][parameter], weights, rtol=1e-6, atol=1e-8)
+        start = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "adder", dtype=torch.float64).state_dict()
+        moved = max((saved["model"][parameter] - start[parameter]).abs().max() for parameter in start)
+        assert moved > 1e-4
