@@ -83,7 +83,7 @@ class Args:
     eval_every: int | None = None
     """evaluate every so many steps, besides before and after the training; 0: never between; None: by model"""
     save_every: int = 50
-    """write a checkpoint every so many steps, besides the first and the last; 0: never between"""
+    """write a checkpoint every so many steps, besides after the last one; 0: never between"""
     track: bool = False
     """send the metrics to Weights & Biases as well, to the project in the variable WANDB_PROJECT"""
     # ---- model and data
@@ -253,8 +253,7 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
 
 def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
     """Log-probabilities (n, R) float32 of the responses, 0 where masked, from ids and masks (n, P) and (n, R)."""
-    # Right padding: causal attention never looks at it from the left, so no mask is needed, and the fastest kernels
-    # apply. L is the longest sequence; its last token predicts nothing.
+    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and fast kernels apply.
     is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
     order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
     input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
@@ -332,7 +331,8 @@ def fail(message: str) -> NoReturn:
 
 def load_data(args: Args, tokenizer, split: str) -> list[dict]:
     """Examples of the train or the test split: dicts of prompt (text), prompt_ids (list of ids) and answer (text)."""
-    source = (split == "test" and args.eval_dataset) or args.dataset
+    own = args.eval_dataset if split == "test" else None
+    flag, source = ("--dataset", args.dataset) if own is None else ("--eval-dataset", own)
     columns = [args.question_column, args.answer_column]
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(source).suffix)
     try:
@@ -343,10 +343,10 @@ def load_data(args: Args, tokenizer, split: str) -> list[dict]:
             rows = datasets.load_dataset(kind, data_files=source, split=part)
         rows = list(rows.select_columns(columns))
     except Exception as error:  # the formats and the hub raise a dozen types
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
-        fail(f"--dataset {source} ({split}), --question-column {columns[0]}, --answer-column {columns[1]}: {reason}")
+        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
+        fail(f"{flag} {source} ({split}), --question-column {columns[0]}, --answer-column {columns[1]}: {reason}")
     examples = []
-    for question, answer in [[str(row[column]) for column in columns] for row in rows]:
+    for question, answer in [[str(row[c]) for c in columns] for row in rows if row[columns[0]] not in (None, "")]:
         prompt = f"{args.system_prompt}\n{question}\n" if args.system_prompt else question
         if tokenizer.chat_template:
             messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
@@ -358,9 +358,9 @@ def load_data(args: Args, tokenizer, split: str) -> list[dict]:
     numbered = [example for example in examples if gold_number(example["answer"]) is not None]
     usable = [example for example in numbered if len(example["prompt_ids"]) <= args.max_prompt_tokens]
     found = f"{len(usable)} problems, {len(numbered) - len(usable)} too long for --max-prompt-tokens and "
-    found += f"{len(examples) - len(numbered)} without a number in {args.answer_column} skipped"
+    found += f"{len(rows) - len(numbered)} without a question or a number in {args.answer_column} skipped"
     if not usable:
-        fail(f"--dataset {source}: the {split} data has {found}")
+        fail(f"{flag} {source}: the {split} data has {found}")
     print(f"{split} data: {found}")
     return usable if split == "train" else usable[: args.eval_size]
 
@@ -368,7 +368,7 @@ def load_data(args: Args, tokenizer, split: str) -> list[dict]:
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
-    datasets.disable_progress_bars()
+    datasets.disable_progress_bars(), transformers.logging.disable_progress_bar()
     script, saved = Path(__file__), None
     if args.resume is not None:
         if args != Args(resume=args.resume):
@@ -403,8 +403,8 @@ def main(args: Args) -> dict:
     limits = ("max_position_embeddings", "sliding_window")
     context = min(getattr(config.get_text_config(), name, None) or 10**9 for name in limits)
     if args.max_prompt_tokens + args.max_new_tokens > context:
-        flags = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-        fail(f"{flags}: must fit into the {context} tokens of the model's context or attention window")
+        both = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
+        fail(f"{both}: more than the {context} tokens of the model's context or attention window; lower one of them")
     train_data, test_data = load_data(args, tokenizer, "train"), load_data(args, tokenizer, "test")
     device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     # float32 weights: at these learning rates a bf16 weight would not move. A GPU computes in bf16 autocast.

@@ -18,6 +18,7 @@ draw from the same distribution, so their lengths agree but for chance. Runs alt
 
 TRL's batch is the whole rollout, which is its fastest; --trl-batch-size 16, say, accumulates gradients instead, which
 is its way to save memory. grpo.py cuts its updates by --micro-batch-tokens; its value per workload stands in WORKLOADS.
+It samples the whole rollout at once, too (--sampling-tokens 65536).
 """
 
 import argparse
@@ -125,7 +126,8 @@ def run_plainrl(options, folder: Path) -> dict:
     grpo.respond = timed_respond
     args = dict(num_prompts=options.num_prompts, num_generations=options.num_generations, temperature=1.0, beta=0.0)
     args |= dict(max_new_tokens=options.max_new_tokens, micro_batch_tokens=options.micro_batch_tokens)
-    args |= dict(learning_rate=LEARNING_RATE, lr_schedule="constant_with_warmup", warmup_updates=0, gradient_checkpointing=False)
+    args |= dict(learning_rate=LEARNING_RATE, lr_schedule="constant_with_warmup", warmup_updates=0)
+    args |= dict(gradient_checkpointing=False)
     args |= dict(num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt="", device="cpu")
     args |= dict(max_prompt_tokens=128, sampling_tokens=2**16)  # room for the whole rollout
     args |= dict(model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run")

@@ -10,7 +10,6 @@ counted): that over the seconds is the FLOP/s, and MFU is its share of the peak.
 """
 
 import argparse
-import copy
 import sys
 import time
 from pathlib import Path
@@ -83,6 +82,7 @@ def main() -> None:
         shape |= dict(vocab_size=101, num_key_value_heads=2, max_position_embeddings=128)
     N = B * G
     torch.manual_seed(0)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.set_float32_matmul_precision("high")
 
     bandwidth, matmul_flops = device_limits(device, dtype)
@@ -95,13 +95,7 @@ def main() -> None:
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     num_parameters = sum(p.numel() for p in model.parameters())
-    sampler = copy.deepcopy(model).requires_grad_(False)
-    if not options.tiny:
-        for parameter in sampler.parameters():
-            parameter.data = parameter.data.to(dtype)
-        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        sampler.set_output_embeddings(head)
+    sampler = grpo.inference_copy(model)
     eos_ids = [config.vocab_size]
     prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
@@ -160,12 +154,9 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    run = []  # tokens of each forward pass: without gradient checkpointing, samples share the pass of their prompt
-    model.get_input_embeddings().register_forward_pre_hook(lambda module, inputs: run.append(inputs[0].numel()))
     update()
-    run.clear()
     elapsed, tokens = seconds(update, device), N * (P + R)
-    flops = 6 * num_parameters * sum(run) / elapsed
+    flops = 6 * num_parameters * tokens / elapsed
     print(f"update: {tokens / elapsed:.0f} tokens/s (prompts included), {flops / 1e12:.3g} TFLOP/s, MFU ", end="")
     print(f"{flops / matmul_flops:.0%} of the measured matmul, {flops / NOMINAL_FLOPS:.0%} of 989 TFLOP/s, ", end="")
     print(f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}")

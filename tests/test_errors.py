@@ -204,26 +204,29 @@ def spoil_weights(folder, word, model_class):
     model.save_pretrained(folder, state_dict=state)
 
 
-@pytest.fixture
-def no_bars():
-    """Without the bar that transformers draws on stderr while it loads weights."""
-    transformers.logging.disable_progress_bar()
-    yield
-    transformers.logging.enable_progress_bar()
-
-
-def test_weights_that_are_not_in_the_files(reader, refuse, copy_model, data, no_bars):
+def test_weights_that_are_not_in_the_files(reader, refuse, copy_model, data):
     """They must not be made up: from_pretrained fills them with random numbers."""
     folder = copy_model(weights=True)
     spoil_weights(folder, ".layers.2.", transformers.AutoModelForCausalLM)
     refuse(reader, f"--model {folder}", "model.layers.2.mlp.up_proj", model=str(folder), dataset=data, **OTHER_MODEL)
 
 
-@pytest.mark.parametrize("word", [".layers.2.", "score"])
-def test_reward_model_without_all_weights(refuse, copy_model, data, no_bars, word):
+@pytest.mark.parametrize(
+    "word, value_init", [(word, init) for word in (".layers.2.", "score") for init in ("reward_model", "policy")]
+)
+def test_reward_model_without_all_weights(refuse, copy_model, data, word, value_init):
     folder = copy_model(JUDGE, weights=True)
     spoil_weights(folder, word, transformers.AutoModelForSequenceClassification)
-    refuse(ppo_rlhf, f"--reward-model {folder}", word, reward_model=str(folder), dataset=data)
+    given = dict(reward_model=str(folder), value_init=value_init, dataset=data)
+    refuse(ppo_rlhf, f"--reward-model {folder}", word, **given)
+
+
+def test_policy_without_all_weights_beside_a_reward_model(refuse, copy_model, data):
+    """The value network then starts from the reward model, so that the policy alone lacks them."""
+    folder = copy_model(weights=True)
+    spoil_weights(folder, ".layers.2.", transformers.AutoModelForCausalLM)
+    given = dict(model=str(folder), reward_model=str(JUDGE), dataset=data, **OTHER_MODEL)
+    refuse(ppo_rlhf, f"--model {folder}", "model.layers.2.mlp.up_proj", **given)
 
 
 @pytest.mark.parametrize("given", [dict(max_prompt_tokens=200, max_new_tokens=57), dict(max_new_tokens=193)])
@@ -251,9 +254,9 @@ def test_longer_than_the_context_of_the_reward_model(refuse, copy_model, value_i
 
 GOOD = '{"question": "1+2=", "answer": "3"}\n'
 DATA = [  # file name, its text or bytes, further fields, what the line must say besides --dataset and the file's path
-    ("empty.jsonl", "", {}, ["(train)"]),
+    ("empty.jsonl", "", {}, ["(train)", "it is empty"]),
     ("blank.jsonl", "\n\n", {}, ["(train)", "no data"]),
-    ("empty.json", "", {}, ["(train)"]),
+    ("empty.json", "", {}, ["(train)", "it is empty"]),
     ("empty_list.json", "[]", {}, ["(train)", "no data"]),
     ("empty.csv", "", {}, ["(train)", "No columns"]),
     ("header.csv", "question,answer\n", {}, ["(train)", "no data"]),
@@ -267,8 +270,18 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
     ("latin1.jsonl", GOOD.encode() + '{"question": "é1+2=", "answer": "3"}\n'.encode("latin-1"), {}, ["utf-8"]),
     ("latin1.csv", "question,answer\né1+2=,3\n".encode("latin-1"), {}, ["utf-8"]),
     ("semicolons.csv", "question;answer\n" + "1+2=;3\n" * 20, {}, ["'question;answer'"]),  # a spreadsheet's, in Europe
-    ("no_number.jsonl", GOOD.replace('"3"', '"three"') * 20, {}, ["train data has 0", "18 without a number in answer"]),
-    ("null_answer.jsonl", GOOD.replace('"3"', "null") * 20, {}, ["train data has 0", "18 without a number in answer"]),
+    (
+        "no_number.jsonl",
+        GOOD.replace('"3"', '"three"') * 20,
+        {},
+        ["train data has 0", "18 without a question or a number in answer"],
+    ),
+    (
+        "null_answer.jsonl",
+        GOOD.replace('"3"', "null") * 20,
+        {},
+        ["train data has 0", "18 without a question or a number in answer"],
+    ),
     ("too_long.jsonl", GOOD * 20, dict(max_prompt_tokens=2), ["train data has 0", "18 too long for --max-prompt-toke"]),
     # What is lacking is a row to hold out, and not a column.
     ("one_row.jsonl", GOOD, {}, ["(test)", "train[90%:]", "no data"]),
@@ -318,6 +331,15 @@ def test_folder_without_both_files(script, refuse, tmp_path, files, words):
     for name in files:
         (tmp_path / "data" / name).write_text(jsonl(ROWS))
     refuse(script, f"--dataset {tmp_path / 'data'}", *words, dataset=str(tmp_path / "data"))
+
+
+@pytest.mark.shared_text
+def test_a_reason_of_many_lines(script, refuse, tmp_path):
+    """Two files of one split with different columns: the library's own message is a whole page."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train-0.jsonl").write_text(jsonl(ROWS))
+    (tmp_path / "data" / "train-1.jsonl").write_text('{"q": "1+2=", "answer": "3"}\n' * 9)
+    refuse(script, f"--dataset {tmp_path / 'data'} (train)", dataset=str(tmp_path / "data"))
 
 
 @pytest.mark.shared_text
@@ -511,20 +533,23 @@ def test_a_file_that_has_changed_is_read_again(script, load, tmp_path):
 
 
 BAD = [{"question": "1+1=", "answer": "two"}, {"question": "2+2=", "answer": ""}, {"question": "3+3="}]
+NO_QUESTION = [{"question": None, "answer": "3"}, {"question": "", "answer": "3"}]
 
 
 @pytest.mark.shared_text
 def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
     """Rows without a number, without an answer, or with too long a prompt are skipped, counted and reported."""
     long = [{"question": "1+" * 20 + "1=", "answer": "21"}]
-    (tmp_path / "train.jsonl").write_text(jsonl(BAD[:1] + ROWS[:4] + long + BAD[1:] + ROWS[4:6]))
+    (tmp_path / "train.jsonl").write_text(jsonl(BAD[:1] + ROWS[:4] + long + BAD[1:] + ROWS[4:6] + NO_QUESTION))
     (tmp_path / "test.jsonl").write_text(jsonl(ROWS[6:7] + BAD[:1] + ROWS[7:9]))
-    found = load(script, "train.jsonl", eval_dataset="test.jsonl", max_prompt_tokens=8, eval_size=2)
+    longest = max(len(row["question"]) for row in ROWS[:6])  # a token is a character; so many are not too many
+    found = load(script, "train.jsonl", eval_dataset="test.jsonl", max_prompt_tokens=longest, eval_size=2)
     assert found == [pairs(ROWS[:6]), pairs(ROWS[6:8])]
-    assert capsys.readouterr().out.splitlines() == [
-        "train data: 6 problems, 1 too long for --max-prompt-tokens and 3 without a number in answer skipped",
-        "test data: 3 problems, 0 too long for --max-prompt-tokens and 1 without a number in answer skipped",
-    ]
+    text = (
+        "data: {} problems, {} too long for --max-prompt-tokens and {} without a question or a number in answer skipped"
+    )
+    expected = ["train " + text.format(6, 1, 5), "test " + text.format(3, 0, 1)]
+    assert capsys.readouterr().out.splitlines() == expected
 
 
 def test_a_reward_model_needs_no_numbers(load, tmp_path):

@@ -21,12 +21,21 @@ def test_the_lesson_is_the_current_diff():
     assert shown == "\n".join(lesson)
 
 
+def table_row(name: str) -> list[str]:
+    (row,) = [line for line in README.splitlines() if line.startswith(f"| [{name}.py]")]
+    return [cell.strip() for cell in row.split("|")[1:-1]]
+
+
 @pytest.mark.parametrize(("child", "parent"), PAIRS)
 def test_the_table_counts_the_changed_lines(child, parent):
-    (row,) = [line for line in README.splitlines() if line.startswith(f"| [{child}.py]")]
-    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    cells = table_row(child)
     assert cells[2] == parent
-    assert cells[3] == str(changed_lines(parent, child))
+    assert cells[4] == str(changed_lines(parent, child))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_table_counts_the_lines(name):
+    assert table_row(name)[3] == str(len((ROOT / f"{name}.py").read_text(encoding="utf-8").splitlines()))
 
 
 def test_every_script_is_in_the_table_and_no_other():
