@@ -95,7 +95,7 @@ class Args:
     eval_every: int | None = None
     """evaluate every so many steps, besides before and after the training; 0: never between; None: by model"""
     save_every: int = 50
-    """write a checkpoint every so many steps, besides after the last one; 0: never between"""
+    """write a checkpoint every so many steps, besides after the first and the last; 0: never between"""
     track: bool = False
     """send the metrics to Weights & Biases as well, to the project in the variable WANDB_PROJECT"""
     # ---- model and data
@@ -715,7 +715,7 @@ def main(args: Args) -> dict:
             fail(f"--model {args.model}: not supported, sampling and training differ by {gap.mean():.2g} nats a token")
 
         # 5. save: to another name, forced to the disk, renamed: at any moment there is one whole checkpoint, old or new
-        if signals or step == args.num_steps or (args.save_every and step % args.save_every == 0):
+        if signals or step in (1, args.num_steps) or (args.save_every and step % args.save_every == 0):
             state = {"script": script.name, "args": vars(args), "metrics": metrics}
             state |= {name: part.state_dict() for name, part in parts.items()}
             state["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}

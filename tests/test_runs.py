@@ -317,8 +317,8 @@ def ended(process) -> int:
 
 
 KILL = [signal.SIGKILL]
-KILLS = [  # each kills the run at one moment, and the step of the checkpoint there is; one is due after steps 2, 4, 6
-    (dict(where="replace", call=1, signals=KILL, match="checkpoint", after=True), 2),  # it has just got its name
+KILLS = [  # each kills the run at one moment, and the step of the checkpoint there is: they follow steps 1, 2, 4, 6
+    (dict(where="replace", call=2, signals=KILL, match="checkpoint", after=True), 2),  # it has just got its name
     (dict(where="optimizer", call=1, signals=KILL, after=True), 2),  # in an update of step 3
     (dict(where="respond", call=1, signals=KILL), 2),  # at the beginning of a rollout
     (dict(where="truncate", call=2, signals=KILL), 2),  # the logs are being shortened
@@ -359,7 +359,7 @@ SIGNALS = [  # at a call of a function
     ("policy_loss", 2, [signal.SIGINT]),
     ("policy_loss", 2, [signal.SIGINT, signal.SIGINT]),
     ("respond", 3, [signal.SIGTERM]),  # at the beginning of the rollout of step 2; the first is of the evaluation
-    ("fsync", 1, [signal.SIGTERM]),  # while the checkpoint of step 2 is written
+    ("fsync", 2, [signal.SIGTERM]),  # while the checkpoint of step 2 is written
 ]
 
 
