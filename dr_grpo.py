@@ -79,7 +79,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a stopped run, runs/<name>, to go on with; its arguments are used, and no others may be given"""
+    """folder of a stopped run to go on with, from the same working directory; its arguments are used, and no others"""
     eval_every: int | None = None
     """evaluate every so many steps, besides before and after the training; 0: never between; None: by model"""
     save_every: int = 50
@@ -118,13 +118,13 @@ class Args:
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
     num_steps: int | None = None
-    """rollouts in the whole run; None: by model"""
+    """steps in the whole run, each a rollout and its updates; None: by model"""
     learning_rate: float | None = None
     """peak learning rate of AdamW (betas 0.9 and 0.999, no weight decay); None: by model"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """how the learning rate falls to 0 after the warm-up, or that it stays (schedules of transformers)"""
     warmup_updates: int | None = None
-    """updates in which the learning rate rises linearly from 0 to its peak; None: by model"""
+    """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by model"""
     num_iterations: int = 1
     """passes over each rollout (mu in Algorithm 1)"""
     num_minibatches: int = 1
@@ -226,7 +226,7 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
                 with torch.cuda.graph(graph):
                     decode()
         logprobs = (logits[:, 0].float() / (temperature or 1.0)).log_softmax(1)  # (rows, V) float32
-        # Gumbel-max: the argmax of logprobs + Gumbel noise is an exact draw, with no cumulative sum and no host sync.
+        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, with no cumulative sum and no host sync.
         noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0  # greedy at 0
         token.copy_((logprobs + noise).argmax(1))  # (rows,)
         response_ids[sequence, t] = token
@@ -374,7 +374,7 @@ def main(args: Args) -> dict:
     if args.resume is not None:
         if args != Args(resume=args.resume):
             fail(f"--resume {args.resume}: goes on with the arguments of that run; leave out all others")
-        run_dir, path = Path(args.resume), Path(args.resume, "checkpoint.pt")
+        run_dir, path = Path(args.resume).resolve(), Path(args.resume, "checkpoint.pt")
         saved = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {"script": "no script"}
         if saved["script"] != script.name:
             fail(f"--resume {run_dir}: has a checkpoint of {saved['script']}; give a folder of a run of {script.name}")
@@ -399,8 +399,8 @@ def main(args: Args) -> dict:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
     except (OSError, ValueError) as error:
         fail(f"--model {args.model}: {str(error).strip().splitlines()[0]}")
-    # No dropout in RL: with it even the first ratio is not 1.
-    config.update({name: 0.0 for name, value in vars(config).items() if "drop" in name and isinstance(value, float)})
+    noise = [name for name, x in vars(config).items() if isinstance(x, float) and ("drop" in name or "jitter" in name)]
+    config.update(dict.fromkeys(noise, 0.0))  # no dropout in RL: with it even the first ratio is not 1
     limits = ("max_position_embeddings", "sliding_window")
     context = min(getattr(config.get_text_config(), name, None) or 10**9 for name in limits)
     if args.max_prompt_tokens + args.max_new_tokens > context:
@@ -435,14 +435,14 @@ def main(args: Args) -> dict:
         versions = {package.__name__: package.__version__ for package in (torch, transformers, datasets, tyro, wandb)}
         (run_dir / "args.json").write_text(json.dumps(vars(args) | {"versions": versions}, indent=2) + "\n")
     logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in ("metrics.jsonl", "samples.jsonl")]
-    tracking = dict(id=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
+    tracking = dict(id=run_dir.name, resume="allow", dir=run_dir, config=vars(args)) if args.track else {}
     try:
-        wandb.init(mode=None if args.track else "disabled", **tracking)
+        wandb.init(mode=None if args.track else "disabled", settings=wandb.Settings(init_timeout=20), **tracking)
     except wandb.Error:  # no network, or no key
-        wandb.init(mode="offline", **tracking)
+        wandb.teardown(), wandb.init(mode="offline", **tracking)
     if device.type == "cuda":  # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN
         torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.set_float32_matmul_precision("high")  # for the heads, which are in float32
+        torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
     sampler = inference_copy(model) if device.type == "cuda" else model
     signals = []
 
@@ -567,9 +567,9 @@ def main(args: Args) -> dict:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-        if signals and step < args.num_steps:
-            print(f"stopped after step {step}; go on with: python {script.name} --resume '{run_dir}'", file=sys.stderr)
-            raise SystemExit(128 + signals[0])
+            if signals and step < args.num_steps:
+                print(f"stopped after step {step}; go on: python {script.name} --resume '{run_dir}'", file=sys.stderr)
+                raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")

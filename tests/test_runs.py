@@ -389,7 +389,7 @@ def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
     watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
         run("a run", num_steps=2)
-    command = capsys.readouterr().err.split("go on with: ")[1]
+    command = capsys.readouterr().err.split("go on: ")[1]
     assert shlex.split(command) == ["python", "grpo.py", "--resume", str(tmp_path / "a run")]
 
 
