@@ -33,7 +33,8 @@ CASES = [  # script, fields, what is special
     ("reinforce_baseline", dict(baseline="batch_mean", num_minibatches=1, num_generations=1, num_prompts=12)),
     ("reinforce_baseline", dict(baseline="none", beta=0.0)),
     ("dapo", dict(max_resample=5, overlong_cache=4)),
-    ("dapo", dict(max_resample=0, overlong_cache=4, num_minibatches=12)),  # fewer mixed groups than B
+    # Fewer mixed groups than B, and so fewer updates than planned.
+    ("dapo", dict(max_resample=0, overlong_cache=4, num_minibatches=12, num_prompts=4, num_generations=3, seed=1)),
     (
         "dapo",
         dict(
@@ -343,6 +344,8 @@ def reference(name, args, steps):
         if name == "ppo_rlhf":
             metrics |= {"value/loss": sums["value"] / count, "value/clip_frac": sums["vclip"] / count}
         all_metrics.append(metrics)
+    if getattr(args, "max_resample", 1) == 0 and not args.overlong_filter:
+        assert min(len(step["minibatches"]) for step in steps) < per_rollout
     assert memory["emptied"] == ({True, False} if getattr(args, "overlong_filter", False) else {False})
     return networks, all_metrics
 
