@@ -9,8 +9,10 @@ import torch
 import dapo
 import dr_grpo
 import grpo
+import grpo_process
 import ppo_rlhf
 import reinforce_baseline
+import remax
 import rloo
 
 
@@ -22,9 +24,14 @@ def make_args(script, **fields):
 
 
 def advantages_of(script, rewards):
-    """The script's advantages; where a baseline is passed in, it is the mean of all rewards."""
+    """The script's advantages; a baseline that is passed in is the mean, a response has one step, of one token."""
     if script is reinforce_baseline:
         return script.compute_advantages(make_args(script), rewards, rewards.mean())
+    if script is remax:
+        return script.compute_advantages(make_args(script), rewards, rewards.mean(1))
+    if script is grpo_process:
+        ends = torch.zeros_like(rewards, dtype=torch.long)
+        return script.compute_advantages(make_args(script), rewards[..., None], ends[..., None], 1)[..., 0]
     return script.compute_advantages(make_args(script), rewards)
 
 
@@ -42,7 +49,10 @@ def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
 
 
 def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_tokens):
-    """The loss of each script, one token at a time; responses are cut at 10 tokens, the ratio at 0.8 and 1.2 (1.28)."""
+    """The loss of each script, one token at a time; responses are cut at 10 tokens, the ratio at 0.8 and 1.2 (1.28).
+
+    In gspo.py, where make_args leaves the range at its default, it is cut at 0.9997 and 1.0004.
+    """
     logprobs, old, ref, advantages = (x.detach().tolist() for x in (logprobs, old, ref, advantages.expand(mask.shape)))
     total = 0.0
     for i in range(len(mask)):
@@ -50,20 +60,27 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
         weight = {
             "reinforce_baseline": 1 / num_seqs,
             "rloo": 1 / num_seqs,
+            "remax": 1 / num_seqs,
             "grpo": 1 / (num_seqs * max(1, length)),
+            "gspo": 1 / (num_seqs * max(1, length)),
+            "grpo_offpolicy": 1 / (num_seqs * max(1, length)),
+            "grpo_process": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
         }[name]
         for t in range(length):
             ratio, advantage = math.exp(logprobs[i][t] - old[i][t]), advantages[i][t]
-            if name in ("reinforce_baseline", "rloo"):
+            if name == "gspo":
+                ratio = math.exp(math.fsum(logprobs[i][k] - old[i][k] for k in range(length)) / length)
+            low, high = {"dapo": (0.8, 1.28), "gspo": (0.9997, 1.0004)}.get(name, (0.8, 1.2))
+            if name in ("reinforce_baseline", "rloo", "remax"):
                 objective = advantage * logprobs[i][t]
             elif advantage > 0:
-                objective = advantage * min(ratio, 1.28 if name == "dapo" else 1.2)
+                objective = advantage * min(ratio, high)
             else:
-                objective = advantage * max(ratio, 0.8)
-            if name in ("grpo", "dr_grpo"):
+                objective = advantage * min(max(ratio, low), 3.0 if name == "grpo_offpolicy" else math.inf)
+            if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process"):
                 upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)
             total -= objective * weight
@@ -82,20 +99,20 @@ def test_advantages_by_hand():
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1.4, 1 / 3, -7.7])
 @pytest.mark.parametrize("G", [2, 3, 7, 8])
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
 def test_equal_rewards_give_exactly_zero(member, reward, G):
     # In float32 the mean of equal rewards can be off by an ulp; over a tiny std that would be a large advantage.
-    assert (member.compute_advantages(make_args(member), torch.full((2, G), reward)) == 0).all()
+    assert (advantages_of(member, torch.full((2, G), reward)) == 0).all()
 
 
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
 def test_advantages_stay_within_their_group(member):
     rewards = torch.tensor([[0.0, 1.0, 0.5], [10.0, 20.0, 30.0]])
     together = advantages_of(member, rewards)
     apart = torch.cat([advantages_of(member, row[None]) for row in rewards])
     assert torch.equal(together, apart)
     assert together.mean(1).abs().max() < 1e-6
-    if member in (grpo, dapo):
+    if member in (grpo, dapo, grpo_process):
         assert torch.allclose(together.std(1), torch.ones(2), atol=1e-3)
 
 
@@ -105,7 +122,7 @@ def test_advantages_refuse_a_flat_vector(member):
         advantages_of(member, torch.rand(8))
 
 
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
 def test_a_group_of_one_is_refused(member):
     # It has no other samples and no std: the advantage would be 0 or NaN.
     with pytest.raises(AssertionError):
@@ -514,10 +531,12 @@ def test_stats_are_sums_over_tokens_that_count(script):
     old = torch.zeros_like(logprobs)
     _, stats = script.policy_loss(make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5)
     assert stats["tokens"] == 5
-    assert stats["clip_frac_high"] == 1  # exp(0.5) is above 1.2
-    assert stats["clip_frac_low"] == 1  # exp(-0.5) is below 0.8
+    assert stats["clip_frac_high"] == 1  # exp(0.5) is above 1.2; in gspo.py the first sequence is, on the average
+    assert stats["clip_frac_low"] == 1  # exp(-0.5) is below 0.8; in gspo.py the second sequence is
+    assert stats.get("sequences", 2) == 2
     assert stats["approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
-    assert stats["ratio_mean"].item() == pytest.approx(sum(math.exp(x) for x in (0.5, -0.5, 0.1, -0.1, 0.0)))
+    logratios = (0.1 / 3,) * 3 + (-0.05,) * 2 if script.__name__ == "gspo" else (0.5, -0.5, 0.1, -0.1, 0.0)
+    assert stats["ratio_mean"].item() == pytest.approx(sum(map(math.exp, logratios)))
     assert stats["entropy"].item() == pytest.approx(-(0.5 - 0.5 + 0.1 - 0.1 + 0.0))
 
 

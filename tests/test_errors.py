@@ -80,9 +80,10 @@ def refuse(tmp_path, monkeypatch, capsys):
 # ---- numbers
 
 MAY_BE_0 = {"seed", "eval_every", "save_every", "warmup_updates", "beta", "max_resample", "vf_coef"}
-MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda"}
+MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda", "rollout_correction"}
 AT_MOST_1 = {"clip_eps", "clip_eps_low", "gamma", "gae_lambda"}
-GROUPS = {"rloo", "grpo", "dr_grpo", "dapo"}  # the other samples of the prompt are the baseline: there must be one
+# The other samples of the prompt are the baseline: there must be one.
+GROUPS = {"rloo", "grpo", "dr_grpo", "dapo", "gspo", "grpo_offpolicy", "grpo_process"}
 
 
 def bounds(script) -> dict:
@@ -93,6 +94,7 @@ def bounds(script) -> dict:
         if kinds:
             low = 0 if name in MAY_BE_0 else 1 if kinds == {int} else 1e-12
             low = 2 if name == "num_generations" and script.__name__ in GROUPS else low
+            low = 1.001 if name == "dual_clip" else low  # at 1 nothing would be learned from a negative advantage
             found[name] = (low, 1 if name in AT_MOST_1 else 2**32, kinds == {int})
     assert {"seed", "num_steps", "max_new_tokens", "temperature", "learning_rate"} <= set(found)
     return found

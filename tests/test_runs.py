@@ -25,6 +25,7 @@ from conftest import ROOT, SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MANY_UPDATES = dict(num_iterations=2, num_minibatches=2, beta=0.05)  # where the script has these fields
+MANY_UPDATES |= dict(staleness=3, sampler_dtype="bfloat16")
 SMALL = dict(num_prompts=4, num_generations=2, max_new_tokens=24, eval_size=8, num_steps=6, save_every=2, device="cpu")
 SMALL |= dict(num_iterations=1, num_minibatches=1)
 WAIT = 120  # seconds after which a process is taken to hang
@@ -159,15 +160,16 @@ def test_files(script, finished):
     assert [record["step"] for record in metrics] == list(range(args["num_steps"] + 1))
     assert all(isinstance(value, int | float) for record in metrics for value in record.values())
     assert all("eval/accuracy" in metrics[step] for step in (0, -1))
+    group = args["num_generations"]
+    extra = script.__name__ == "remax"  # a greedy response to each prompt, which is no sample
     for record in metrics:  # a script that draws further prompts in place of useless ones has more of them
-        assert record["episodes"] >= record["step"] * N and record["episodes"] % N == 0
+        assert record["episodes"] >= record["step"] * N and record["episodes"] % (N + 4 * extra) == 0
     assert args["num_steps"] <= metrics[-1]["tokens"] <= 24 * metrics[-1]["episodes"]
 
     samples = read_jsonl(finished / "samples.jsonl")
     steps = [sample["step"] for sample in samples]
-    group = args["num_generations"]
     assert steps == sorted(steps)
-    assert all(group * sum(s <= record["step"] for s in steps) == record["episodes"] for record in metrics)
+    assert all((group + extra) * sum(s <= record["step"] for s in steps) == record["episodes"] for record in metrics)
     for sample in samples:
         assert sample["prompt"].endswith("=") and isinstance(sample["answer"], str)
         assert all(isinstance(completion, str) for completion in sample["completions"])
@@ -558,6 +560,21 @@ def test_track_without_a_network(run, monkeypatch, mode):
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
 
 
+@pytest.mark.shared_text
+def test_a_sampler_that_is_the_trainer_needs_no_correction(script, run, finished_runs, tmp_path, data):
+    """On a CPU in float32, refreshed every step, grpo_offpolicy.py is grpo.py but for rounding."""
+    other = __import__("grpo_offpolicy")
+    given = dict(MANY_UPDATES, staleness=1, sampler_dtype="float32", dual_clip=1e9)
+    other.main(make_args(other, runs_dir=str(tmp_path), run_name="run", dataset=data, **given))
+    runs = [read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path / "run", finished_runs(script))]
+    for mine, of_grpo in zip(*map(without_times, runs), strict=True):
+        assert mine.pop("rollout/truncated_frac", 0.0) == mine.pop("policy/dual_clip_frac", 0.0) == 0.0
+        assert mine == pytest.approx(of_grpo, rel=1e-3, abs=1e-5)
+    states = [read_checkpoint(folder)["model"] for folder in (tmp_path / "run", finished_runs(script))]
+    for name, weights in states[0].items():
+        torch.testing.assert_close(weights, states[1][name], rtol=1e-3, atol=1e-5)
+
+
 # ---- learning
 
 
@@ -568,5 +585,8 @@ def test_it_learns(script, tmp_path):
     if script.__name__ == "ppo_rlhf":  # four passes over each of its rollouts take their time
         given |= dict(num_steps=5, learning_rate=1e-4)
     script.main(script.Args(runs_dir=str(tmp_path), run_name="run", device="cpu", **given))
-    accuracy = [record["rollout/accuracy"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]]
+    records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
+    accuracy = [record["rollout/accuracy"] for record in records]
     assert sum(accuracy[-2:]) / 2 >= sum(accuracy[:2]) / 2 + 0.1
+    if script.__name__ == "gspo":  # its range is narrow, but so are the ratios of whole sequences
+        assert min(record["policy/clip_frac"] for record in records) > 0.1

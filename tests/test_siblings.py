@@ -11,6 +11,7 @@ KL_IN_LOSS = "the KL is k3 in the loss of the child and k1 in the return of the 
 ALGORITHM = "the algorithm's own equation"
 
 SIZES = dict(reinforce_baseline=600, rloo=590, grpo=580, dr_grpo=590, dapo=620, ppo_rlhf=740)  # lines of a file at most
+SIZES |= dict(gspo=590, remax=590, grpo_offpolicy=620, grpo_process=630)
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
 # and classes of the file, Args.<field>, and upper-case constants; "header" is the import lines.
@@ -103,6 +104,54 @@ PAIRS = {
             "compute_values": "the value network and the reward model",
             "load_data": "with a reward model no gold number is needed",
             "main": "four networks",
+        },
+    ),
+    ("gspo", "grpo"): (
+        40,
+        {
+            "RECIPES": "no KL by default",
+            "Args.num_minibatches": "with one update per rollout the ratio is 1 and nothing is ever clipped",
+            "Args.clip_eps": "two bounds instead of one",
+            "Args.clip_eps_low": "the range of a sequence's ratio",
+            "Args.clip_eps_high": "the range of a sequence's ratio",
+            "Args.beta": "the docstring names another equation",
+            "policy_loss": ALGORITHM,
+            "main": "clip_frac is a share of sequences; the bounds of clip_eps_low",
+        },
+    ),
+    ("remax", "reinforce_baseline"): (
+        40,
+        {
+            "BASELINE_DECAY": "no moving average",
+            "Args.baseline": "the baseline is the greedy response's reward, there is nothing to choose",
+            "compute_baseline": "no baseline to keep",
+            "compute_advantages": ALGORITHM,
+            "generate": "the greedy responses are sampled in the same batch",
+            "main": "the greedy responses are scored, counted and left out of the update",
+        },
+    ),
+    ("grpo_offpolicy", "grpo"): (
+        50,
+        {
+            "Args.staleness": "a sampler that is behind",
+            "Args.sampler_dtype": "a sampler that is rounded",
+            "Args.rollout_correction": "truncated importance sampling",
+            "Args.dual_clip": "dual clip",
+            "rollout_correction": "truncated importance sampling",
+            "policy_loss": "dual clip",
+            "inference_copy": "the sampler is rounded where the flag says so, not where the device does",
+            "main": "the sampler is a copy that is refreshed now and then, and the correction for it",
+        },
+    ),
+    ("grpo_process", "grpo"): (
+        70,
+        {
+            "header": "regular expressions and bisection",
+            "SUM": "what a step of the bundled task is",
+            "step_rewards": "process supervision",
+            "step_tokens": "process supervision",
+            "compute_advantages": ALGORITHM,
+            "main": "the steps, their tokens and their rewards",
         },
     ),
 }

@@ -15,9 +15,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from utils.rewards import accuracy_reward
+from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
 COMMON = dict(num_steps=2, num_prompts=3, num_generations=4, max_new_tokens=21, temperature=1.1, learning_rate=2e-3)
@@ -49,6 +49,15 @@ CASES = [  # script, fields, what is special
     ("ppo_rlhf", dict(kl_target=0.5, kl_horizon=40, gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3)),
     ("ppo_rlhf", dict(reward_model="", value_learning_rate=3e-3, num_minibatches=1, normalize_scores=True)),
     ("ppo_rlhf", dict(value_init="policy", whiten_rewards=True, value_learning_rate=3e-3, vf_coef=0.7, beta=0.0)),
+    ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015)),
+    ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, num_iterations=1, beta=0.0)),
+    ("remax", {}),
+    ("remax", dict(num_minibatches=1, num_generations=1, num_prompts=12)),
+    ("grpo_offpolicy", dict(staleness=2, num_steps=3, rollout_correction=1.02, dual_clip=1.05, seed=7)),
+    ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_iterations=1, num_minibatches=1)),
+    ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
+    ("grpo_process", {}),
+    ("grpo_process", dict(num_iterations=1, num_minibatches=1, beta=0.0)),
 ]
 
 
@@ -142,6 +151,37 @@ def rate(args, update, per_rollout):
     return (total - update) / (total - args.warmup_updates)
 
 
+def without_the_greedy(model, step, args, tokenizer):
+    """remax.py: take the first of every G + 1 sequences out of the step; returns their rewards, one for each sample."""
+    each = 1 + args.num_generations
+    greedy, rewards = step["sequences"][::each], []
+    step["sequences"] = [sequence for k, sequence in enumerate(step["sequences"]) if k % each]
+    for (prompt, response), sample in zip(greedy, step["samples"], strict=True):
+        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(1).tolist() == response
+        text = [tokenizer.decode(response, skip_special_tokens=True)]
+        reward = accuracy_reward(text, [sample["answer"]])[0] + format_reward(text, [sample["answer"]])[0]
+        rewards += [reward] * args.num_generations
+    return rewards
+
+
+def process_advantages(step, G, tokenizer):
+    """grpo_process.py: an advantage for each token, from the steps that are recorded with the samples."""
+    advantages, sequences = [], iter(step["sequences"])
+    for sample in step["samples"]:
+        flat = [reward for steps in sample["steps"] for _, reward in steps]
+        mean = math.fsum(flat) / len(flat)
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
+        for text, steps in zip(sample["completions"], sample["steps"], strict=True):
+            assert steps[-1][0] == len(text)
+            _, response = next(sequences)
+            starts = [len(tokenizer.decode(response[:t], skip_special_tokens=True)) for t in range(len(response))]
+            starts = [start if start < len(text) else -1 for start in starts]  # an EOS token is of the last step
+            to_come = [[r for end, r in steps[:-1] if 0 <= start < end] + [steps[-1][1]] for start in starts]
+            advantages.append([math.fsum((r - mean) / (std + 1e-4) for r in rewards) for rewards in to_come])
+    return advantages
+
+
 def group_advantages(name, returns, G, args, memory):
     """One advantage per sequence from one return per sequence, in group order."""
     if name == "reinforce_baseline":
@@ -174,19 +214,26 @@ def gae(rewards, values, gamma, lambda_):
     return [math.fsum((gamma * lambda_) ** (k - t) * delta[k] for k in range(t, T)) for t in range(T)]
 
 
-def token_loss(name, args, logprob, old, ref, advantage):
-    """The loss of one token, a tensor with gradient, before any averaging."""
-    if name in ("reinforce_baseline", "rloo"):
+def token_loss(name, args, logprob, logratio, advantage):
+    """The loss of one token, a tensor with gradient, before any averaging and without the KL."""
+    if name in ("reinforce_baseline", "rloo", "remax"):
         return -advantage * logprob
-    ratio = (logprob - old).exp()
-    low, high = (args.clip_eps_low, args.clip_eps_high) if name == "dapo" else (args.clip_eps, args.clip_eps)
+    ratio = logratio.exp()
+    low, high = bounds_of(args)
     if advantage > 0:
         objective = advantage * ratio if ratio < 1 + high else torch.tensor(advantage * (1 + high))
     else:
         objective = advantage * ratio if ratio > 1 - low else torch.tensor(advantage * (1 - low))
-    if name in ("grpo", "dr_grpo") and args.beta > 0:
-        objective = objective - args.beta * ((ref - logprob).exp() - (ref - logprob) - 1)
+        if ratio > getattr(args, "dual_clip", math.inf):
+            objective = torch.tensor(advantage * args.dual_clip)
     return -objective
+
+
+def bounds_of(args):
+    """How far below and above 1 the clip range reaches; 0.2 where nothing is clipped."""
+    if hasattr(args, "clip_eps_low"):
+        return args.clip_eps_low, args.clip_eps_high
+    return (getattr(args, "clip_eps", 0.2),) * 2
 
 
 def weight(name, args, minibatch, length, counted):
@@ -195,7 +242,11 @@ def weight(name, args, minibatch, length, counted):
     return {
         "reinforce_baseline": 1 / len(minibatch),
         "rloo": 1 / len(minibatch),
+        "remax": 1 / len(minibatch),
         "grpo": 1 / (len(minibatch) * length),
+        "gspo": 1 / (len(minibatch) * length),
+        "grpo_offpolicy": 1 / (len(minibatch) * length),
+        "grpo_process": 1 / (len(minibatch) * length),
         "dr_grpo": 1 / (len(minibatch) * args.max_new_tokens),
         "dapo": 1 / max(1, tokens),
         "ppo_rlhf": 1 / max(1, tokens),
@@ -205,7 +256,8 @@ def weight(name, args, minibatch, length, counted):
 def reference(name, args, steps):
     """The weights after all steps, and for each step the metrics that follow from its tokens and rewards."""
     load = dict(dtype=torch.float64)
-    model, ref_model = [AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(2)]
+    model, ref_model, sampler = [AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(3)]
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     networks, rates = [model], [args.learning_rate]
     if name == "ppo_rlhf":
         judge = args.reward_model if args.reward_model and args.value_init == "reward_model" else args.model
@@ -217,10 +269,10 @@ def reference(name, args, steps):
     G, memory, all_metrics = args.num_generations, {}, []
     beta = getattr(args, "beta", 0.0)
     per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
-    planned, eps = 0, getattr(args, "clip_eps", 0.2)
-    low, high = (args.clip_eps_low, args.clip_eps_high) if name == "dapo" else (eps, eps)
-    low, high = (0.2, 0.2) if name in ("reinforce_baseline", "rloo") else (low, high)
-    for step in steps:
+    planned, (low, high) = 0, bounds_of(args)
+    for number_of_step, step in enumerate(steps, start=1):
+        if name == "remax":
+            greedy_rewards = without_the_greedy(model, step, args, tokenizer)
         sequences = step["sequences"]
         lengths = [len(response) for _, response in sequences]
         ended = [response[-1] == EOS for _, response in sequences]
@@ -260,10 +312,30 @@ def reference(name, args, steps):
                 error = min(max(metrics["kl/response"] / args.kl_target - 1, -0.2), 0.2)
                 beta *= math.exp(error * len(sequences) / args.kl_horizon)
         else:
-            k1 = name in ("reinforce_baseline", "rloo")
+            k1 = name in ("reinforce_baseline", "rloo", "remax")
             returns = [reward - beta * value * k1 for reward, value in zip(rewards, kl, strict=True)]
-            per_sequence = group_advantages(name, returns, G, args, memory)
+            if name == "remax":
+                per_sequence = [a - b for a, b in zip(returns, greedy_rewards, strict=True)]
+                metrics["rollout/greedy_reward"] = math.fsum(greedy_rewards) / len(greedy_rewards)
+            else:
+                per_sequence = group_advantages(name, returns, G, args, memory)
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
+        if name == "grpo_process":
+            advantages = process_advantages(step, G, tokenizer)
+        if name == "grpo_offpolicy":
+            # On the way the advantages get the weights, and the sampler the weights of the model if it is due.
+            with torch.no_grad():
+                sampled = [logprobs_of(sampler, s, args.temperature).tolist() for s in sequences]
+            pairs = [list(zip(*pair, strict=True)) for pair in zip(old, sampled, strict=True)]
+            cap = args.rollout_correction
+            ratios = [[math.exp(p - q) if cap else 1.0 for p, q in row] for row in pairs]
+            advantages = [
+                [a * min(w, cap or 1.0) for a, w in zip(*row, strict=True)]
+                for row in zip(advantages, ratios, strict=True)
+            ]
+            gaps = [abs(p - q) for row in pairs for p, q in row]
+            metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
+            metrics["rollout/truncated_frac"] = sum(w > cap > 0 for row in ratios for w in row) / len(gaps)
 
         # ---- which sequences are trained on, and which tokens count
         kept, counted = list(range(len(sequences))), lengths
@@ -285,7 +357,9 @@ def reference(name, args, steps):
 
         # ---- updates
         sums, losses, norms = (
-            dict.fromkeys(("low", "high", "kl2", "ratio", "entropy", "k3", "value", "vclip", "n"), 0.0),
+            dict.fromkeys(
+                ("low", "high", "kl2", "ratio", "entropy", "k3", "value", "vclip", "n", "dual", "clips"), 0.0
+            ),
             [],
             [],
         )
@@ -296,14 +370,21 @@ def reference(name, args, steps):
                     continue
                 logprobs = logprobs_of(model, sequences[i], args.temperature)
                 scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
+                mean = (logprobs - torch.tensor(old[i])).mean()  # of the log-ratios of the sequence
                 for t in range(lengths[i]):
-                    loss = token_loss(name, args, logprobs[t], old[i][t], ref[i][t], advantages[i][t])
-                    total = total + scale * loss
-                    difference = logprobs[t].item() - old[i][t]
-                    sums["low"] += math.exp(difference) < 1 - low
-                    sums["high"] += math.exp(difference) > 1 + high
-                    sums["kl2"] += 0.5 * difference**2
-                    sums["ratio"] += math.exp(difference)
+                    logratio = mean if name == "gspo" else logprobs[t] - old[i][t]
+                    total = total + scale * token_loss(name, args, logprobs[t], logratio, advantages[i][t])
+                    if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process") and args.beta > 0:
+                        upside = ref[i][t] - logprobs[t]
+                        total = total + scale * args.beta * (upside.exp() - upside - 1)
+                    ratio = math.exp(logratio.item())
+                    if name != "gspo" or t == 0:  # where a sequence has one ratio, it is clipped or not as a whole
+                        sums["low"] += ratio < 1 - low
+                        sums["high"] += ratio > 1 + high
+                        sums["clips"] += 1
+                    sums["dual"] += ratio > getattr(args, "dual_clip", math.inf) and advantages[i][t] < 0
+                    sums["kl2"] += 0.5 * (logprobs[t].item() - old[i][t]) ** 2
+                    sums["ratio"] += ratio
                     sums["entropy"] -= logprobs[t].item()
                     sums["k3"] += k3(ref[i][t], logprobs[t].item())
                     sums["n"] += 1
@@ -337,8 +418,13 @@ def reference(name, args, steps):
         planned += per_rollout
         count, made = max(1, sums["n"]), max(1, len(losses))
         metrics |= {"policy/loss": math.fsum(losses) / made, "optim/grad_norm": math.fsum(norms) / made}
-        metrics |= {"policy/clip_frac_low": sums["low"] / count, "policy/clip_frac_high": sums["high"] / count}
-        metrics |= {"policy/clip_frac": (sums["low"] + sums["high"]) / count, "policy/approx_kl": sums["kl2"] / count}
+        clips = max(1, sums["clips"])
+        metrics |= {"policy/clip_frac_low": sums["low"] / clips, "policy/clip_frac_high": sums["high"] / clips}
+        metrics |= {"policy/clip_frac": (sums["low"] + sums["high"]) / clips, "policy/approx_kl": sums["kl2"] / count}
+        if name == "grpo_offpolicy":
+            metrics["policy/dual_clip_frac"] = sums["dual"] / count
+            if number_of_step % args.staleness == 0:
+                sampler.load_state_dict(model.state_dict())
         metrics |= {"policy/ratio_mean": sums["ratio"] / count, "policy/entropy": sums["entropy"] / count}
         metrics |= {"kl/ref": sums["k3"] / count} if getattr(args, "beta", 0.0) > 0 else {}
         if name == "ppo_rlhf":
