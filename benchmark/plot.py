@@ -18,7 +18,7 @@ WINDOW = 5  # steps
 def main() -> None:
     runs = [json.loads(line) for line in (RECORDS / "bundled.jsonl").read_text(encoding="utf-8").splitlines()]
     names = list(dict.fromkeys(run["script"] for run in runs))
-    figure, axes = plt.subplots(2, 3, figsize=(9, 5), sharex=True, sharey=True, layout="constrained")
+    figure, axes = plt.subplots(2, 5, figsize=(13, 5), sharex=True, sharey=True, layout="constrained")
     for name, ax in zip(names, axes.flat, strict=True):
         mine = [run for run in runs if run["script"] == name]
         curves = np.array([run["sampled_accuracy"] for run in mine])  # (seeds, steps)
