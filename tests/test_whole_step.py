@@ -271,6 +271,7 @@ def reference(name, args, steps):
     per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
     planned, (low, high) = 0, bounds_of(args)
     for number_of_step, step in enumerate(steps, start=1):
+        memory["tokens"] = memory.get("tokens", 0) + sum(len(response) for _, response in step["sequences"])
         if name == "remax":
             greedy_rewards = without_the_greedy(model, step, args, tokenizer)
         sequences = step["sequences"]
@@ -285,7 +286,7 @@ def reference(name, args, steps):
             "rollout/reward_mean": math.fsum(rewards) / len(rewards),
             "rollout/eos_frac": sum(ended) / len(ended),
         }
-        metrics |= {"rollout/response_len": sum(lengths) / len(lengths)}
+        metrics |= {"rollout/response_len": sum(lengths) / len(lengths), "tokens": memory["tokens"]}
 
         # ---- advantages per token
         if name == "ppo_rlhf":
