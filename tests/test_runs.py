@@ -215,6 +215,20 @@ def test_metrics_are_the_documented_ones(script, finished):
     assert logged == documented
 
 
+def test_groups_that_teach_nothing_are_counted(script, finished, run):
+    """Those in which no token of a response has an advantage, because all rewards, here of all steps, are equal."""
+    if script.__name__ in ("reinforce_baseline", "remax", "ppo_rlhf"):
+        pytest.skip("there are no groups")
+    samples, shares = read_jsonl(finished / "samples.jsonl"), []
+    for record in read_jsonl(finished / "metrics.jsonl")[1:]:
+        mine = [sample for sample in samples if sample["step"] == record["step"]]
+        rewards = [{r for steps in s["steps"] for _, r in steps} if "steps" in s else set(s["rewards"]) for s in mine]
+        shares.append(sum(len(own) == 1 for own in rewards) / len(mine))
+        assert record["rollout/zero_std_frac"] == pytest.approx(shares[-1])
+    cut = read_jsonl(run("cut", max_new_tokens=1, num_steps=1) / "metrics.jsonl")[1]  # all begin with <think>
+    assert min(shares) < 1 and cut["rollout/zero_std_frac"] == 1
+
+
 # ---- the same again
 
 
@@ -573,6 +587,22 @@ def test_a_sampler_that_is_the_trainer_needs_no_correction(script, run, finished
     states = [read_checkpoint(folder)["model"] for folder in (tmp_path / "run", finished_runs(script))]
     for name, weights in states[0].items():
         torch.testing.assert_close(weights, states[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
+    """However stale the sampler is: the last evaluation is one of the saved model."""
+    script = __import__("grpo_offpolicy")
+    given = dict(staleness=100, num_steps=3, learning_rate=2e-3, runs_dir=str(tmp_path), run_name="run", dataset=data)
+    metrics = script.main(make_args(script, **given))
+    folder = tmp_path / "run"
+    args = script.Args(**{k: v for k, v in json.loads((folder / "args.json").read_text()).items() if k != "versions"})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    examples = script.load_data(args, tokenizer, "test")
+    mine, start = [
+        script.evaluate(args, AutoModelForCausalLM.from_pretrained(model), tokenizer, examples, [2])
+        for model in (folder / "model", args.model)
+    ]
+    assert mine == {name: metrics[name] for name in mine} != start
 
 
 # ---- learning

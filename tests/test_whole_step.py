@@ -323,6 +323,12 @@ def reference(name, args, steps):
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
         if name == "grpo_process":
             advantages = process_advantages(step, G, tokenizer)
+            of_groups = [[[reward for _, reward in own] for own in sample["steps"]] for sample in step["samples"]]
+            flat = [reward for group in of_groups for own in group for reward in own]
+            metrics |= {"rollout/step_reward": math.fsum(flat) / len(flat), "rollout/steps": len(flat) / len(sequences)}
+            equal = [len({reward for own in group for reward in own}) == 1 for group in of_groups]
+            metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
+            memory.setdefault("steps", set()).update(len(own) for group in of_groups for own in group)
         if name == "grpo_offpolicy":
             # On the way the advantages get the weights, and the sampler the weights of the model if it is due.
             with torch.no_grad():
@@ -433,6 +439,8 @@ def reference(name, args, steps):
         all_metrics.append(metrics)
     if getattr(args, "max_resample", 1) == 0 and not args.overlong_filter:
         assert min(len(step["minibatches"]) for step in steps) < per_rollout
+    if name == "grpo_process" and args.beta > 0:
+        assert len(memory["steps"]) > 1, "the responses are to have different numbers of steps"
     assert memory["emptied"] == ({True, False} if getattr(args, "overlong_filter", False) else {False})
     return networks, all_metrics
 
