@@ -126,7 +126,7 @@ class Args:
     warmup_updates: int | None = None
     """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by model"""
     num_iterations: int = 1
-    """passes over each rollout (mu in Algorithm 1)"""
+    """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass: the rollout is shuffled and split into so many minibatches"""
     micro_batch_tokens: int = 2048

@@ -2,22 +2,24 @@
 sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
 https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
 
-A fast sampling engine computes in other precisions than the trainer, and may hold older weights: its policy, mu, is not
-pi_old, the trainer's policy at the start of the step. For every prompt q mu samples G responses. Maximized is
+A fast sampling engine computes in another precision than the trainer, and may hold older weights: its policy, pi_s, is
+not pi_old, the trainer's policy at the start of the step. For every prompt q pi_s samples G responses. Maximized is
 
-    J(theta) = E_mu[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]
-    w_it     = min( pi_old(o_it | q, o_i<t) / mu(o_it | q, o_i<t), W )              from the sampler to the old policy
+    J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]              o_i from pi_s
+    w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )            from the sampler to the old policy
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )                  (DeepSeekMath, Eq. 3)
     C_it     = max(S_it, D A_it) if A_it < 0, else S_it                             dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                  from the old to the new policy
 
 and A_it and KL_it (Eq. 4) as in grpo.py. The weight w has no gradient, and the KL term is not weighted. Because C is
-proportional to A for A > 0 and for A < 0, w can be multiplied into A: policy_loss does not know of it. The loss is -J.
+proportional to A for A > 0 and for A < 0, w can be multiplied into A, and policy_loss needs no argument for it. The
+loss is -J.
 
 Parent: grpo.py. Differences: (1) w corrects for the sampler, truncated at W (--rollout-correction), since rare large
 ratios would dominate the gradient; (2) for a negative advantage a ratio far above 1 is held back, at D (--dual-clip):
 the clip range alone stops it only from falling; (3) the sampler is a copy of its own, refreshed every --staleness steps
-and rounded to --sampler-dtype, which makes on one device what an engine makes. Evaluated are the trainer's weights.
+and rounded to --sampler-dtype, which imitates on one device what an engine does. Evaluated are the trainer's weights.
+With no argument on a CPU nothing of this acts: it is grpo.py.
 
 Departures from the papers: those of grpo.py. Not a departure: w corrects a token for its own probability, not for that
 of the tokens before it, so that the gradient comes nearer to the one of pi_old's own samples, and not all the way.
@@ -25,7 +27,7 @@ of the tokens before it, so that the gradient comes nearer to the one of pi_old'
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
 P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-batch, T response tokens in it.
 
-    python grpo_offpolicy.py --staleness 4 --sampler-dtype bfloat16     trains assets/adder on assets/addition, on a CPU
+    python grpo_offpolicy.py --staleness 4 --num-minibatches 4          trains assets/adder on assets/addition, on a CPU
     python grpo_offpolicy.py --model SmolLM2-1.7B --num-generations 8   trains on GSM8K, on one GPU
 """
 
@@ -135,7 +137,7 @@ class Args:
     warmup_updates: int | None = None
     """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by model"""
     num_iterations: int = 1
-    """passes over each rollout (mu in Algorithm 1)"""
+    """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass: the rollout is shuffled and split into so many minibatches"""
     micro_batch_tokens: int = 2048
@@ -150,7 +152,7 @@ class Args:
     rollout_correction: float = 2.0
     """a token's importance weight between sampler and trainer is truncated at this (W); 0: no correction"""
     dual_clip: float = 3.0
-    """for negative advantages the ratio counts at most this, above 1 (D)"""
+    """for negative advantages a ratio counts as at most this, above 1 (D); it acts with several updates per rollout"""
     beta: float | None = None
     """weight of the KL to the reference in the loss (beta in Eq. 3); 0: no reference is kept; None: by model"""
 

@@ -56,7 +56,7 @@ from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_a
 
 ASSETS = Path(__file__).resolve().parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # their sum is the reward of a completion
-SUM = re.compile(r"(?<![0-9+])([0-9](?:\+[0-9])+)=([0-9]{1,2})(?![0-9])")  # of one column, as in 4+3+1=8
+SUM = re.compile(r"([0-9](?:\+[0-9])+)=([0-9]+)")  # of one column, as in 4+3+1=8
 SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations of memory for keys and values
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and </think>, and then the \
 final number alone between <answer> and </answer>. For example:
@@ -129,7 +129,7 @@ class Args:
     warmup_updates: int | None = None
     """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by model"""
     num_iterations: int = 1
-    """passes over each rollout (mu in Algorithm 1)"""
+    """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass: the rollout is shuffled and split into so many minibatches"""
     micro_batch_tokens: int = 2048
@@ -149,18 +149,21 @@ class Args:
 def step_rewards(completions: list[str], answers: list[str]) -> list[list[tuple[int, float]]]:
     """The steps of each completion, (end, reward) each: after how many characters it ends, and what it is worth.
 
-    For column addition: a sum inside <think> is worth 1 if it is true and its last digit is the answer's, counted from
-    the right, else 0; the last step is the whole completion, worth the sum of REWARDS.
+    For column addition, where <think> holds nothing but sums and commas: a sum is worth 1 if it is true and its last
+    digit is the answer's, counted from the right, else 0. The last step is the whole completion: the sum of REWARDS.
     """
     scores = zip(*[f(completions, answers) for f in REWARDS], strict=True)  # N of them
     steps = []
     for text, answer, score in zip(completions, answers, scores, strict=True):
-        start, end, digits = text.find("<think>"), text.find("</think>"), str(gold_number(answer))[::-1]
-        steps.append([])
-        for place, match in enumerate(SUM.finditer(text, start, end) if 0 <= start < end else []):
-            is_true = sum(map(int, match[1].split("+"))) == int(match[2])
-            steps[-1].append((match.end(), float(is_true and match[2][-1] == digits[place : place + 1])))
-        steps[-1].append((len(text), sum(score)))
+        rest, digits = text.partition("<think>")[2], str(gold_number(answer))[::-1]
+        inside, closed, _ = rest.partition("</think>")
+        sums = inside.split(",") if closed and re.fullmatch("[0-9+=,]+", inside) else []
+        end, own = len(text) - len(rest) - 1, []
+        for place, written in enumerate(sums):
+            match, end = SUM.fullmatch(written), end + 1 + len(written)
+            is_true = match is not None and str(sum(map(int, match[1].split("+")))) == match[2]
+            own.append((end, float(is_true and match[2][-1] == digits[place : place + 1])))
+        steps.append([*own, (len(text), sum(score))])
     return steps
 
 

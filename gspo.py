@@ -14,8 +14,8 @@ Parent: grpo.py. Differences: (1) one ratio per sequence, the geometric mean of 
 less than theirs, so that its clip range is three orders of magnitude narrower; (2) no KL to the reference by default;
 (3) four updates per rollout, as in the paper's experiments: with one the ratio is 1, and this is GRPO without a KL.
 
-Departures from the paper: 1e-4 is added to the std, as in grpo.py. Advantages per token, which policy_loss takes in
-every script, are averaged over the sequence here; that is not the paper's GSPO-token.
+Departures from the paper: 1e-4 is added to the std, as in grpo.py. With advantages per token, which policy_loss takes
+in every script, the terms of the minimum are averaged over the sequence; that is not the paper's GSPO-token.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
 P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-batch, T response tokens in it.
@@ -126,7 +126,7 @@ class Args:
     warmup_updates: int | None = None
     """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by model"""
     num_iterations: int = 1
-    """passes over each rollout (mu in Algorithm 1)"""
+    """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 4
     """updates per pass: the rollout is shuffled and split into so many minibatches"""
     micro_batch_tokens: int = 2048

@@ -13,8 +13,9 @@ prompt is for the policy of this very step. The greedy response itself is never 
 Parent: reinforce_baseline.py. Difference: the baseline is one number per prompt, the reward of a greedy response, which
 is sampled in the same batch as the others; it needs no state.
 
-Departures from the paper: none in the equations. A step samples (G + 1)/G times the responses that it trains on; all of
-them are counted in episodes and tokens. With --num-minibatches above 1 the later minibatches are off-policy, and
+Departures from the paper: G samples may share a greedy response; the KL is that of the whole response, as in
+reinforce_baseline.py, and b has none (the authors' code gives each token its own KL). All responses, the greedy ones
+too, are counted in episodes and tokens. With --num-minibatches above 1 the later minibatches are off-policy, and
 nothing corrects for it: policy/clip_frac and policy/approx_kl say by how much.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
@@ -533,7 +534,7 @@ def main(args: Args) -> dict:
         gap = (old_logprobs - sampled_logprobs).abs()[response_mask]  # (tokens,)
         means = {"reward_mean": rewards, "accuracy": torch.tensor(accuracy_reward(completions, answers))}
         means |= {"response_len": rollout[3].sum(1), "eos_frac": ended, "logprob_gap": gap, **rewards_by_name}
-        means |= {"zero_std_frac": (rewards == rewards[0, 0]).all(), "greedy_reward": greedy_rewards}
+        means |= {"zero_std_frac": (rewards == greedy_rewards[:, None]).all(1), "greedy_reward": greedy_rewards}
         metrics = {"step": step, "episodes": metrics["episodes"] + N, "tokens": metrics["tokens"] + sampled_tokens}
         metrics["episodes"] += len(batch)  # the greedy ones
         metrics |= {f"rollout/{name}": values.float().mean().item() for name, values in means.items()}

@@ -298,8 +298,12 @@ def test_steps_of_an_addition_by_hand():
         "<think>0+0=0,0+0=0,0+0=0</think>85": [(12, 0.0), (18, 0.0), (24, 0.0), (34, 0.2)],  # 85 has no third digit
         "7+8=15<think></think><answer>85</answer>7+8=15": [(46, 1.4)],  # not within the tags
         "<think>7+8=15,4+3+1=8": [(21, 0.1)],  # the tag is never closed
+        "<think>7+8=15<think>,4+3+1=8</think>": [(36, 0.2)],
         "</think>7+8=15<think>": [(21, 0.2 - 0.1)],
-        "<think>17+8=25,7+8=151,1+1=</think>": [(35, 0.2)],  # no sums of single digits
+        "<think>17+8=25,7+8=151,1+1=</think>": [(14, 0.0), (22, 0.0), (27, 0.0), (35, 0.2)],  # no sums of digits
+        "<think>7+8=015,4+3+1=8,,</think>": [(14, 0.0), (22, 1.0), (23, 0.0), (24, 0.0), (32, 0.2)],
+        "<think>7 + 8 = 15, 4+3+1=8</think><answer>85</answer>": [(53, 1.4)],  # other text than sums has no steps
+        "<think>So 7+8=15.</think>": [(25, 0.2)],
         "": [(0, 0.0)],
     }
     found = grpo_process.step_rewards(list(texts), ["85"] * len(texts))

@@ -318,6 +318,9 @@ def reference(name, args, steps):
             if name == "remax":
                 per_sequence = [a - b for a, b in zip(returns, greedy_rewards, strict=True)]
                 metrics["rollout/greedy_reward"] = math.fsum(greedy_rewards) / len(greedy_rewards)
+                equal = [a == b for a, b in zip(rewards, greedy_rewards, strict=True)]
+                equal = [all(equal[k : k + G]) for k in range(0, len(equal), G)]
+                metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
             else:
                 per_sequence = group_advantages(name, returns, G, args, memory)
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
