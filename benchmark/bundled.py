@@ -1,5 +1,7 @@
 """Run every script with no argument but the seed, and record what it reached: python benchmark/bundled.py
 
+grpo_multigpu.py runs as two processes of one thread each, the others as one of all threads.
+
 Writes one line per run to benchmark/records/bundled.jsonl: script, seed, accuracy before and after (greedy, on the
 held-out additions), wall time of the whole command, sequences sampled, and the sampled accuracy at every step.
 """
@@ -14,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
-SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process"]
+SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
@@ -29,16 +31,9 @@ def main() -> None:
         for script in args.scripts:
             with tempfile.TemporaryDirectory() as folder:
                 start = time.perf_counter()
-                command = [
-                    sys.executable,
-                    f"{script}.py",
-                    "--seed",
-                    str(seed),
-                    "--runs-dir",
-                    folder,
-                    "--run-name",
-                    "run",
-                ]
+                launcher = "-m torch.distributed.run --nproc-per-node 2" if script == "grpo_multigpu" else ""
+                flags = f"{script}.py --seed {seed} --runs-dir {folder} --run-name run"
+                command = [sys.executable, *launcher.split(), *flags.split()]
                 subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                 seconds = time.perf_counter() - start
                 lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

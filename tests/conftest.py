@@ -9,7 +9,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data and a real model, used where they are at hand
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
-SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process"]
+SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)  # models this small gain nothing from more, and lose much on a busy machine
@@ -30,3 +30,11 @@ def pytest_generate_tests(metafunc):
 def script(request):
     """The module of each script in turn."""
     return __import__(request.param)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group():
+    """grpo_multigpu.py connects processes, be it one alone; a run that ended early leaves the connection behind."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -65,6 +65,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "gspo": 1 / (num_seqs * max(1, length)),
             "grpo_offpolicy": 1 / (num_seqs * max(1, length)),
             "grpo_process": 1 / (num_seqs * max(1, length)),
+            "grpo_multigpu": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
@@ -80,7 +81,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
                 objective = advantage * min(ratio, high)
             else:
                 objective = advantage * min(max(ratio, low), 3.0 if name == "grpo_offpolicy" else math.inf)
-            if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process"):
+            if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process", "grpo_multigpu"):
                 upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)
             total -= objective * weight

@@ -83,7 +83,7 @@ MAY_BE_0 = {"seed", "eval_every", "save_every", "warmup_updates", "beta", "max_r
 MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda", "rollout_correction"}
 AT_MOST_1 = {"clip_eps", "clip_eps_low", "gamma", "gae_lambda"}
 # The other samples of the prompt are the baseline: there must be one.
-GROUPS = {"rloo", "grpo", "dr_grpo", "dapo", "gspo", "grpo_offpolicy", "grpo_process"}
+GROUPS = {"rloo", "grpo", "dr_grpo", "dapo", "gspo", "grpo_offpolicy", "grpo_process", "grpo_multigpu"}
 
 
 def bounds(script) -> dict:

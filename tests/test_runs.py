@@ -58,7 +58,7 @@ def without_times(records: list[dict]) -> list[dict]:
 
 def assert_same(one, other) -> None:
     """Equal to the last bit, through all dicts, lists and tuples."""
-    assert type(one) is type(other)
+    assert type(one) is type(other) or isinstance(one, list | tuple) and isinstance(other, list | tuple)
     if isinstance(one, dict):
         assert list(one) == list(other)
         one, other = list(one.values()), list(other.values())

@@ -11,7 +11,7 @@ KL_IN_LOSS = "the KL is k3 in the loss of the child and k1 in the return of the 
 ALGORITHM = "the algorithm's own equation"
 
 SIZES = dict(reinforce_baseline=600, rloo=590, grpo=580, dr_grpo=590, dapo=620, ppo_rlhf=740)  # lines of a file at most
-SIZES |= dict(gspo=590, remax=590, grpo_offpolicy=620, grpo_process=640)
+SIZES |= dict(gspo=590, remax=590, grpo_offpolicy=620, grpo_process=640, grpo_multigpu=650)
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
 # and classes of the file, Args.<field>, and upper-case constants; "header" is the import lines.
@@ -141,6 +141,19 @@ PAIRS = {
             "policy_loss": "dual clip",
             "inference_copy": "the sampler is rounded where the flag says so, not where the device does",
             "main": "the sampler is a copy that is refreshed now and then, and the correction for it",
+        },
+    ),
+    ("grpo_multigpu", "grpo"): (
+        110,
+        {
+            "header": "torch's distributed engine",
+            "WHOLE": "a checkpoint that does not depend on the number of processes",
+            "micro_batches": "each process takes its share, all of them equally many",
+            "everywhere": "what each process has sampled is sent to all",
+            "refresh": "the sampler is whole, the model is sharded",
+            "respond": "each process samples for its share of the prompts",
+            "fail": "an error that all processes meet is said once",
+            "main": "sharding; rank 0 alone writes; sums over the processes; checkpoints are gathered; all stop together",
         },
     ),
     ("grpo_process", "grpo"): (

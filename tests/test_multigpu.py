@@ -1,0 +1,424 @@
+"""grpo_multigpu.py on several CPU processes: the update is that of one process, and none is left behind."""
+
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from test_runs import (
+    KILL,
+    MANY_UPDATES,
+    assert_same,
+    assert_same_runs,
+    ended,
+    in_child,
+    make_args,
+    read_checkpoint,
+    read_jsonl,
+    set_trap,
+    without_times,
+)
+from test_runs import data as data  # the fixtures
+from test_runs import server as server
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+import grpo
+import grpo_multigpu
+
+EOS = 2
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how: dict) -> None:
+    """A forked process as torchrun would start it; `how` says what is changed in it."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    if "rollouts" in how:
+        given_rollouts(how["rollouts"], how["gradients"] if rank == 0 else None)
+    if how.get("spoiled") == rank:
+        spoil_second_step()
+    if how.get("trapped") == rank:
+        set_trap(grpo_multigpu, **how["trap"])
+    if "bytes" in how:
+        count_bytes(f"{how['bytes']}{rank}")
+    in_child("grpo_multigpu", given, f"{log}.{rank}", None)
+
+
+def given_rollouts(path: str, gradients: str | None) -> None:
+    """Compute in float64, take the rollouts from a file instead of sampling them, and save the first gradient."""
+    rollouts, respond, clip = torch.load(path), grpo_multigpu.respond, torch.nn.utils.clip_grad_norm_
+    torch.Tensor.float = torch.Tensor.double
+    torch.set_default_dtype(torch.float64)
+    load = AutoModelForCausalLM.from_pretrained
+    loader = SimpleNamespace(from_pretrained=lambda *args, **kwargs: load(*args, **kwargs | {"dtype": torch.float64}))
+    grpo_multigpu.AutoModelForCausalLM = loader
+    saved = []
+
+    def recorded(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+        if temperature == 0:
+            return respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
+        rollout, logprobs, texts = rollouts[len(saved)]
+        saved.append(1)
+        return list(rollout), logprobs.double(), list(texts)
+
+    def clip_and_save(parameters, limit):
+        parameters = list(parameters)
+        whole = [parameter.grad.full_tensor() for parameter in parameters]
+        if gradients is not None and not os.path.exists(gradients):
+            torch.save(whole, gradients)
+        return clip(parameters, limit)
+
+    grpo_multigpu.respond = recorded
+    torch.nn.utils.clip_grad_norm_ = clip_and_save
+
+
+def spoil_second_step() -> None:
+    """The loss of every micro-batch of the second step is NaN, in this process alone."""
+    policy_loss, refresh, steps = grpo_multigpu.policy_loss, grpo_multigpu.refresh, []
+
+    def spoiled(*args):
+        loss, stats = policy_loss(*args)
+        return loss * (math.nan if len(steps) == 1 else 1.0), stats
+
+    def counted(*args):
+        steps.append(1)
+        refresh(*args)
+
+    grpo_multigpu.policy_loss, grpo_multigpu.refresh = spoiled, counted
+
+
+def count_bytes(path: str) -> None:
+    """Write down how many bytes of weights, gradients and Adam's averages this process holds."""
+    step = torch.optim.AdamW.step
+
+    def counted(self, *args, **kwargs):
+        result = step(self, *args, **kwargs)
+        tensors = [p for group in self.param_groups for p in group["params"]]
+        tensors += [p.grad for p in tensors]
+        tensors += [x for state in self.state.values() for name, x in state.items() if name != "step"]
+        with open(path, "w") as file:
+            file.write(str(sum(x.to_local().numel() * x.to_local().element_size() for x in tensors)))
+        return result
+
+    torch.optim.AdamW.step = counted
+
+
+@pytest.fixture
+def start(server, data, tmp_path):
+    """Start so many processes of a small run; returns them."""
+    started = []
+
+    def call(world, name="run", how=None, **given):
+        fixed = dict(runs_dir=str(tmp_path), run_name=name, dataset=data, **MANY_UPDATES)
+        given = given if "resume" in given else fixed | given
+        port, log = free_port(), str(tmp_path / f"{name}.log")
+        for rank in range(world):
+            arguments = (rank, world, port, given, log, how or {})
+            started.append(server.Process(target=one_of_several, args=arguments, daemon=True))
+            started[-1].start()
+        return started[-world:]
+
+    yield call
+    for process in started:
+        if process.is_alive():
+            process.kill()
+
+
+@pytest.fixture
+def several(start, tmp_path):
+    """Let so many processes of a small run come to their end; returns the run's folder."""
+
+    def call(world, name="run", **given):
+        statuses = [ended(process) for process in start(world, name, **given)]
+        assert statuses == [0] * world, (tmp_path / f"{name}.log.0").read_text()
+        for rank in range(1, world):  # rank 0 alone has something to say
+            assert (tmp_path / f"{name}.log.{rank}").read_text() == ""
+        return tmp_path / name
+
+    return call
+
+
+@pytest.fixture
+def rollouts(tmp_path, data):
+    """A file with the rollouts of two steps, with ragged lengths, as grpo.py samples them."""
+    args = make_args(grpo, dataset=data, temperature=1.5, max_prompt_tokens=64, system_prompt="")
+    tokenizer, model = AutoTokenizer.from_pretrained(args.model), AutoModelForCausalLM.from_pretrained(args.model)
+    examples, steps = grpo.load_data(args, tokenizer, "train"), []
+    torch.manual_seed(args.seed)
+    order = torch.randperm(len(examples)).tolist()  # main's
+    torch.manual_seed(4)
+    for step in range(2):
+        batch = [examples[i] for i in order[4 * step : 4 * step + 4]]
+        steps.append(grpo.respond(args, model, tokenizer, batch, 3, 1.5, [EOS]))
+    lengths = torch.stack([step[0][3].sum(1) for step in steps])
+    assert lengths.unique().numel() > 5
+    torch.save(steps, tmp_path / "rollouts.pt")
+    return str(tmp_path / "rollouts.pt")
+
+
+# ---- one update, however many processes
+
+
+GIVEN = dict(num_prompts=4, num_generations=3, num_steps=2, temperature=1.5, micro_batch_tokens=100, learning_rate=1e-3)
+UPDATES = {
+    "one": dict(num_iterations=1, num_minibatches=1, beta=0.0),
+    "four": dict(num_iterations=2, num_minibatches=2, beta=0.1, gradient_checkpointing=True),
+}
+
+
+@pytest.mark.parametrize("updates", UPDATES)
+def test_the_update_does_not_depend_on_the_number_of_processes(several, rollouts, tmp_path, updates):
+    """One rollout, in float64: gradients, weights after two steps, metrics, samples and evaluation of 1, 2 and 3."""
+    runs, gradients = [], []
+    for world in (1, 2, 4) if updates == "one" else (1, 2):
+        how = {"rollouts": rollouts, "gradients": str(tmp_path / f"gradients{world}.pt")}
+        runs.append(several(world, f"run{world}", how=how, **GIVEN, **UPDATES[updates]))
+        gradients.append(torch.load(how["gradients"]))
+    assert max(x.abs().max() for x in gradients[0]) > 1e-3
+    for run, gradient in zip(runs[1:], gradients[1:], strict=True):
+        for one, other in zip(gradients[0], gradient, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+        states = [read_checkpoint(folder)["model"] for folder in (runs[0], run)]
+        for name, weights in states[0].items():
+            torch.testing.assert_close(weights, states[1][name], rtol=1e-7, atol=1e-10)
+        records = [without_times(read_jsonl(folder / "metrics.jsonl")) for folder in (runs[0], run)]
+        for one, other in zip(*records, strict=True):
+            assert one == pytest.approx(other, rel=1e-7, abs=1e-10)
+        assert (runs[0] / "samples.jsonl").read_text() == (run / "samples.jsonl").read_text()
+    assert records[0][1]["policy/clip_frac"] > 0 or updates == "one"
+
+
+def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
+    """With one update per rollout, where the order of the sequences plays no part."""
+    given = dict(num_iterations=1, num_minibatches=1, num_steps=2)
+    mine = several(1, **given)
+    fields = MANY_UPDATES | dict(runs_dir=str(tmp_path), run_name="grpo", dataset=data) | given
+    grpo.main(make_args(grpo, **fields))
+    assert (mine / "samples.jsonl").read_text() == (tmp_path / "grpo" / "samples.jsonl").read_text()
+    records = [without_times(read_jsonl(folder / "metrics.jsonl")) for folder in (mine, tmp_path / "grpo")]
+    for one, other in zip(*records, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
+def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
+    """Every sequence once with weight W, on all processes as many batches, which differ by repeats of weight 0."""
+    lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 1], [], set()
+    monkeypatch.setattr(grpo_multigpu.dist, "get_world_size", lambda: world)
+    for rank in range(world):
+        monkeypatch.setattr(grpo_multigpu.dist, "get_rank", lambda rank=rank: rank)
+        batches = grpo_multigpu.micro_batches(torch.tensor(minibatch), lengths, 10)
+        assert all(weight == world or weight == 0 for _, weight in batches) and all(batch for batch, _ in batches)
+        real += [batch for batch, weight in batches if weight]
+        numbers.add(len(batches))
+    assert sorted(real) == sorted(grpo.micro_batches(torch.tensor(minibatch), lengths, 10))
+    assert numbers == {-(-len(real) // world)}
+
+
+def test_every_process_has_its_own_noise(several, tmp_path, data):
+    """Of one question, asked four times in a step: were the noise the same, so would be both halves of the samples."""
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"question": "47+38=", "answer": "85"}\n' * 40)
+    given = dict(dataset=str(path), num_steps=1, temperature=1.5, num_generations=4)
+    completions = [sample["completions"] for sample in read_jsonl(several(2, **given) / "samples.jsonl")]
+    assert len(completions) == 4 and completions[:2] != completions[2:]
+    again = [sample["completions"] for sample in read_jsonl(several(2, "again", **given) / "samples.jsonl")]
+    assert completions == again
+
+
+# ---- killed, stopped, resumed
+
+
+def test_killed_and_resumed(several, start, tmp_path):
+    """By as many processes: in the same bits. By another number: from the same weights and averages, to the end."""
+    whole = several(2, "whole")
+    metrics, samples = read_jsonl(whole / "metrics.jsonl"), read_jsonl(whole / "samples.jsonl")
+    assert [record["step"] for record in metrics] == list(range(7)) and len(samples) == 24
+    moments = [  # of rank 0 or 1, and the step of the checkpoint there is: they follow steps 1, 2, 4, 6
+        (1, dict(where="optimizer", call=12, signals=KILL), 2),  # in an update of step 3
+        (1, dict(where="generate", call=6, signals=KILL), 4),
+        (0, dict(where="replace", call=3, signals=KILL, match="checkpoint"), 2),  # the new one has no name yet
+    ]
+    for k, (rank, trap, saved) in enumerate(moments):
+        processes = start(2, f"run{k}", how={"trapped": rank, "trap": trap})
+        assert ended(processes[rank]) == -signal.SIGKILL
+        for process in processes:  # as torchrun does
+            process.kill()
+            process.join()
+        folder = tmp_path / f"run{k}"
+        assert read_checkpoint(folder)["metrics"]["step"] == saved
+        if k == 0:
+            shutil.copytree(folder, tmp_path / "alone")
+        several(2, f"again{k}", resume=str(folder))
+        assert_same_runs(folder, whole)
+    several(1, "finished", resume=str(tmp_path / "alone"))
+    assert [record["step"] for record in read_jsonl(tmp_path / "alone" / "metrics.jsonl")] == list(range(7))
+
+
+def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(several, tmp_path, monkeypatch):
+    """A finished run, resumed by one: it writes the model anew, from what it has loaded."""
+    folder = several(2, num_steps=2)
+    before, seen = read_checkpoint(folder), []
+    shutil.rmtree(folder / "model")
+    get = grpo_multigpu.get_state_dict
+    monkeypatch.setattr(grpo_multigpu, "get_state_dict", lambda *args, **kw: seen.append(get(*args, **kw)) or seen[-1])
+    grpo_multigpu.main(grpo_multigpu.Args(resume=str(folder)))
+    assert set(before["model"]) - set(seen[0][0]) <= {"lm_head.weight"}  # which is tied
+    weights = {name: before["model"][name] for name in seen[0][0]}
+    assert_same([weights, before["optimizer"]], [dict(seen[0][0]), seen[0][1]])
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    assert_same({name: model.state_dict()[name] for name in weights}, weights)
+
+
+def torchrun(*arguments, **given):
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+    ]
+    for name, value in given.items():
+        arguments += (f"--{name.replace('_', '-')}", str(value))
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen([*command, *arguments], cwd=ROOT, **output)
+
+
+def test_torchrun_stopped_by_sigterm_and_resumed(data, tmp_path):
+    given = dict(num_prompts=4, num_generations=2, eval_size=8, num_steps=100, eval_every=0)
+    process = torchrun("grpo_multigpu.py", dataset=data, runs_dir=tmp_path, run_name="run", device="cpu", **given)
+    log = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not log.is_file() or log.read_text().count("\n") < 4:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    out = process.communicate(timeout=60)[0]
+    steps = [record["step"] for record in read_jsonl(log)]
+    assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == steps[-1] < 100
+    assert process.returncode != 0 and "rank1" not in out and "rank0" not in out
+    assert out.count("stopping after this step") == out.count(f"stopped after step {steps[-1]}; go on: torchrun") == 1
+    assert out.count("first prompt:") == out.count("before: accuracy") == 1  # rank 0 alone has told them
+
+
+WRAPPER = """
+import os
+import grpo_multigpu as script
+if os.environ["RANK"] == "1":
+    script.evaluate = lambda *args: script.fail("--eval-dataset x: has a problem, on rank 1 alone")
+script.main(script.tyro.cli(script.Args))
+"""
+
+
+@pytest.mark.parametrize("where", ["on all", "on one"])
+def test_an_error_is_said_once(data, tmp_path, where):
+    """One line of ours, no traceback of ours, and no hang: what follows is torchrun's own report."""
+    path = tmp_path / "wrapper.py"
+    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{WRAPPER}")
+    script, prompts = ("grpo_multigpu.py", 3) if where == "on all" else (str(path), 4)
+    process = torchrun(script, dataset=data, runs_dir=tmp_path, num_prompts=prompts, eval_size=4, device="cpu")
+    out = process.communicate(timeout=100)[0]
+    assert process.returncode != 0
+    said = re.findall(r"^error: .*$", out, re.MULTILINE)
+    expected = "error: --num-prompts 3: must be a multiple of 2" if where == "on all" else "error: --eval-dataset x"
+    assert len(said) == 1 and said[0].startswith(expected), out
+    assert "[rank" not in out, out
+
+
+def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
+    folder = several(2, how={"spoiled": 1}, num_iterations=1, num_minibatches=1, num_steps=3, save_every=1)
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [record.get("optim/skipped") for record in records] == [None, 0, 1, 0]
+    assert all(weights.isfinite().all() for weights in read_checkpoint(folder)["model"].values())
+
+
+def test_sizes_that_do_not_fit_the_processes(monkeypatch, capsys, data):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for given in (dict(num_prompts=6), dict(eval_size=3)):
+        with pytest.raises(SystemExit) as stop:
+            grpo_multigpu.main(make_args(grpo_multigpu, dataset=data, **given))
+        assert stop.value.code == 2 and "must be a multiple of 4 (processes)" in capsys.readouterr().err
+
+
+# ---- the plan of the memory
+
+
+def test_the_bytes_of_a_process_are_its_share(several, tmp_path):
+    several(2, how={"bytes": str(tmp_path / "bytes")}, num_steps=1)
+    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in (0, 1)]
+    parameters = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "adder").num_parameters()
+    assert sum(held) == 16 * parameters and max(held) < 0.51 * sum(held)
+
+
+SHAPES = {  # the 1.7 B of the recipe, and Llama 3's 8 B
+    "1.7 B on 2": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32)
+    | dict(vocab_size=49152, tie_word_embeddings=True),
+    "8 B on 8": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+    | dict(num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_memory_in_the_docstring_is_counted(name):
+    """Shards of weights, gradients and averages; whole copies in bf16, with their head in float32."""
+    numbers = re.search(
+        rf"{name} x \d+ GB +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = ([\d.]+)", grpo_multigpu.__doc__
+    ).groups()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name]))
+    head = model.get_output_embeddings().weight.numel()
+    parameters, world = model.num_parameters(), int(name.split()[-1])
+    tied = SHAPES[name]["tie_word_embeddings"]
+    copy = 2 * (parameters - (0 if tied else head)) + 4 * head
+    expected = (16 * parameters / world, copy, copy, 16 * parameters / world + 2 * copy)
+    assert [float(x) for x in numbers] == pytest.approx([x / 1e9 for x in expected], abs=0.051)
+
+
+# ---- the rewards elsewhere: README's adapters
+
+
+def adapters() -> dict:
+    """The code of the README's section on larger machines, run."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## When one machine is not enough")[1]
+    found = {}
+    for block in re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL):
+        exec(block, found)
+    return found
+
+
+def test_the_adapter_for_trl():
+    """TRL calls a reward with keywords: prompts, completions (texts, or messages), and the columns of the data set."""
+    reward = adapters()["trl_reward"]
+    texts = ["<think></think><answer>7</answer>", "<answer>8</answer>", "none"]
+    rest = dict(prompts=["q"] * 3, completion_ids=[[1]] * 3, trainer_state=None, log_extra=None)
+    expected = [1.4, 0.2, 0.0]
+    assert reward(completions=texts, answer=["7", "#### 7", "7"], **rest) == pytest.approx(expected)
+    messages = [[{"role": "assistant", "content": text}] for text in texts]
+    assert reward(completions=messages, answer=["7", "#### 7", "7"], **rest) == pytest.approx(expected)
+
+
+def test_the_adapter_for_verl():
+    """verl calls compute_score for one response at a time."""
+    score = adapters()["compute_score"]
+    given = dict(data_source="openai/gsm8k", ground_truth="7", extra_info={"index": 0})
+    assert score(solution_str="<think></think><answer>7</answer>", **given) == pytest.approx(1.4)
+    assert json.dumps(score(solution_str="nothing", **given)) == "0.0"
