@@ -18,8 +18,10 @@ WINDOW = 5  # steps
 def main() -> None:
     runs = [json.loads(line) for line in (RECORDS / "bundled.jsonl").read_text(encoding="utf-8").splitlines()]
     names = list(dict.fromkeys(run["script"] for run in runs))
-    figure, axes = plt.subplots(2, 5, figsize=(13, 5), sharex=True, sharey=True, layout="constrained")
-    for name, ax in zip(names, axes.flat, strict=True):
+    figure, axes = plt.subplots(3, 4, figsize=(11, 7), sharex=True, sharey=True, layout="constrained")
+    for ax in axes.flat[len(names) :]:
+        ax.set_axis_off()
+    for name, ax in zip(names, axes.flat, strict=False):
         mine = [run for run in runs if run["script"] == name]
         curves = np.array([run["sampled_accuracy"] for run in mine])  # (seeds, steps)
         smooth = np.stack([np.convolve(curve, np.full(WINDOW, 1 / WINDOW), mode="valid") for curve in curves])

@@ -153,7 +153,7 @@ PAIRS = {
             "refresh": "the sampler is whole, the model is sharded",
             "respond": "each process samples for its share of the prompts",
             "fail": "an error that all processes meet is said once",
-            "main": "sharding; rank 0 alone writes; sums over the processes; checkpoints are gathered; all stop together",
+            "main": "sharding; rank 0 alone writes; sums over the processes; gathered checkpoints; all stop together",
         },
     ),
     ("grpo_process", "grpo"): (
