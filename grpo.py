@@ -257,7 +257,7 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
     order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
     input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)  # (n, L - 1)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda):
+    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda, cache_enabled=False):
         trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)

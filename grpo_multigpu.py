@@ -9,15 +9,16 @@ micro-batches of an update each process takes every W-th; the loss is divided by
 so that the update does not depend on how many processes share it; (3) weights, gradients and Adam's averages are
 sharded; a layer is whole for the moment of its computation; (4) the sampling copy and the reference are whole on every
 process, so that sampling needs no communication; (5) rank 0 prints, logs, tracks, and saves whole checkpoints, with
-which any number of processes can go on: with the same number in the same bits, with another with other noise.
+which any number of processes can go on: on CPUs the same number in the same bits, another one with other noise.
 
 Memory per GPU, in bytes per parameter: 4 weights + 4 gradients + 8 Adam, divided by W; 2 for the sampling copy, and 2
 for the reference (none with --beta 0), each with its head in float32. In GB:
 
     1.7 B on 2 x 24 GB     13.7 + 3.8 + 3.8 = 21.3      without the reference 17.5
-    8 B on 8 x 80 GB       16.1 + 17.1 + 17.1 = 50.3    (Llama 3's shape; 64 for a moment while it is loaded)
+    8 B on 8 x 80 GB       16.1 + 17.1 + 17.1 = 50.3    (Llama 3's shape)
 
-On top come what is gathered (embedding, head and a layer, 4 bytes, with gradients 8), keys and values
+While it is loaded, a process holds 8 bytes per parameter on its GPU, and 4 on the host; rank 0's host holds 12 for a
+checkpoint. On top come what is gathered (embedding, head and two layers: 8 bytes, with gradients 12), keys and values
 (--sampling-tokens) and activations (--micro-batch-tokens). So 1.7 B on 2 x 24 GB wants --beta 0 and fewer sampling
 tokens. On the wire, per process, (W - 1) / W times: 4 bytes per parameter for each forward pass of a micro-batch, 8 for
 each backward pass (weights again, then gradients), 4 for the sampling copy of each step.
@@ -52,7 +53,7 @@ import torch.nn.functional as F
 import transformers
 import tyro
 import wandb
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.checkpoint import state_dict as dcp
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -64,7 +65,7 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # a checkpoint does not depend on how many wrote it
+WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)  # a checkpoint is of all processes
 REWARDS = [accuracy_reward, format_reward]  # their sum is the reward of a completion
 SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations of memory for keys and values
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and </think>, and then the \
@@ -271,7 +272,7 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
     order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
     input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)  # (n, L - 1)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda):
+    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda, cache_enabled=False):
         trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)
@@ -426,8 +427,6 @@ def main(args: Args) -> dict:
     if N % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x --num-generations, which is {N}")
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun sets them
-    if args.num_prompts % world or args.eval_size < world:
-        fail(f"--num-prompts {args.num_prompts}: must be a multiple of {world} (processes), --eval-size at least that")
     if rank > 0:
         sys.stdout, args.track = open(os.devnull, "w"), False
 
@@ -444,11 +443,13 @@ def main(args: Args) -> dict:
         fail(f"{both}: more than the {context} tokens of the model's context or attention window; lower one of them")
     train_data, test_data = load_data(args, tokenizer, "train"), load_data(args, tokenizer, "test")
     device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    if args.num_prompts % world or len(test_data) < world:
+        fail(f"--num-prompts {args.num_prompts}: must be a multiple of {world} (processes), --eval-size at least that")
     if "RANK" not in os.environ:  # without torchrun this is the only process
         dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
     mesh = dist.init_device_mesh(device.type, (world,))  # connects the processes, and gives each its GPU
     hook = sys.excepthook  # a process that fails because another one has ended is silent: the other has said why
-    sys.excepthook = lambda kind, error, trace: "by peer" in str(error) or hook(kind, error, trace)
+    sys.excepthook = lambda kind, error, tb: kind is RuntimeError and "by peer" in str(error) or hook(kind, error, tb)
     # float32 weights: at these learning rates a bf16 weight would not move. A GPU computes in bf16 autocast.
     options = dict(config=config, dtype=torch.float32, output_loading_info=True)
     model, info = AutoModelForCausalLM.from_pretrained(args.model, **options)
@@ -474,7 +475,7 @@ def main(args: Args) -> dict:
         for name, part in parts.items():
             part.load_state_dict(saved.pop(name))
         whole = dict(model_state_dict=saved.pop("model"), optim_state_dict=saved.pop("optimizer"))
-        set_state_dict(model, optimizer, **whole, options=WHOLE)
+        dcp.set_state_dict(model, optimizer, **whole, options=WHOLE)
         refresh(sampler, model)
         for name, size in saved["log_sizes"].items():  # what was logged after the checkpoint will be logged again
             os.truncate(run_dir / name, size)
@@ -609,9 +610,9 @@ def main(args: Args) -> dict:
             fail(f"--model {args.model}: not supported, sampling and training differ by {gap.mean():.2g} nats a token")
 
         # 5. save: to another name, forced to the disk, renamed: at any moment there is one whole checkpoint, old or new
-        stop = everywhere(signals)
+        stop, state, whole = everywhere(signals), None, None  # the last one is let go before the next is gathered
         save = stop or step in (1, args.num_steps) or (args.save_every and step % args.save_every == 0)
-        whole = get_state_dict(model, optimizer, options=WHOLE) if save else None  # of all processes, to rank 0
+        whole = dcp.get_state_dict(model, optimizer, options=WHOLE) if save else None  # of all processes, to rank 0
         if save and rank == 0:
             state = {"script": script.name, "args": vars(args), "metrics": metrics}
             state |= {name: part.state_dict() for name, part in parts.items()}
@@ -627,11 +628,11 @@ def main(args: Args) -> dict:
             dist.barrier()  # when the first process ends, torchrun ends the others
             raise SystemExit(128 + stop[0])
 
-    whole = get_state_dict(model, optimizer, options=WHOLE)
+    whole = dcp.get_model_state_dict(model, options=WHOLE)
     dist.destroy_process_group()
     if rank > 0:
         return metrics
-    model.save_pretrained(run_dir / "model", state_dict=whole[0])
+    model.save_pretrained(run_dir / "model", state_dict=whole)
     tokenizer.save_pretrained(run_dir / "model")
     wandb.finish()
     print(f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in {run_dir}")
