@@ -10,7 +10,7 @@ Runs go two at a time, each on one thread. benchmark/records/lessons.jsonl gets 
 "dirty", if the tree had changes), versions, args, wall time, the evaluations, and a curve over the steps for every
 metric. A command that has its record is not run again; a lesson may use a run of another one. A run that fails ends
 all, with its output. Pictures: docs/lessons/<number>.svg; a line is the mean of the seeds, smoothed over five steps,
-the band goes from the lowest seed to the highest.
+the band goes from the lowest seed to the highest. Commands and tables are written into docs/lessons.md.
 """
 
 import argparse
@@ -152,6 +152,25 @@ LESSONS = {
         {"outcome (grpo)": "grpo.py --num-steps 40", "process": "grpo_process.py --num-steps 40"},
         [(SAMPLED, ACCURACY), (STEPS, "optim/grad_norm")],
     ),
+    15: (
+        "What the metrics look like when something is wrong",
+        {
+            "healthy": "grpo.py --num-steps 40",
+            "learning rate too high": "grpo.py --num-steps 40 --learning-rate 2e-3",
+            "responses cut": "grpo.py --num-steps 40 --max-new-tokens 18",
+            "sampled too cold": "grpo.py --num-steps 40 --temperature 0.1",
+            "PPO": PPO,
+            "PPO, critic that does not learn": f"{PPO} --value-init policy --value-learning-rate 1e-9",
+        },
+        [
+            (STEPS, ACCURACY),
+            (STEPS, "policy/entropy"),
+            (STEPS, "kl/ref"),
+            (STEPS, "rollout/eos_frac"),
+            (STEPS, "rollout/zero_std_frac"),
+            (STEPS, "value/explained_var"),
+        ],
+    ),
 }
 
 
@@ -285,8 +304,10 @@ def draw(number: int) -> None:
     style |= {"legend.framealpha": 0, "font.size": 9}
     log = {"policy/approx_kl", "kl/ref", "rollout/logprob_gap", "kl/response"}
     with matplotlib.rc_context(style):
-        figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.2), layout="constrained", squeeze=False)
-        for ax, panel in zip(axes[0], panels, strict=True):
+        rows, columns = -(-len(panels) // 3), min(3, len(panels))
+        shape = dict(figsize=(4 * columns, 3.2 * rows), layout="constrained", squeeze=False)
+        figure, axes = plt.subplots(rows, columns, **shape)
+        for ax, panel in zip(axes.flat, panels, strict=True):
             if panel == "groups":
                 draw_groups(ax, records, list(arms))
             else:
@@ -301,19 +322,34 @@ def draw(number: int) -> None:
         plt.close(figure)
 
 
-def summary(number: int) -> None:
-    """What the arms came to, on the terminal: mean and range over the seeds."""
+def block(number: int) -> str:
+    """The commands of a lesson, its picture, and a table of what its arms came to: what docs/lessons.md holds of it."""
     title, arms, _ = LESSONS[number]
-    have = read_records()
-    print(f"{number}. {title}")
+    have, rows, total = read_records(), [], 0.0
     for arm, command in arms.items():
         runs = [have[command, seed] for seed in SEEDS]
-        final = [list(record["eval"].values())[-1] for record in runs]
-        last = [np.mean(record["curves"][ACCURACY][-5:]) for record in runs]
-        seconds = sum(record["seconds"] for record in runs)
-        held_out = f"held out {np.mean(final):.3f} ({min(final):.3f} to {max(final):.3f})"
-        sampled = f"sampled {np.mean(last):.3f} ({min(last):.3f} to {max(last):.3f})"
-        print(f"  {arm:30} {held_out}, {sampled}, {seconds:.0f} s of runs")
+        held_out = [100 * list(record["eval"].values())[-1] for record in runs]
+        sampled = [100 * float(np.mean(record["curves"][ACCURACY][-WINDOW:])) for record in runs]
+        spread = [f"{np.mean(x):.1f} ({min(x):.1f} to {max(x):.1f})" for x in (held_out, sampled)]
+        seconds = np.mean([record["seconds"] for record in runs])
+        total += sum(record["seconds"] for record in runs)
+        rows.append(f"| {arm} | {' | '.join(spread)} | {seconds:.0f} s |")
+    commands = "\n".join(f"python {command}" for command in arms.values())
+    table = "\n".join(["| | held out, % | sampled, last five steps, % | a run |", "|---|---|---|---|", *rows])
+    picture = f"![{title}](lessons/{number:02}.svg)"
+    cost = f"{len(rows) * len(SEEDS)} runs, {total / 60:.0f} minutes of one core."
+    return f"```\n{commands}\n```\n\n{picture}\n\n{table}\n\n{cost}\n"
+
+
+def write_blocks(numbers: list[int]) -> None:
+    """Put them into docs/lessons.md (15: docs/metrics.md), between <!-- lesson 1 --> and <!-- end 1 -->."""
+    for number in numbers:
+        page = ROOT / "docs" / ("metrics.md" if number == 15 else "lessons.md")
+        text = page.read_text(encoding="utf-8")
+        before, rest = text.split(f"<!-- lesson {number} -->\n")
+        after = rest.split(f"<!-- end {number} -->\n")[1]
+        text = f"{before}<!-- lesson {number} -->\n{block(number)}<!-- end {number} -->\n{after}"
+        page.write_text(text, encoding="utf-8")
 
 
 def main() -> None:
@@ -326,7 +362,8 @@ def main() -> None:
         run_missing(numbers)
     for number in numbers:
         draw(number)
-        summary(number)
+        print(f"{number}. {LESSONS[number][0]}\n\n{block(number)}")
+    write_blocks(numbers)
 
 
 if __name__ == "__main__":

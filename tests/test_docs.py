@@ -1,0 +1,57 @@
+"""What the pages under docs/ say of the code and of the records is so."""
+
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SCRIPTS
+
+PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_link_leads_somewhere(page):
+    """Files, and headings of a page as GitHub names them."""
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_the_lines_beside_the_formulas_are_the_scripts():
+    """Every line of code in docs/algorithms.md stands in the script that its block names."""
+    text, seen = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"), set()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        first, *lines = block.splitlines()
+        name = first.removeprefix("# ")
+        script = (ROOT / name).read_text(encoding="utf-8").splitlines()
+        assert lines and all(line in script for line in lines), [line for line in lines if line not in script]
+        seen.add(Path(name).stem)
+    assert seen >= set(SCRIPTS) - {"ppo_rlhf", "grpo_multigpu"}
+
+
+def test_the_family_tree_is_the_one_of_the_siblings():
+    from test_siblings import PAIRS
+
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^  (\w+) --> (\w+)$", text, re.MULTILINE)) == {(parent, child) for child, parent in PAIRS}
+
+
+def test_the_differences_shown_apply_to_grpo():
+    """docs/extend.md: what stands in a difference as context or as removed is grpo.py's text; the result is Python."""
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```diff\n--- grpo.py\n\+\+\+ (\w+).py\n(.*?)```", text, re.DOTALL)
+    assert [name for name, _ in blocks] == ["words", "cispo"]
+    for name, block in blocks:
+        changed = (ROOT / "grpo.py").read_text(encoding="utf-8")
+        for hunk in re.split(r"^@@.*\n", block, flags=re.MULTILINE)[1:]:
+            lines = hunk.splitlines()
+            old = "\n".join(line[1:] for line in lines if line[:1] != "+")
+            new = "\n".join(line[1:] for line in lines if line[:1] != "-")
+            assert changed.count(old) == 1, old
+            changed = changed.replace(old, new)
+        compile(changed, name, "exec")
