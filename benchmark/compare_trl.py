@@ -218,7 +218,10 @@ def main() -> None:
     parser.add_argument("--trl-batch-size", type=int, help="sequences per backward pass of TRL; default: the rollout")
     parser.add_argument("--one", choices=("prepare", "plainrl", "trl"), help="run only this one, in --folder")
     parser.add_argument("--folder", type=Path, help="folder of --one")
+    parser.add_argument("--learn", action="store_true", help="compare what is learned instead: learn_trl.py")
     options = parser.parse_args()
+    if options.learn:
+        raise SystemExit(subprocess.call([sys.executable, str(ROOT / "benchmark" / "learn_trl.py")]))
     for name, value in WORKLOADS[options.workload].items():
         setattr(options, name, getattr(options, name, None) or value)
     if options.workload == "W2" and not (STORIES.is_dir() and STORY_PROMPTS.is_file()):

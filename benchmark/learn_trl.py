@@ -1,0 +1,152 @@
+"""Do grpo.py and rloo.py learn as TRL's GRPOTrainer and RLOOTrainer do? python benchmark/compare_trl.py --learn
+
+The same model, data (in another order), batch, learning rate and schedule, steps, temperature, KL coefficient and
+seeds, on the bundled task, each run in a process of its own with two threads. Records, one line for each run, of the
+accuracy of the samples and the wall time at every step, and of the peak memory above what the imports take:
+benchmark/records/trl-learn.jsonl. Picture: benchmark/records/trl-learn.svg.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmark" / "records" / "trl-learn.jsonl"
+SEEDS, STEPS = (1, 2, 3), 60
+B, G, R = 16, 8, 32
+
+
+def memory(field: str) -> int:
+    """VmRSS or VmHWM of this process in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def run_plainrl(name: str, seed: int, folder: str) -> dict:
+    """The script with no argument but these, and a look at the clock after every step."""
+    sys.path.insert(0, str(ROOT))
+    import torch
+
+    script = __import__(name)
+    torch.set_num_threads(2)
+    imported, start, ends, log = memory("VmRSS"), time.perf_counter(), [], script.wandb.log
+
+    def logged(metrics, step):
+        ends.append(time.perf_counter() - start)
+        log(metrics, step=step)
+
+    script.wandb.log = logged
+    script.main(script.Args(seed=seed, device="cpu", eval_every=0, eval_size=1, runs_dir=folder, run_name="run"))
+    records = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")]
+    accuracy = [record["rollout/accuracy"] for record in records[1:]]
+    return dict(accuracy=accuracy, seconds=ends[1:], memory=memory("VmHWM") - imported)
+
+
+def run_trl(name: str, seed: int, folder: str) -> dict:
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import trl
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    from utils.rewards import accuracy_reward, format_reward
+
+    torch.set_num_threads(2)
+    imported, start, ends, accuracy = memory("VmRSS"), time.perf_counter(), [], []
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            ends.append(time.perf_counter() - start)
+
+    def reward(completions, answer, **kwargs):
+        right = accuracy_reward(completions, answer)
+        accuracy.append(sum(right) / len(right))
+        return [a + b for a, b in zip(right, format_reward(completions, answer), strict=True)]
+
+    config, trainer = (trl.GRPOConfig, trl.GRPOTrainer) if name == "grpo" else (trl.RLOOConfig, trl.RLOOTrainer)
+    fields = dict(num_generations=G, max_completion_length=R, temperature=1.0, top_k=0, top_p=1.0, beta=0.01)
+    fields |= dict(num_iterations=1, learning_rate=1e-4, lr_scheduler_type="linear", max_steps=STEPS, seed=seed)
+    fields |= dict(per_device_train_batch_size=B * G, gradient_accumulation_steps=1, max_grad_norm=1.0)
+    fields |= dict(use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", logging_strategy="no")
+    fields |= dict(save_strategy="no", disable_tqdm=True) | (dict(loss_type="grpo") if name == "grpo" else {})
+    adder = ROOT / "assets" / "adder"
+    data = str(ROOT / "assets" / "addition" / "train.jsonl")
+    rows = load_dataset("json", data_files=data, split="train", cache_dir=folder)
+    trainer(
+        model=AutoModelForCausalLM.from_pretrained(adder, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(adder),
+        args=config(output_dir=folder, **fields),
+        train_dataset=rows.rename_column("question", "prompt"),
+        reward_funcs=reward,
+        callbacks=[Clock()],
+    ).train()
+    return dict(accuracy=accuracy, seconds=ends, memory=memory("VmHWM") - imported)
+
+
+def to_reach(record: dict, level: float = 0.9) -> tuple[float, int]:
+    """Seconds and responses until the accuracy, the mean of five steps, reaches the level; NaN if it does not."""
+    for k in range(4, len(record["accuracy"])):
+        if sum(record["accuracy"][k - 4 : k + 1]) / 5 >= level:
+            return record["seconds"][k], (k + 1) * B * G
+    return float("nan"), 0
+
+
+def draw(records: list[dict]) -> None:
+    import matplotlib
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    gray = "#7f7f7f"
+    style = {"svg.fonttype": "none", "svg.hashsalt": "trl", "savefig.transparent": True, "axes.edgecolor": gray}
+    style |= {f"{name}.color": gray for name in ("text", "xtick", "ytick")} | {"axes.labelcolor": gray}
+    with matplotlib.rc_context(style | {"legend.framealpha": 0, "font.size": 9}):
+        figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True, layout="constrained")
+        for ax, name in zip(axes, ("grpo", "rloo"), strict=True):
+            for color, side in enumerate(("PlainRL", "TRL")):
+                mine = [record for record in records if (record["name"], record["side"]) == (name, side)]
+                curves = [np.convolve(record["accuracy"], np.full(5, 0.2), mode="valid") for record in mine]
+                across = B * G * np.arange(5, STEPS + 1)
+                ax.fill_between(across, np.min(curves, 0), np.max(curves, 0), alpha=0.2, linewidth=0, color=f"C{color}")
+                label = {"PlainRL": f"{name}.py", "TRL": f"{name.upper()}Trainer of TRL"}[side]
+                ax.plot(across, np.mean(curves, 0), color=f"C{color}", label=label)
+            ax.set_xlabel("responses sampled")
+            ax.legend()
+            ax.grid(alpha=0.25)
+        axes[0].set_ylabel("accuracy of the samples")
+        figure.savefig(RECORDS.with_suffix(".svg"), metadata={"Date": None})
+
+
+def main() -> None:
+    if len(sys.argv) == 5:  # one run, in a process of its own
+        side, name, seed, folder = sys.argv[1:]
+        result = (run_plainrl if side == "PlainRL" else run_trl)(name, int(seed), folder)
+        Path(folder, "result.json").write_text(json.dumps(result))
+        return
+    environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    records = []
+    for seed in SEEDS:
+        for name in ("grpo", "rloo"):
+            for side in ("PlainRL", "TRL")[:: 1 if seed % 2 else -1]:
+                with tempfile.TemporaryDirectory() as folder:
+                    command = [sys.executable, __file__, side, name, str(seed), folder]
+                    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+                    if done.returncode:
+                        raise SystemExit(f"error: {side}, {name}, seed {seed} failed\n{done.stderr[-3000:]}")
+                    record = dict(side=side, name=name, seed=seed) | json.loads(Path(folder, "result.json").read_text())
+                    records.append(record)
+                    last, (seconds, responses) = sum(record["accuracy"][-5:]) / 5, to_reach(record)
+                    cost = f"all {record['seconds'][-1]:.1f} s, {record['memory'] / 1e6:.0f} MB"
+                    reached = f"0.9 after {seconds:.1f} s, {responses} responses"
+                    print(f"{name:5} {side:8} seed {seed}: last five steps {last:.3f}; {reached}; {cost}", flush=True)
+    for record in records:
+        record |= {key: [round(value, 4) for value in record[key]] for key in ("accuracy", "seconds")}
+    RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    draw(records)
+
+
+if __name__ == "__main__":
+    main()
