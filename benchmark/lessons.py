@@ -24,8 +24,6 @@ from collections import defaultdict
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
-import matplotlib
-import matplotlib.pyplot as plt
 import numpy as np
 from tqdm import tqdm
 
@@ -295,6 +293,9 @@ def draw_groups(ax, records: list[list[dict]], arms: list[str]) -> None:
 
 
 def draw(number: int) -> None:
+    import matplotlib
+    import matplotlib.pyplot as plt
+
     title, arms, panels = LESSONS[number]
     have = read_records()
     records = [[have[command, seed] for seed in SEEDS] for command in arms.values()]

@@ -1,6 +1,7 @@
 """What the pages under docs/ say of the code and of the records is so."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,16 @@ def test_the_differences_shown_apply_to_grpo():
             assert changed.count(old) == 1, old
             changed = changed.replace(old, new)
         compile(changed, name, "exec")
+
+
+def test_the_lessons_state_what_is_recorded():
+    """Commands, pictures and tables of docs/lessons.md and docs/metrics.md are those of the records; no record is of a
+    tree with changes."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import lessons
+
+    text = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("lessons", "metrics"))
+    for number in lessons.LESSONS:
+        assert f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end {number} -->\n" in text, number
+        assert (ROOT / "docs" / "lessons" / f"{number:02}.svg").is_file()
+    assert not any(record["dirty"] for record in lessons.read_records().values())
