@@ -295,6 +295,16 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
     assert_same({name: model.state_dict()[name] for name in weights}, weights)
 
 
+def test_a_signal_that_one_process_gets_stops_all_after_the_same_step(start, tmp_path):
+    trap = dict(where="policy_loss", call=20, signals=[signal.SIGTERM])
+    processes = start(2, how={"trapped": 1, "trap": trap})
+    assert [ended(process) for process in processes] == [128 + signal.SIGTERM] * 2
+    steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == steps[-1] and 1 < steps[-1] < 6
+    assert f"stopped after step {steps[-1]}" in (tmp_path / "run.log.0").read_text()
+    assert (tmp_path / "run.log.1").read_text() == ""
+
+
 def torchrun(*arguments, **given):
     command = [
         sys.executable,
