@@ -222,7 +222,8 @@ def run(command: str, seed: int) -> dict:
     }
     record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets"))}
     record |= {"versions": args.pop("versions"), "args": {k: v for k, v in args.items() if not k.startswith("run")}}
-    record["args"] |= {name: Path(args[name]).name for name in ("model", "dataset")}
+    paths = [name for name in ("model", "dataset", "reward_model") if name in args]
+    record["args"] |= {name: Path(args[name]).name for name in paths}
     record["eval"] = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
     return record | {"curves": curves | lengths, "groups": groups}
 
