@@ -1,9 +1,10 @@
 """Run every script with no argument but the seed, and record what it reached: python benchmark/bundled.py
 
-grpo_multigpu.py runs as two processes of one thread each, the others as one of all threads.
-
-Writes one line per run to benchmark/records/bundled.jsonl: script, seed, accuracy before and after (greedy, on the
-held-out additions), wall time of the whole command, sequences sampled, and the sampled accuracy at every step.
+grpo_multigpu.py runs as two processes of one thread each, the others as one of all threads. Needs an idle machine, some
+forty minutes of two cores. benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit (and
+"dirty", if the tree had changes), versions, wall time of the whole command, the process's peak of memory, responses
+sampled, accuracies on the held-out additions, greedy, and the sampled accuracy at every step. benchmark/readme.py
+writes them into README.md.
 """
 
 import argparse
@@ -14,35 +15,47 @@ import tempfile
 import time
 from pathlib import Path
 
+from lessons import git
+
 ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmark" / "records" / "bundled.jsonl"
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
-parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-parser.add_argument("--out", type=Path, default=ROOT / "benchmark" / "records" / "bundled.jsonl")
+
+def run(script: str, seed: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        launcher = "-m torch.distributed.run --nproc-per-node 2" if script == "grpo_multigpu" else ""
+        flags = f"{script}.py --seed {seed} --device cpu --runs-dir {folder} --run-name run"
+        start = time.perf_counter()
+        command = [sys.executable, *launcher.split(), *flags.split()]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        seconds = time.perf_counter() - start
+        if done.returncode:
+            raise SystemExit(f"error: {script}.py, seed {seed} failed\n{done.stderr[-3000:]}")
+        metrics = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")]
+        versions = json.loads(Path(folder, "run", "args.json").read_text(encoding="utf-8"))["versions"]
+    record = {"script": script, "seed": seed, "commit": git("rev-parse", "--short", "HEAD")}
+    record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets")), "versions": versions}
+    record |= {"seconds": round(seconds, 1), "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3)}
+    record |= {"episodes": metrics[-1]["episodes"]}
+    for name in ("accuracy", "accuracy_lenient"):
+        record[name] = [metrics[step][f"eval/{name}"] for step in (0, -1)]  # before, after
+    return record | {"sampled_accuracy": [round(line["rollout/accuracy"], 3) for line in metrics[1:]]}
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--out", type=Path, default=RECORDS)
     args = parser.parse_args()
     records = []
     for seed in args.seeds:
         for script in args.scripts:
-            with tempfile.TemporaryDirectory() as folder:
-                start = time.perf_counter()
-                launcher = "-m torch.distributed.run --nproc-per-node 2" if script == "grpo_multigpu" else ""
-                flags = f"{script}.py --seed {seed} --runs-dir {folder} --run-name run"
-                command = [sys.executable, *launcher.split(), *flags.split()]
-                subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                seconds = time.perf_counter() - start
-                lines = (Path(folder) / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-            metrics = [json.loads(line) for line in lines]
-            record = {"script": script, "seed": seed, "seconds": round(seconds, 1), "episodes": metrics[-1]["episodes"]}
-            record |= {"before": metrics[0]["eval/accuracy"], "after": metrics[-1]["eval/accuracy"]}
-            record |= {"sampled_accuracy": [round(line["rollout/accuracy"], 3) for line in metrics[1:]]}
-            records.append(record)
-            print({name: value for name, value in record.items() if name != "sampled_accuracy"}, flush=True)
+            records.append(run(script, seed))
+            shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
+            print(*(f"{name} {records[-1][name]}" for name in shown), flush=True)
             args.out.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
 The same model, data (in another order), batch, learning rate and schedule, steps, temperature, KL coefficient and
 seeds, on the bundled task, each run in a process of its own with two threads. Records, one line for each run, of the
 accuracy of the samples and the wall time at every step, and of the peak memory above what the imports take:
-benchmark/records/trl-learn.jsonl. Picture: benchmark/records/trl-learn.svg.
+benchmark/records/trl-learn.jsonl. benchmark/readme.py draws them.
 """
 
 import json
@@ -13,6 +13,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import numpy as np
+from pictures import digest, draw_band, panels, save, smooth
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmark" / "records" / "trl-learn.jsonl"
@@ -88,7 +91,7 @@ def run_trl(name: str, seed: int, folder: str) -> dict:
 
 
 def to_reach(record: dict, level: float = 0.9) -> tuple[float, int]:
-    """Seconds and responses until the accuracy, the mean of five steps, reaches the level; NaN if it does not."""
+    """Seconds and responses until the accuracy, the mean of five steps, reaches the level; NaN and 0 if it does not."""
     for k in range(4, len(record["accuracy"])):
         if sum(record["accuracy"][k - 4 : k + 1]) / 5 >= level:
             return record["seconds"][k], (k + 1) * B * G
@@ -96,28 +99,17 @@ def to_reach(record: dict, level: float = 0.9) -> tuple[float, int]:
 
 
 def draw(records: list[dict]) -> None:
-    import matplotlib
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    gray = "#7f7f7f"
-    style = {"svg.fonttype": "none", "svg.hashsalt": "trl", "savefig.transparent": True, "axes.edgecolor": gray}
-    style |= {f"{name}.color": gray for name in ("text", "xtick", "ytick")} | {"axes.labelcolor": gray}
-    with matplotlib.rc_context(style | {"legend.framealpha": 0, "font.size": 9}):
-        figure, axes = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True, layout="constrained")
-        for ax, name in zip(axes, ("grpo", "rloo"), strict=True):
-            for color, side in enumerate(("PlainRL", "TRL")):
-                mine = [record for record in records if (record["name"], record["side"]) == (name, side)]
-                curves = [np.convolve(record["accuracy"], np.full(5, 0.2), mode="valid") for record in mine]
-                across = B * G * np.arange(5, STEPS + 1)
-                ax.fill_between(across, np.min(curves, 0), np.max(curves, 0), alpha=0.2, linewidth=0, color=f"C{color}")
-                label = {"PlainRL": f"{name}.py", "TRL": f"{name.upper()}Trainer of TRL"}[side]
-                ax.plot(across, np.mean(curves, 0), color=f"C{color}", label=label)
-            ax.set_xlabel("responses sampled")
-            ax.legend()
-            ax.grid(alpha=0.25)
-        axes[0].set_ylabel("accuracy of the samples")
-        figure.savefig(RECORDS.with_suffix(".svg"), metadata={"Date": None})
+    figure, axes = panels(1, 2, figsize=(8, 3.2), sharey=True)
+    for ax, name in zip(axes[0], ("grpo", "rloo"), strict=True):
+        for color, side in enumerate(("PlainRL", "TRL")):
+            mine = [record for record in records if (record["name"], record["side"]) == (name, side)]
+            curves = np.stack([smooth(record["accuracy"]) for record in mine])  # (seeds, steps)
+            label = {"PlainRL": f"{name}.py", "TRL": f"{name.upper()}Trainer of TRL"}[side]
+            draw_band(ax, B * G * np.arange(1, STEPS + 1), curves, f"C{color}", label)
+        ax.set_xlabel("responses sampled")
+        ax.legend()
+    axes[0, 0].set_ylabel("accuracy of the samples")
+    save(figure, RECORDS.with_suffix(".svg"), digest(records))
 
 
 def main() -> None:
@@ -145,7 +137,6 @@ def main() -> None:
     for record in records:
         record |= {key: [round(value, 4) for value in record[key]] for key in ("accuracy", "seconds")}
     RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    draw(records)
 
 
 if __name__ == "__main__":

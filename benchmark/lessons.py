@@ -25,14 +25,16 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
+from pictures import WINDOW, digest, draw_band, panels, save, smooth
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmark" / "records" / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
 SEEDS = (1, 2, 3)
-WINDOW = 5  # steps over which a curve is smoothed
 PPO = "ppo_rlhf.py --num-steps 20"
+FREE = "--model runs/hesitant --dataset runs/hesitant --system-prompt= --temperature 1 --max-new-tokens 128"
+FREE += " --learning-rate 5e-5 --num-steps 50"
 
 # Number -> title, {arm: command without its seed}, [panels: (x, y) of a curve; "final" and "groups" are drawn apart].
 SAMPLED, STEPS, ACCURACY = "responses sampled", "step", "rollout/accuracy"
@@ -76,9 +78,9 @@ LESSONS = {
     6: (
         "Length",
         {
-            "1/|o| (GRPO)": "grpo.py --num-steps 40 --beta 0",
-            "constant (Dr. GRPO)": "dr_grpo.py --num-steps 40",
-            "token mean (DAPO)": "dapo.py --num-steps 40 --max-resample 0",
+            "1/length (GRPO)": f"grpo.py {FREE} --beta 0",
+            "constant (Dr. GRPO)": f"dr_grpo.py {FREE}",
+            "token mean (DAPO)": f"dapo.py {FREE} --max-resample 0 --overlong-cache 1",
         },
         [(STEPS, "length/wrong"), (STEPS, "length/right")],
     ),
@@ -241,6 +243,11 @@ def run_missing(numbers: list[int]) -> None:
     have = read_records()
     commands = dict.fromkeys(command for number in numbers for command in LESSONS[number][1].values())
     missing = [(command, seed) for seed in SEEDS for command in commands if (command, seed) not in have]
+    if (
+        any("runs/hesitant" in command for command, _ in missing)
+        and not Path(ROOT, "runs/hesitant/model.safetensors").exists()
+    ):
+        subprocess.run([sys.executable, "benchmark/hesitant.py", "runs/hesitant"], cwd=ROOT, check=True)
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(missing), desc="runs") as progress:
         waiting = {pool.submit(run, *key) for key in missing}
         while waiting:
@@ -254,12 +261,6 @@ def run_missing(numbers: list[int]) -> None:
                 progress.update()
 
 
-def smooth(values: list) -> np.ndarray:
-    """The mean of the last five steps, leaving out what is missing."""
-    values = np.array([np.nan if value is None else value for value in values], dtype=float)
-    return np.array([np.nanmean(values[max(0, k - WINDOW + 1) : k + 1]) for k in range(len(values))])
-
-
 def draw_curve(ax, records: list[list[dict]], arms: list[str], x: str, y: str) -> None:
     for color, (arm, runs) in enumerate(zip(arms, records, strict=True)):
         if any(y not in record["curves"] for record in runs):
@@ -271,9 +272,9 @@ def draw_curve(ax, records: list[list[dict]], arms: list[str], x: str, y: str) -
             across = np.arange(1, curves.shape[1] + 1)
         else:  # one metric against another: a path
             across = np.mean([smooth(record["curves"][x]) for record in runs], axis=0)
-        if x in (SAMPLED, STEPS):
-            ax.fill_between(across, curves.min(0), curves.max(0), alpha=0.2, linewidth=0, color=f"C{color}")
-        ax.plot(across, curves.mean(0), color=f"C{color}", label=arm, marker="." if x not in (SAMPLED, STEPS) else "")
+            ax.plot(across, curves.mean(0), color=f"C{color}", label=arm, marker=".")
+            continue
+        draw_band(ax, across, curves, f"C{color}", arm)
     ax.set_xlabel(x)
     ax.set_ylabel(y)
 
@@ -293,43 +294,39 @@ def draw_groups(ax, records: list[list[dict]], arms: list[str]) -> None:
     ax.set_ylabel("mean size of its advantages")
 
 
-def draw(number: int) -> None:
-    import matplotlib
-    import matplotlib.pyplot as plt
-
-    title, arms, panels = LESSONS[number]
+def records_of(number: int) -> list[list[dict]]:
+    """Of a lesson: for each arm, one record for each seed."""
     have = read_records()
-    records = [[have[command, seed] for seed in SEEDS] for command in arms.values()]
-    gray = "#7f7f7f"  # readable on a white page and on a black one
-    style = {"svg.fonttype": "none", "svg.hashsalt": "lessons", "savefig.transparent": True, "axes.edgecolor": gray}
-    style |= {f"{name}.color": gray for name in ("text", "xtick", "ytick")} | {"axes.labelcolor": gray}
-    style |= {"legend.framealpha": 0, "font.size": 9}
+    return [[have[command, seed] for seed in SEEDS] for command in LESSONS[number][1].values()]
+
+
+def drawn_from(number: int) -> str:
+    return digest([[record["curves"], record["groups"]] for runs in records_of(number) for record in runs])
+
+
+def draw(number: int) -> None:
+    title, arms, plots = LESSONS[number]
+    records = records_of(number)
     log = {"policy/approx_kl", "kl/ref", "rollout/logprob_gap", "kl/response"}
-    with matplotlib.rc_context(style):
-        rows, columns = -(-len(panels) // 3), min(3, len(panels))
-        shape = dict(figsize=(4 * columns, 3.2 * rows), layout="constrained", squeeze=False)
-        figure, axes = plt.subplots(rows, columns, **shape)
-        for ax, panel in zip(axes.flat, panels, strict=True):
-            if panel == "groups":
-                draw_groups(ax, records, list(arms))
-            else:
-                draw_curve(ax, records, list(arms), *panel)
-                ax.set_xscale("log" if panel[0] in log else "linear")
-                ax.set_yscale("log" if panel[1] in log else "linear")
-            ax.grid(alpha=0.25)
-        axes[0, 0].legend(fontsize=8)
-        figure.suptitle(f"{number}. {title}", color=gray)
-        PICTURES.mkdir(parents=True, exist_ok=True)
-        figure.savefig(PICTURES / f"{number:02}.svg", metadata={"Date": None})
-        plt.close(figure)
+    rows, columns = -(-len(plots) // 3), min(3, len(plots))
+    figure, axes = panels(rows, columns, figsize=(4 * columns, 3.2 * rows))
+    for ax, plot in zip(axes.flat, plots, strict=True):
+        if plot == "groups":
+            draw_groups(ax, records, list(arms))
+        else:
+            draw_curve(ax, records, list(arms), *plot)
+            ax.set_xscale("log" if plot[0] in log else "linear")
+            ax.set_yscale("log" if plot[1] in log else "linear")
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle(f"{number}. {title}")
+    save(figure, PICTURES / f"{number:02}.svg", drawn_from(number))
 
 
 def block(number: int) -> str:
     """The commands of a lesson, its picture, and a table of what its arms came to: what docs/lessons.md holds of it."""
     title, arms, _ = LESSONS[number]
-    have, rows, total = read_records(), [], 0.0
-    for arm, command in arms.items():
-        runs = [have[command, seed] for seed in SEEDS]
+    rows, total = [], 0.0
+    for arm, runs in zip(arms, records_of(number), strict=True):
         held_out = [100 * list(record["eval"].values())[-1] for record in runs]
         sampled = [100 * float(np.mean(record["curves"][ACCURACY][-WINDOW:])) for record in runs]
         spread = [f"{np.mean(x):.1f} ({min(x):.1f} to {max(x):.1f})" for x in (held_out, sampled)]

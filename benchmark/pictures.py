@@ -1,0 +1,46 @@
+"""What the pictures have in common: axes, text and background for light and dark pages, and whose records they are."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+
+WINDOW = 5  # steps over which a curve is smoothed
+GRAY = "#7f7f7f"  # readable on a white page and on a black one
+
+
+def digest(records: list) -> str:
+    """A name for these numbers. It stands in the picture that is drawn from them, where the tests look for it."""
+    return "records " + hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def panels(rows: int, columns: int, **shape):
+    """An empty figure and its axes (rows, columns)."""
+    import matplotlib.pyplot as plt
+
+    style = {"svg.fonttype": "none", "svg.hashsalt": "plainrl", "savefig.transparent": True, "axes.edgecolor": GRAY}
+    style |= {f"{name}.color": GRAY for name in ("text", "xtick", "ytick")} | {"axes.labelcolor": GRAY}
+    plt.rcParams.update(style | {"legend.framealpha": 0, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25})
+    return plt.subplots(rows, columns, layout="constrained", squeeze=False, **shape)
+
+
+def save(figure, path: Path, name: str) -> None:
+    """As an SVG without a date, which holds the name of its records."""
+    import matplotlib.pyplot as plt
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None, "Description": name})
+    plt.close(figure)
+
+
+def smooth(values: list) -> np.ndarray:
+    """The mean of the last five steps, leaving out what is missing."""
+    values = np.array([np.nan if value is None else value for value in values], dtype=float)
+    return np.array([np.nanmean(values[max(0, k - WINDOW + 1) : k + 1]) for k in range(len(values))])
+
+
+def draw_band(ax, across, curves: np.ndarray, color: str, label: str | None = None) -> None:
+    """Curves (seeds, steps): a line for their mean, a band from the lowest to the highest."""
+    ax.fill_between(across, curves.min(0), curves.max(0), alpha=0.2, linewidth=0, color=color)
+    ax.plot(across, curves.mean(0), color=color, label=label)

@@ -1,0 +1,115 @@
+"""Write the tables of README.md from the records, and draw its pictures: python benchmark/readme.py
+
+Reads benchmark/records/bundled.jsonl (of bundled.py), trl-learn.jsonl and trl-cpu.txt (of compare_trl.py). The tables
+stand between <!-- name --> and <!-- end name -->; tests/test_docs.py says that they, and the pictures, are those of the
+records.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+from learn_trl import draw as draw_learning
+from learn_trl import to_reach
+from pictures import WINDOW, digest, draw_band, panels, save, smooth
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmark" / "records"
+PICTURES = {"bundled": RECORDS / "bundled.svg", "trl-learn": RECORDS / "trl-learn.svg"}
+WORKLOADS = {
+    "W1": "assets/adder, 16 x 8 samples of at most 32 tokens",
+    "W2": "a 260 K story model, 16 x 8 samples of 5 to 384 tokens",
+    "W3": "SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens",
+}
+
+
+def read(name: str) -> list[dict]:
+    return [json.loads(line) for line in (RECORDS / f"{name}.jsonl").open(encoding="utf-8")]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def spread(values: list[float], digits: int = 0) -> str:
+    """Mean, lowest and highest."""
+    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def bundled_table() -> str:
+    records, rows = read("bundled"), []
+    for script in dict.fromkeys(record["script"] for record in records):
+        mine = [record for record in records if record["script"] == script]
+        row = [f"{script}.py", f"{100 * mine[0]['accuracy'][0]:.1f}"]
+        row += [spread([100 * record[name][1] for record in mine], 1) for name in ("accuracy", "accuracy_lenient")]
+        row += [spread([record["seconds"] for record in mine]), spread([1000 * r["peak_mem_gb"] for r in mine])]
+        rows.append(row)
+    return table(["script", "before, %", "after, strict, %", "after, lenient, %", "seconds", "peak MB"], rows)
+
+
+def learning_table() -> str:
+    records, rows = read("trl-learn"), []
+    for name in ("grpo", "rloo"):
+        for side in ("PlainRL", "TRL"):
+            mine = [record for record in records if (record["name"], record["side"]) == (name, side)]
+            last = [100 * float(np.mean(record["accuracy"][-WINDOW:])) for record in mine]
+            reached = [spread([to_reach(record)[k] for record in mine]) for k in (0, 1)]
+            who = f"{name}.py" if side == "PlainRL" else f"{name.upper()}Trainer of TRL 1.16"
+            rows.append([who, spread(last, 1), *reached, spread([r["memory"] / 1e6 for r in mine])])
+    header = ["", "right, last five steps, %", "seconds to 90 %", "responses to 90 %", "peak MB"]
+    return table(header, rows)
+
+
+def speed_table() -> str:
+    rows = []
+    for part in (RECORDS / "trl-cpu.txt").read_text(encoding="utf-8").split("$ python ")[1:]:
+        name = re.search(r"--workload (W\d)", part)[1]
+        sides = [re.search(rf"^{side} +(.*)$", part, re.MULTILINE)[1].split() for side in ("plainrl", "trl")]
+        (seconds, memory), (their_seconds, their_memory) = [(float(row[0]), float(row[-1]) / 1e3) for row in sides]
+        digits = 2 if seconds < 1 else 1
+        row = [f"{name}: {WORKLOADS[name]}", f"{seconds:.{digits}f} s, {memory:.2f} GB"]
+        row += [f"{their_seconds:.{digits}f} s, {their_memory:.2f} GB"]
+        rows.append([*row, f"{their_seconds / seconds:.2f}x", f"{memory / their_memory:.2f}x"])
+    return table(["workload", "grpo.py", "TRL 1.16", "speed", "memory"], rows)
+
+
+TABLES = {"bundled": bundled_table, "speed": speed_table, "learning": learning_table}
+
+
+def draw_bundled() -> None:
+    """For every script, the share of right responses among the sampled ones against the number sampled so far."""
+    records = read("bundled")
+    names = list(dict.fromkeys(record["script"] for record in records))
+    figure, axes = panels(3, 4, figsize=(11, 6.6), sharex=True, sharey=True)
+    for ax in axes.flat[len(names) :]:
+        ax.set_axis_off()
+    for name, ax in zip(names, axes.flat, strict=False):
+        mine = [record for record in records if record["script"] == name]
+        curves = np.stack([smooth(record["sampled_accuracy"]) for record in mine])  # (seeds, steps)
+        # Where a script samples more than is asked for (dapo.py), its steps are taken to be equally long.
+        steps = np.arange(1, curves.shape[1] + 1) / curves.shape[1]
+        draw_band(ax, np.mean([record["episodes"] for record in mine]) * steps, curves, "C0")
+        before, after = np.mean([record["accuracy"] for record in mine], axis=0)
+        ax.set_title(f"{name}.py", fontsize=10)
+        ax.text(0.97, 0.05, f"held out: {before:.3f} to {after:.3f}", transform=ax.transAxes, ha="right")
+        ax.set_ylim(0.4, 1)
+    figure.supxlabel("responses sampled", fontsize=9)
+    figure.supylabel("accuracy of the sampled responses", fontsize=9)
+    save(figure, PICTURES["bundled"], digest(records))
+
+
+def main() -> None:
+    page = ROOT / "README.md"
+    text = page.read_text(encoding="utf-8")
+    for name, make in TABLES.items():
+        before, rest = text.split(f"<!-- {name} -->\n")
+        text = f"{before}<!-- {name} -->\n{make()}<!-- end {name} -->\n" + rest.split(f"<!-- end {name} -->\n")[1]
+    page.write_text(text, encoding="utf-8")
+    draw_bundled()
+    draw_learning(read("trl-learn"))
+
+
+if __name__ == "__main__":
+    main()
