@@ -38,6 +38,7 @@ FREE += " --learning-rate 5e-5 --num-steps 50"
 
 # Number -> title, {arm: command without its seed}, [panels: (x, y) of a curve; "final" and "groups" are drawn apart].
 SAMPLED, STEPS, ACCURACY = "responses sampled", "step", "rollout/accuracy"
+LABELS = {f"length/{kind}": f"characters in a {kind} response" for kind in ("right", "wrong")}
 LESSONS = {
     1: (
         "A baseline lowers the variance",
@@ -276,7 +277,7 @@ def draw_curve(ax, records: list[list[dict]], arms: list[str], x: str, y: str) -
             continue
         draw_band(ax, across, curves, f"C{color}", arm)
     ax.set_xlabel(x)
-    ax.set_ylabel(y)
+    ax.set_ylabel(LABELS.get(y, y))
 
 
 def draw_groups(ax, records: list[list[dict]], arms: list[str]) -> None:

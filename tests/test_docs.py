@@ -67,5 +67,24 @@ def test_the_lessons_state_what_is_recorded():
     text = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("lessons", "metrics"))
     for number in lessons.LESSONS:
         assert f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end {number} -->\n" in text, number
-        assert (ROOT / "docs" / "lessons" / f"{number:02}.svg").is_file()
-    assert not any(record["dirty"] for record in lessons.read_records().values())
+        picture = (ROOT / "docs" / "lessons" / f"{number:02}.svg").read_text(encoding="utf-8")
+        assert lessons.drawn_from(number) in picture, f"lesson {number} was drawn from other records"
+    records = lessons.read_records()
+    assert {command for command, _ in records} == {c for _, arms, _ in lessons.LESSONS.values() for c in arms.values()}
+    assert not any(record["dirty"] for record in records.values())
+
+
+def test_the_readme_states_what_is_recorded():
+    """Its tables and pictures are those of the records: all scripts with five seeds, of a tree without changes."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import readme
+
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, make in readme.TABLES.items():
+        assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name
+    for name, picture in readme.PICTURES.items():
+        assert readme.digest(readme.read(name)) in picture.read_text(encoding="utf-8"), name
+        assert str(picture.relative_to(ROOT)) in text
+    records = readme.read("bundled")
+    assert {(record["script"], record["seed"]) for record in records} == {(s, k) for s in SCRIPTS for k in range(1, 6)}
+    assert not any(record["dirty"] for record in records)

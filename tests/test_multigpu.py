@@ -417,12 +417,12 @@ def test_the_memory_in_the_docstring_is_counted(name):
     assert [float(x) for x in numbers] == pytest.approx([x / 1e9 for x in expected], abs=0.051)
 
 
-# ---- the rewards elsewhere: README's adapters
+# ---- the rewards elsewhere: the adapters of docs/extend.md
 
 
 def adapters() -> dict:
-    """The code of the README's section on larger machines, run."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## When one machine is not enough")[1]
+    """The code of docs/extend.md's section on other libraries, run."""
+    section = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8").split("## Your rewards in another library")[1]
     found = {}
     for block in re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL):
         exec(block, found)
