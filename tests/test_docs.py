@@ -32,7 +32,7 @@ def test_the_lines_beside_the_formulas_are_the_scripts():
         script = (ROOT / name).read_text(encoding="utf-8").splitlines()
         assert lines and all(line in script for line in lines), [line for line in lines if line not in script]
         seen.add(Path(name).stem)
-    assert seen >= set(SCRIPTS) - {"ppo_rlhf", "grpo_multigpu"}
+    assert seen >= set(SCRIPTS) - {"grpo_multigpu"}
 
 
 def test_the_family_tree_is_the_one_of_the_siblings():
