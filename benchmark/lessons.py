@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
-from pictures import WINDOW, digest, draw_band, panels, save, smooth
+from pictures import GRAY, WINDOW, digest, draw_band, panels, save, smooth
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -290,7 +290,8 @@ def draw_groups(ax, records: list[list[dict]], arms: list[str]) -> None:
                 heights = [size for _, size in found]
                 place = right + (color - (len(arms) - 1) / 2) * width
                 error = [[np.mean(heights) - min(heights)], [max(heights) - np.mean(heights)]]
-                ax.bar(place, np.mean(heights), width, yerr=error, color=f"C{color}", label=arm if right == 4 else None)
+                style = dict(yerr=error, ecolor=GRAY, color=f"C{color}", label=arm if right == 4 else None)
+                ax.bar(place, np.mean(heights), width, **style)
     ax.set_xlabel("right responses in a group of 8")
     ax.set_ylabel("mean size of its advantages")
 
@@ -318,7 +319,8 @@ def draw(number: int) -> None:
             draw_curve(ax, records, list(arms), *plot)
             ax.set_xscale("log" if plot[0] in log else "linear")
             ax.set_yscale("log" if plot[1] in log else "linear")
-    axes[0, 0].legend(fontsize=8)
+    handles, labels = axes.flat[-1 if number == 5 else 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8)
     figure.suptitle(f"{number}. {title}")
     save(figure, PICTURES / f"{number:02}.svg", drawn_from(number))
 

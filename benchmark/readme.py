@@ -85,6 +85,8 @@ def draw_bundled() -> None:
     figure, axes = panels(3, 4, figsize=(11, 6.6), sharex=True, sharey=True)
     for ax in axes.flat[len(names) :]:
         ax.set_axis_off()
+    for ax in axes[1, len(names) - 8 :]:  # the lowest of its column
+        ax.xaxis.set_tick_params(labelbottom=True)
     for name, ax in zip(names, axes.flat, strict=False):
         mine = [record for record in records if record["script"] == name]
         curves = np.stack([smooth(record["sampled_accuracy"]) for record in mine])  # (seeds, steps)
