@@ -54,7 +54,7 @@ from utils.masking import masked_sum
 from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward
 
 ASSETS = Path(__file__).resolve().parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # their sum is the reward of a completion
+REWARDS = [accuracy_reward, format_reward]  # their sum is the reward; each needs a name of its own
 CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this, though nothing is clipped here
 SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations of memory for keys and values
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and </think>, and then the \
@@ -498,7 +498,7 @@ def main(args: Args) -> dict:
         # 2. reward and advantage
         answers = [example["answer"] for example in batch for _ in range(args.num_generations)]
         rewards_by_name = {f.__name__: torch.tensor(f(completions, answers), device=device) for f in REWARDS}  # (N,)
-        rewards = sum(rewards_by_name.values()).view(-1, args.num_generations)  # (B, G) float32
+        rewards = sum(rewards_by_name.values()).float().view(-1, args.num_generations)  # (B, G) float32
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)  # (B, G)
         greedy_scores = [f(greedy_completions, [example["answer"] for example in batch]) for f in REWARDS]
         greedy_rewards = torch.tensor(greedy_scores, device=device).sum(0)  # (B,)
@@ -561,7 +561,7 @@ def main(args: Args) -> dict:
             progress.write(f"step {step}: {progress.postfix}")
             progress.write(f"    {batch[0]['prompt']!r} -> {completions[0]!r}, reward {rewards[0, 0]:.2f}")
             if metrics["rollout/eos_frac"] < 0.5 or metrics["rollout/zero_std_frac"] > 0.9:
-                progress.write("    warning: most responses are cut, or most groups have equal rewards: see README.md")
+                progress.write("    warning: eos_frac < 0.5 (cut responses) or zero_std_frac > 0.9 (equal groups)")
         if step == 1 and not metrics["rollout/logprob_gap"] < (0.1 if device.type == "cuda" else 1e-3):
             fail(f"--model {args.model}: not supported, sampling and training differ by {gap.mean():.2g} nats a token")
 

@@ -555,6 +555,27 @@ def test_the_third_in_a_row_stops_the_run(run, spoil, tmp_path, capsys):
     assert_same(dict(saved["model"]), states[1])  # the state after step 2
 
 
+# ---- rewards of one's own
+
+
+@pytest.mark.shared_text
+def test_rewards_may_be_any_numbers(script, run, monkeypatch):
+    """Functions that return integers or truth values, as one writes them first."""
+
+    def length(completions, answers):
+        return [-len(text) for text in completions]
+
+    def has_tag(completions, answers):
+        return ["<answer>" in text for text in completions]
+
+    monkeypatch.setattr(script, "REWARDS", [length, has_tag])
+    folder = run(num_steps=1)
+    record = read_jsonl(folder / "metrics.jsonl")[1]
+    assert record["rollout/length"] + record["rollout/has_tag"] == pytest.approx(record["rollout/reward_mean"])
+    for sample in read_jsonl(folder / "samples.jsonl"):
+        assert sample["rewards"] == [-len(text) + ("<answer>" in text) for text in sample["completions"]]
+
+
 # ---- what a run says
 
 
@@ -565,7 +586,7 @@ def test_what_is_said(run, capsys):
     out = capsys.readouterr().out
     assert "clip_frac 0 and the loss near 0" in out and "before: accuracy" in out and "after: accuracy" in out
     assert re.search(r"step 3: .*reward_mean=.*accuracy=.*response_len=2.*kl/ref=.*eval/accuracy=0", out)
-    assert out.count("warning: most responses are cut") == 3
+    assert out.count("warning: eos_frac < 0.5 (cut responses)") == 3
     assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
 
 
