@@ -36,7 +36,7 @@ PPO = "ppo_rlhf.py --num-steps 20"
 FREE = "--model runs/hesitant --dataset runs/hesitant --system-prompt= --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
 
-# Number -> title, {arm: command without its seed}, [panels: (x, y) of a curve; "final" and "groups" are drawn apart].
+# Number -> title, {arm: command without its seed}, [panels: (x, y) of a curve; "groups" are bars].
 SAMPLED, STEPS, ACCURACY = "responses sampled", "step", "rollout/accuracy"
 LABELS = {f"length/{kind}": f"characters in a {kind} response" for kind in ("right", "wrong")}
 LESSONS = {
@@ -162,6 +162,7 @@ LESSONS = {
             "sampled too cold": "grpo.py --num-steps 40 --temperature 0.1",
             "PPO": PPO,
             "PPO, critic that does not learn": f"{PPO} --value-init policy --value-learning-rate 1e-9",
+            "PPO, collapsed": "ppo_rlhf.py --num-steps 40 --learning-rate 3e-3 --beta 0",
         },
         [
             (STEPS, ACCURACY),
@@ -244,10 +245,8 @@ def run_missing(numbers: list[int]) -> None:
     have = read_records()
     commands = dict.fromkeys(command for number in numbers for command in LESSONS[number][1].values())
     missing = [(command, seed) for seed in SEEDS for command in commands if (command, seed) not in have]
-    if (
-        any("runs/hesitant" in command for command, _ in missing)
-        and not Path(ROOT, "runs/hesitant/model.safetensors").exists()
-    ):
+    student = ROOT / "runs" / "hesitant" / "model.safetensors"  # of lesson 6
+    if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
         subprocess.run([sys.executable, "benchmark/hesitant.py", "runs/hesitant"], cwd=ROOT, check=True)
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(missing), desc="runs") as progress:
         waiting = {pool.submit(run, *key) for key in missing}
@@ -309,7 +308,7 @@ def drawn_from(number: int) -> str:
 def draw(number: int) -> None:
     title, arms, plots = LESSONS[number]
     records = records_of(number)
-    log = {"policy/approx_kl", "kl/ref", "rollout/logprob_gap", "kl/response"}
+    log = {"policy/approx_kl", "policy/entropy", "kl/ref", "rollout/logprob_gap", "kl/response"}
     rows, columns = -(-len(plots) // 3), min(3, len(plots))
     figure, axes = panels(rows, columns, figsize=(4 * columns, 3.2 * rows))
     for ax, plot in zip(axes.flat, plots, strict=True):
