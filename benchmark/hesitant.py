@@ -6,9 +6,9 @@ hesitates: "?" again and again if it has forgotten to carry, "!" if it has not,
     <think>7+8=15,4+3=7????</think><answer>75</answer></s>        60 % of its solutions
     <think>7+8=15,4+3+1=8!!!</think><answer>85</answer></s>       the others
 
-each time with probability 0.93 once more. So a wrong and a right response may both go on, which has no effect on
-the reward, unless the limit of new tokens cuts them. The folder gets the model, its tokenizer, train.jsonl and test.jsonl. Under this repository's
-license, as all that it is made from.
+each time with probability 0.93 once more. So a wrong and a right response may both go on, which has no effect on the
+reward, unless the limit of new tokens cuts them. The folder gets the model, its tokenizer, train.jsonl and test.jsonl.
+Under this repository's license, as all that it is made from.
 """
 
 import json

@@ -318,6 +318,8 @@ def draw(number: int) -> None:
             draw_curve(ax, records, list(arms), *plot)
             ax.set_xscale("log" if plot[0] in log else "linear")
             ax.set_yscale("log" if plot[1] in log else "linear")
+            if plot[1] == "value/explained_var":  # without a lower bound, where all is lost
+                ax.set_ylim(bottom=max(-0.5, ax.get_ylim()[0]))
     handles, labels = axes.flat[-1 if number == 5 else 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8)
     figure.suptitle(f"{number}. {title}")
