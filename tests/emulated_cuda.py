@@ -1,0 +1,162 @@
+"""Run command lines on an emulated CUDA device, on a machine that has none.
+
+    python tests/emulated_cuda.py "grpo.py --num-steps 2" ["rloo.py --num-steps 2" ...]
+
+Every line of a script's GPU path runs, autocast, the bf16 copy and CUDA graphs among them, on the kernels of the CPU;
+of times and of a GPU's own kernels it says nothing. It fails as a GPU does at an operation on tensors of two devices
+(emulated_cuda.cpp), at whatever makes the host wait while a graph is recorded, and at a replay that uses freed memory.
+Recording computes nothing, and a replay reads and writes the memory that was recorded, also as on a GPU.
+"""
+
+import ctypes
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+import tempfile
+import traceback
+import zlib
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"}  # operators with an answer to wait for
+counts = dict(recorded=0, replayed=0)  # graphs
+
+
+def build() -> Path:
+    """Compile emulated_cuda.cpp, once for every version of it and of torch."""
+    source, package = Path(__file__).with_suffix(".cpp"), Path(torch.__file__).parent
+    library = Path(tempfile.gettempdir(), f"emulated_cuda-{torch.__version__}-{zlib.crc32(source.read_bytes()):x}.so")
+    if not library.exists():
+        command = ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library.with_suffix(f".{os.getpid()}")]
+        command += [f"-I{package / folder}" for folder in ("include", "include/torch/csrc/api/include")]
+        command += [f"-L{package / 'lib'}", f"-Wl,-rpath,{package / 'lib'}", "-lc10", "-ltorch_cpu"]
+        subprocess.run(command, check=True)
+        library.with_suffix(f".{os.getpid()}").rename(library)
+    return library
+
+
+def storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+class Borrowed:
+    """A tensor that the graph uses and does not own, as an address is: its memory may be freed."""
+
+    def __init__(self, tensor: torch.Tensor):
+        self.memory = StorageWeakRef(tensor.untyped_storage())
+        self.place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        self.empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+    def tensor(self) -> torch.Tensor:
+        memory = torch.UntypedStorage._new_with_weak_ptr(self.memory.cdata)
+        if memory is None:
+            raise RuntimeError("emulated CUDA: a replay uses memory that has been freed")
+        return self.empty.new_empty(0).set_(memory, *self.place)
+
+
+class CUDAGraph:
+    def __init__(self):
+        self.operations = []  # (operator, its arguments, how they are nested, its outputs)
+
+    def replay(self) -> None:
+        counts["replayed"] += 1
+        for function, inputs, nesting, outputs in self.operations:
+            args, kwargs = tree_unflatten([x.tensor() if isinstance(x, Borrowed) else x for x in inputs], nesting)
+            results = tree_leaves(function(*args, **kwargs))
+            for output, result in zip(outputs, results, strict=True):
+                if isinstance(output, torch.Tensor):
+                    output.copy_(result)
+
+
+class Recording(TorchDispatchMode):
+    """torch.cuda.graph"""
+
+    def __init__(self, graph: CUDAGraph):
+        super().__init__()
+        self.graph, self.owned, self.before = graph, set(), []
+
+    def address(self, value):
+        return Borrowed(value) if isinstance(value, torch.Tensor) and storage(value) not in self.owned else value
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs, schema = kwargs or {}, function._schema
+        inputs, nesting = tree_flatten((args, kwargs))
+        tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
+        name, devices = schema.name.removeprefix("aten::"), {x.device.type for x in tensors}
+        devices |= {x.type for x in inputs if isinstance(x, torch.device)}
+        if name in WAITS or (name in ("_to_copy", "copy_") and len(devices) > 1):
+            raise RuntimeError(f"emulated CUDA: {name} makes the host wait, not permitted while a graph is recorded")
+        for argument, value in zip(schema.arguments, args, strict=False):
+            if argument.alias_info and argument.alias_info.is_write and storage(value) not in self.owned:
+                self.before.append((value, value.clone()))
+        results = function(*args, **kwargs)
+        outputs, known = tree_leaves(results), {storage(x) for x in tensors}
+        new = {storage(x) for x in outputs if isinstance(x, torch.Tensor)} - known
+        if new or schema.is_mutable:  # other operators look at the same memory in another shape
+            kept = outputs if new else [None] * len(outputs)  # what was written in place is already where it belongs
+            self.owned |= new
+            self.graph.operations.append((function, [self.address(x) for x in inputs], nesting, kept))
+        return results
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        counts["recorded"] += 1
+        for value, before in reversed(self.before):  # recording computes nothing
+            value.copy_(before)
+        self.before.clear()
+
+
+def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    """A copy of a storage; torch's own is compiled for the devices that it was built for."""
+    whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+    return whole.clone().untyped_storage()
+
+
+def install(library: Path) -> None:
+    """Let torch.cuda believe in the device."""
+    counted = ctypes.CDLL(str(library))
+    counted.emulated_cuda_peak.restype = ctypes.c_int64
+    torch.UntypedStorage.clone = clone
+    functions = dict(is_available=lambda: True, is_bf16_supported=lambda *_: True, device_count=lambda: 1)
+    functions |= dict(current_device=lambda: 0, _exchange_device=lambda _: 0, _maybe_exchange_device=lambda _: 0)
+    functions |= dict(synchronize=lambda *_: None, manual_seed_all=lambda _: None, empty_cache=lambda: None)
+    functions |= dict(get_rng_state=lambda *_: torch.get_rng_state(), get_device_name=lambda *_: "emulated CUDA")
+    functions |= dict(set_rng_state=lambda state, *_: torch.set_rng_state(state))
+    functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
+    functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
+    for name, function in functions.items():
+        setattr(torch.cuda, name, function)
+    torch.cuda._initialized, torch.cuda.CUDAGraph, torch.cuda.graph = True, CUDAGraph, Recording
+
+
+def main() -> None:
+    library = build()
+    if os.environ.get("LD_PRELOAD") != str(library):  # torch asks once, while it is imported, what devices there are
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)})
+    del os.environ["LD_PRELOAD"]
+    install(library)
+    for line in sys.argv[1:]:
+        sys.argv = shlex.split(line)
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        counts.update(recorded=0, replayed=0)
+        torch.cuda.reset_peak_memory_stats()
+        print(f"---- {line}", flush=True)
+        status = 0
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+            status = 1
+        print(f"---- status {status}, {counts['recorded']} graphs recorded, {counts['replayed']} replayed", flush=True)
+
+
+if __name__ == "__main__":
+    main()

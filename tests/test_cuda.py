@@ -1,0 +1,133 @@
+"""The GPU path of every script on an emulated device (emulated_cuda.py): that it runs, not how fast."""
+
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SINGLE = "reinforce_baseline rloo grpo dr_grpo dapo ppo_rlhf gspo remax grpo_offpolicy grpo_process".split()
+SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
+# Short segments: finished rows are dropped, keys and values grow and the graph is recorded anew within 24 tokens.
+# With "stop" a signal comes in the first step.
+VARIED = """import signal, sys
+sys.path.insert(0, {root!r})
+import grpo, tyro
+grpo.SEGMENT["cuda"] = 8
+calls, respond = [], grpo.respond
+def stopped(*args):
+    calls.append(args)
+    if len(calls) == 2:
+        signal.raise_signal(signal.SIGTERM)
+    return respond(*args)
+grpo.respond = stopped if "stop" in sys.argv[0] else respond
+grpo.main(tyro.cli(grpo.Args))
+"""
+# bf16 where it makes the GPU fast, float32 where it would cost accuracy.
+PRECISION = """import sys
+sys.path.insert(0, {root!r})
+import grpo, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(grpo.Args.model)
+torch.manual_seed(0)
+prompt, response = torch.randint(3, 20, (2, 4, 8))
+rollout = (prompt, torch.ones_like(prompt, dtype=torch.bool), response, torch.ones_like(response, dtype=torch.bool))
+with torch.no_grad():
+    exact = grpo.compute_logprobs(model, *rollout, 1.0)
+    model.cuda()
+    rounded = grpo.compute_logprobs(model, *[x.cuda() for x in rollout], 1.0)
+error = (rounded.cpu() - exact).abs().max() / exact.abs().max()
+assert rounded.dtype == torch.float32 and 1e-5 < error < 0.02, error
+copied = grpo.inference_copy(model)
+assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{torch.float32}}
+assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
+assert {{x.dtype for x in model.parameters()}} == {{x.dtype for x in copied.buffers()}} == {{torch.float32}}
+"""
+FAULTS = dict(
+    mixed="(torch.ones(2, device='cuda') + torch.ones(2))",
+    mixed_list="torch.cat([torch.ones(2, device='cuda'), torch.ones(2)])",
+    waits="x = torch.ones(2, device='cuda')\nwith torch.cuda.graph(torch.cuda.CUDAGraph()): x.sum().item()",
+    freed="x, g = torch.ones(2, device='cuda'), torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g): x.add_(1)\n"
+    "print('x is', x.tolist())\ng.replay()\nprint('x is', x.tolist())\ndel x\ng.replay()",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Run everything in one process: name -> (exit status, graphs recorded, graphs replayed, printed text, folder)."""
+    if shutil.which("g++") is None or torch.cuda.is_available() or sys.platform != "linux":
+        pytest.skip("the emulated device needs Linux, g++, and that there is no real one")
+    folder = tmp_path_factory.mktemp("cuda")
+    programs = {name: VARIED for name in ("graph", "eager", "stop")} | {"precision": PRECISION}
+    programs |= {name: f"import torch\n{fault}\n" for name, fault in FAULTS.items()}
+    for name, program in programs.items():
+        (folder / f"{name}.py").write_text(program.format(root=str(ROOT)))
+    commands = {name: [ROOT / f"{name}.py"] for name in SINGLE} | {name: [folder / f"{name}.py"] for name in programs}
+    commands["eager"] += ["--no-cuda-graph"]
+    for name in (*SINGLE, "graph", "eager", "stop"):
+        commands[name] += [*SMALL.split(), "--runs-dir", folder, "--run-name", name]
+    commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
+    lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
+    command = [sys.executable, ROOT / "tests" / "emulated_cuda.py", *lines.values()]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    texts = re.split(r"^---- .*\.py.*\n", process.stdout, flags=re.M)[1:]
+    assert process.returncode == 0 and len(texts) == len(lines), process.stdout + process.stderr
+    ends = [re.search(r"^---- status (\d+), (\d+) graphs recorded, (\d+) replayed$", text, re.M) for text in texts]
+    results = [(*map(int, end.groups()), text) for end, text in zip(ends, texts, strict=True)]
+    return {name: (*result, folder / name) for name, result in zip(lines, results, strict=True)}
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_script_trains_on_cuda(runs, name):
+    status, recorded, replayed, text, folder = runs[name]
+    assert status == 0 and f"{name}.py on cuda" in text, text
+    assert recorded >= 4 and replayed > 10 * recorded / 2, (recorded, replayed)
+    rows = metrics(folder)
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(value is not None and math.isfinite(value) for row in rows for value in row.values())
+    for row in rows[1:]:
+        assert row["policy/ratio_mean"] == pytest.approx(1, abs=0.01) and row["optim/skipped"] == 0
+        assert row["optim/grad_norm"] > 0 and row["time/peak_mem_gb"] > 0.01
+        # The rollout is sampled in bf16 and trained with the rounding of autocast: close, and not the same numbers.
+        assert 1e-6 < row["rollout/logprob_gap"] < 0.01
+    trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
+    assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
+
+
+def test_replayed_graphs_sample_what_single_steps_do(runs):
+    graph, eager = runs["graph"], runs["eager"]
+    assert graph[0] == eager[0] == 0, graph[3] + eager[3]
+    assert graph[1] >= 12 and eager[1] == 0  # at least 3 segments in each of 4 rollouts
+    assert (graph[4] / "samples.jsonl").read_text() == (eager[4] / "samples.jsonl").read_text()
+    for one, other in zip(metrics(graph[4]), metrics(eager[4]), strict=True):
+        assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
+
+
+def test_signal_and_resume_on_cuda(runs):
+    assert runs["stop"][0] == 128 + 15 and runs["resumed"][0] == 0, runs["stop"][3] + runs["resumed"][3]
+    whole, resumed = metrics(runs["graph"][4]), metrics(runs["stop"][4])
+    for one, other in zip(whole, resumed, strict=True):
+        assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
+
+
+def test_precision_of_training_and_sampling(runs):
+    assert runs["precision"][0] == 0, runs["precision"][3]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_emulated_device_refuses_what_cuda_refuses(runs, name):
+    status, _, _, text, _ = runs[name]
+    message = dict(waits="while a graph is recorded", freed="memory that has been freed").get(name, "devices")
+    assert status == 1 and message in text, text
+    if name == "freed":  # recording computed nothing, the first replay did
+        assert "x is [1.0, 1.0]\nx is [2.0, 2.0]\n" in text
