@@ -257,7 +257,7 @@ def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperatur
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos)
         # To see which rows are finished the host waits for the device: a GPU is asked now and then.
-        extra = SEGMENT[device.type] if t % SEGMENT[device.type] == 0 else 0  # columns to allocate
+        extra = min(SEGMENT[device.type], args.max_new_tokens - t) if t % SEGMENT[device.type] == 0 else 0  # columns
         if extra > 0 or device.type == "cpu" or t % 16 == 0:
             live = (~finished).nonzero().squeeze(1)
             if len(live) == 0:

@@ -1,12 +1,16 @@
 """What share of a GPU's limits grpo.py reaches: decoding against its memory bandwidth, the update against its matmuls.
 
     python benchmark/gpu.py                  random weights in the shape of SmolLM2-1.7B, one CUDA device, some minutes
-    python benchmark/gpu.py --tiny           a tiny shape in float32 on the CPU: exercises this file, measures nothing
+    python benchmark/gpu.py --profile        and where the time goes, kernel by kernel
+    python benchmark/gpu.py --tiny           a tiny shape, on a CPU if need be: exercises this file, measures nothing
 
 Decoding a token must read every weight once and the keys and values of all rows: these bytes over the bandwidth of a
 device-to-device copy (read + write) are the limit. generate here runs all tokens of all rows (no EOS id is ever drawn).
 An update takes 6 FLOP per parameter and token run (forward 2, backward 4; recomputed activations and attention are not
 counted): that over the seconds is the FLOP/s, and MFU is its share of the peak.
+
+Two answers that only a GPU can give come first: whether its attention kernels ignore whole blocks of masked keys, and
+whether a replayed graph computes what single steps do.
 """
 
 import argparse
@@ -46,9 +50,9 @@ def peak_gb(device: torch.device) -> float:
     return peak
 
 
-def device_limits(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def device_limits(device: torch.device, dtype: torch.dtype, tiny: bool) -> tuple[float, float]:
     """Bytes per second of a large copy (read + written), and FLOP per second of a large matrix product."""
-    size, width = (2**22, 256) if device.type == "cpu" else (2**32, 8192)
+    size, width = (2**22, 256) if tiny else (2**32, 8192)
     source = torch.zeros(size // 2, dtype=torch.uint8, device=device)
     target = source.clone()
     left, right = torch.randn(2, width, width, device=device, dtype=dtype)
@@ -57,22 +61,44 @@ def device_limits(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     return size / copied, 2 * width**3 / seconds(lambda: left @ right, device, 20)
 
 
+def attention_error(device: torch.device, dtype: torch.dtype) -> float:
+    """One query over 320 keys of which the first 200 are masked, as generate masks them, against the last 120 alone."""
+    query, key, value = torch.randn(3, 8, 32, 320, 64, device=device, dtype=dtype)
+    bias = torch.zeros(8, 1, 1, 320, device=device, dtype=dtype)
+    bias[..., :200] = torch.finfo(dtype).min
+    attention = torch.nn.functional.scaled_dot_product_attention
+    masked = attention(query[:, :, -1:], key, value, attn_mask=bias)  # (8, 32, 1, 64)
+    return (masked - attention(query[:, :, -1:], key[:, :, 200:], value[:, :, 200:])).abs().max().item()
+
+
+def profiled(label: str, function, device: torch.device) -> None:
+    """Print the operators and kernels of a call by the time they take on the device."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
+    with torch.profiler.profile(activities=activities) as profile:
+        seconds(function, device)
+    key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
+    print(f"{label}:\n{profile.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=70)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="grpo.py against the limits of a GPU")
-    parser.add_argument("--tiny", action="store_true", help="self-test on the CPU")
+    parser.add_argument("--tiny", action="store_true", help="self-test, on a CPU too")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--cudnn", action="store_true", help="leave cuDNN's attention on, which the scripts turn off")
+    parser.add_argument("--profile", action="store_true", help="of 16 decode steps and of an update")
     parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
         print("error: torch finds no CUDA device; give --tiny for a self-test on the CPU", file=sys.stderr)
         raise SystemExit(2)
 
-    device = torch.device("cpu" if options.tiny else "cuda")
-    dtype = torch.float32 if options.tiny else torch.bfloat16  # of the sampling copy
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the sampling copy
     B, G, P, R = options.prompts, options.samples, options.prompt_tokens, options.new_tokens
     shape = dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192)
     shape |= dict(vocab_size=49152, num_key_value_heads=32, max_position_embeddings=8192)
@@ -82,13 +108,16 @@ def main() -> None:
         shape |= dict(vocab_size=101, num_key_value_heads=2, max_position_embeddings=128)
     N = B * G
     torch.manual_seed(0)
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(options.cudnn)
     torch.set_float32_matmul_precision("high")
 
-    bandwidth, matmul_flops = device_limits(device, dtype)
-    name = "CPU, self-test" if options.tiny else torch.cuda.get_device_name()
+    bandwidth, matmul_flops = device_limits(device, dtype, options.tiny)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, self-test"
     print(f"{name}, torch {torch.__version__}; {N} rows of {P} prompt and {R} new tokens")
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, {str(dtype)[6:]} matmul {matmul_flops / 1e12:.3g} TFLOP/s", flush=True)
+    print(f"copy {bandwidth / 1e12:.2f} TB/s, {str(dtype)[6:]} matmul {matmul_flops / 1e12:.3g} TFLOP/s")
+    print(f"attention over a masked block of keys: off by {attention_error(device, dtype):.2g}", flush=True)
+
+    peak_gb(device)
 
     # ---- the model and its sampling copy, as main in grpo.py has them; no EOS id, so that every row runs to the end
     config = LlamaConfig(**shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None)
@@ -132,6 +161,15 @@ def main() -> None:
     report("generate, CUDA graph", lambda new_tokens: plain(new_tokens, True))
     report("generate, no graph", lambda new_tokens: plain(new_tokens, False))
     report("model.generate", transformers_generate)
+    samples = []
+    for cuda_graph in (True, False):
+        torch.manual_seed(0)
+        samples.append(plain(R, cuda_graph))
+    same, gap = (samples[0][0] == samples[1][0]).cumprod(1).bool(), (samples[0][2] - samples[1][2]).abs()  # (N, R)
+    print(f"graph and no graph: {same.float().mean():.1%} of the tokens come before the first that differs, ", end="")
+    print(f"log-probabilities off by {gap[same].max():.2g} at most there", flush=True)
+    if options.profile:
+        profiled("16 decode steps", lambda: plain(min(R, 16), False), device)
 
     # ---- one update on a rollout
     response_ids, response_mask, _ = plain(R, True)  # (N, R)
@@ -160,6 +198,8 @@ def main() -> None:
     print(f"update: {tokens / elapsed:.0f} tokens/s (prompts included), {flops / 1e12:.3g} TFLOP/s, MFU ", end="")
     print(f"{flops / matmul_flops:.0%} of the measured matmul, {flops / NOMINAL_FLOPS:.0%} of 989 TFLOP/s, ", end="")
     print(f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}")
+    if options.profile:
+        profiled("an update", update, device)
 
 
 if __name__ == "__main__":

@@ -387,6 +387,18 @@ def test_sampling_in_parts_changes_nothing(script):
     assert sizes == [1] * 5 + [2, 2, 1]
 
 
+@pytest.mark.parametrize("steps", [4, 32])
+def test_keys_and_values_keep_to_sampling_tokens(script, segment, steps):
+    """However long the segments are, no more columns are allocated than a prompt and a response can fill."""
+    segment(steps)
+    model, sizes = build("Llama"), []
+    model.register_forward_pre_hook(
+        lambda _, ids, inputs: sizes.append(inputs["attention_mask"].shape), with_kwargs=True
+    )
+    roll_out(script, model, samples=2, sampling_tokens=2 * 2 * (9 + 14), eos_ids=[V])  # no row ever ends
+    assert max(shape[0] * shape[-1] for shape in sizes) == 2 * 2 * (9 + 14)
+
+
 def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(1, 40, (32,), generator=generator).tolist()
