@@ -5,10 +5,14 @@ forty minutes of two cores. benchmark/records/bundled.jsonl gets one line for ea
 "dirty", if the tree had changes), versions, wall time of the whole command, the process's peak of memory, responses
 sampled, accuracies on the held-out additions, greedy, and the sampled accuracy at every step. benchmark/readme.py
 writes them into README.md.
+
+    python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
+    python benchmark/bundled.py --device emulated   in a GPU's precision, on the kernels of a CPU (tests/emulated_cuda.py)
 """
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -18,27 +22,30 @@ from pathlib import Path
 from lessons import git
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmark" / "records" / "bundled.jsonl"
+RECORDS = ROOT / "benchmark" / "records"
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 
 
-def run(script: str, seed: int) -> dict:
+def run(script: str, seed: int, device: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         launcher = "-m torch.distributed.run --nproc-per-node 2" if script == "grpo_multigpu" else ""
-        flags = f"{script}.py --seed {seed} --device cpu --runs-dir {folder} --run-name run"
+        flags = f"{script}.py --seed {seed} --device {device} --runs-dir {folder} --run-name run".split()
+        if device == "emulated":
+            launcher, flags = "tests/emulated_cuda.py", [shlex.join(flags).replace("emulated", "cuda")]
         start = time.perf_counter()
-        command = [sys.executable, *launcher.split(), *flags.split()]
+        command = [sys.executable, *launcher.split(), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         seconds = time.perf_counter() - start
-        if done.returncode:
-            raise SystemExit(f"error: {script}.py, seed {seed} failed\n{done.stderr[-3000:]}")
+        if done.returncode or not Path(folder, "run", "model").is_dir():
+            raise SystemExit(f"error: {script}.py, seed {seed} failed\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
         metrics = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")]
         versions = json.loads(Path(folder, "run", "args.json").read_text(encoding="utf-8"))["versions"]
     record = {"script": script, "seed": seed, "commit": git("rev-parse", "--short", "HEAD")}
     record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets")), "versions": versions}
     record |= {"seconds": round(seconds, 1), "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3)}
-    record |= {"episodes": metrics[-1]["episodes"]}
+    record |= {"episodes": metrics[-1]["episodes"], "device": device}
+    record |= {"logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:])}  # of the worst step
     for name in ("accuracy", "accuracy_lenient"):
         record[name] = [metrics[step][f"eval/{name}"] for step in (0, -1)]  # before, after
     return record | {"sampled_accuracy": [round(line["rollout/accuracy"], 3) for line in metrics[1:]]}
@@ -48,15 +55,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
-    parser.add_argument("--out", type=Path, default=RECORDS)
+    parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="cpu")
+    parser.add_argument("--out", type=Path, help="default: bundled.jsonl or bundled-DEVICE.jsonl in benchmark/records")
     args = parser.parse_args()
+    name = "bundled.jsonl" if args.device == "cpu" else f"bundled-{args.device}.jsonl"
+    out = args.out or RECORDS / name
     records = []
     for seed in args.seeds:
         for script in args.scripts:
-            records.append(run(script, seed))
+            records.append(run(script, seed, args.device))
             shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
             print(*(f"{name} {records[-1][name]}" for name in shown), flush=True)
-            args.out.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            out.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 
 if __name__ == "__main__":
