@@ -7,7 +7,7 @@ sampled, accuracies on the held-out additions, greedy, and the sampled accuracy 
 writes them into README.md.
 
     python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
-    python benchmark/bundled.py --device emulated   in a GPU's precision, on the kernels of a CPU (tests/emulated_cuda.py)
+    python benchmark/bundled.py --device emulated   in a GPU's precision, without one: tests/emulated_cuda.py
 """
 
 import argparse
@@ -30,9 +30,10 @@ SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 def run(script: str, seed: int, device: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         launcher = "-m torch.distributed.run --nproc-per-node 2" if script == "grpo_multigpu" else ""
-        flags = f"{script}.py --seed {seed} --device {device} --runs-dir {folder} --run-name run".split()
+        on = "cuda" if device == "emulated" else device
+        flags = f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run".split()
         if device == "emulated":
-            launcher, flags = "tests/emulated_cuda.py", [shlex.join(flags).replace("emulated", "cuda")]
+            launcher, flags = "tests/emulated_cuda.py", [shlex.join(flags)]
         start = time.perf_counter()
         command = [sys.executable, *launcher.split(), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

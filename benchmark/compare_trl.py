@@ -1,24 +1,27 @@
-"""grpo.py against TRL's GRPOTrainer, on a CPU: seconds per training step, sampled tokens per second, peak memory.
+"""grpo.py against TRL's GRPOTrainer: seconds per training step, sampled tokens per second, peak memory.
 
     pip install -r benchmark/requirements.txt
     python benchmark/compare_trl.py --workload W1  the bundled model and task, 16 x 8 samples of <= 32 tokens
     python benchmark/compare_trl.py --workload W2  a 260 K story model, lengths from 5 to 384, 16 x 8 samples
     python benchmark/compare_trl.py --workload W3  SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
+    python benchmark/compare_trl.py --workload W4  SmolLM2-1.7B's shape, 32 x 8 samples of 512 tokens: needs a GPU
 
-Both train the same model in float32 on the same prompts, all of them in every step: GRPO with its std, temperature 1,
-no top-k and no top-p, no KL term, one update per rollout, AdamW, the same reward and the same number of threads. They
-draw from the same distribution, so their lengths agree but for chance. Runs alternate, each in a process of its own:
+Both train the same model in float32, W4 in bf16 autocast with recomputed activations, on the same prompts, all of them
+in every step: GRPO with its std, temperature 1, no top-k and no top-p, no KL term, one update per rollout, AdamW, the
+same reward and the same number of threads. They draw from the same distribution, so their lengths agree but for chance.
+Runs alternate, each in a process of its own:
 
 - seconds per step: the whole wall time of a step (rollout, reward, update, logging), the first step left out as
   warm-up; the median over the steps of all rounds. TRL's is from its on_step_begin to its on_step_end.
 - CPU seconds per step: the time that all threads together were on a core in it; with --threads 1 this is the fairer
   number on a machine that others use as well, where threads that wait for each other make wall times jump.
 - tokens per second: response tokens of these steps over their wall seconds.
-- peak memory: the highest resident set of the process, less what it had after its imports, before any model was loaded.
+- peak memory: the highest resident set of the process, less what it had after its imports, before any model was loaded;
+  on a GPU the most that torch had allocated there.
 
 TRL's batch is the whole rollout, which is its fastest; --trl-batch-size 16, say, accumulates gradients instead, which
-is its way to save memory. grpo.py cuts its updates by --micro-batch-tokens; its value per workload stands in WORKLOADS.
-It samples the whole rollout at once, too (--sampling-tokens 65536).
+is its way to save memory, and what W4 does by default. grpo.py cuts its updates by --micro-batch-tokens; its value per
+workload stands in WORKLOADS. It samples the whole rollout at once, too (--sampling-tokens 262144).
 """
 
 import argparse
@@ -40,6 +43,7 @@ WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), t
     "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=2048),
     "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=2048),
     "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=1024),
+    "W4": dict(num_prompts=32, num_generations=8, max_new_tokens=512, micro_batch_tokens=16384, trl_batch_size=16),
 }
 LEARNING_RATE = 1e-5
 
@@ -55,6 +59,13 @@ def memory(field: str) -> int:
     """VmRSS or VmHWM of this process in bytes. Not getrusage: its maximum counts the process that started this one."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def peak_memory(options, imported: int) -> int:
+    """Bytes, see above."""
+    import torch
+
+    return torch.cuda.max_memory_allocated() if options.workload == "W4" else memory("VmHWM") - imported
 
 
 def now() -> tuple[float, float]:
@@ -98,10 +109,14 @@ def prepare(options, folder: Path) -> None:
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
         shape = dict(num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
         shape |= dict(intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=512)
+        prompt_tokens = 64
+        if options.workload == "W4":
+            shape |= dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, num_key_value_heads=32)
+            shape, prompt_tokens = shape | dict(intermediate_size=8192, max_position_embeddings=1024), 256
         config = LlamaConfig(**shape, pad_token_id=0, bos_token_id=None, eos_token_id=1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        questions = [" ".join(rng.choices(words[2:], k=64)) for _ in range(B)]
+        questions = [" ".join(rng.choices(words[2:], k=prompt_tokens)) for _ in range(B)]
     (folder / "data").mkdir()
     rows = "".join(json.dumps({"question": question, "answer": "0"}) + "\n" for question in questions)
     for split in ("train", "test"):
@@ -127,9 +142,10 @@ def run_plainrl(options, folder: Path) -> dict:
     args = dict(num_prompts=options.num_prompts, num_generations=options.num_generations, temperature=1.0, beta=0.0)
     args |= dict(max_new_tokens=options.max_new_tokens, micro_batch_tokens=options.micro_batch_tokens)
     args |= dict(learning_rate=LEARNING_RATE, lr_schedule="constant_with_warmup", warmup_updates=0)
-    args |= dict(gradient_checkpointing=False)
-    args |= dict(num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt="", device="cpu")
-    args |= dict(max_prompt_tokens=128, sampling_tokens=2**16)  # room for the whole rollout
+    on_gpu = options.workload == "W4"
+    args |= dict(gradient_checkpointing=on_gpu, device="cuda" if on_gpu else "cpu")
+    args |= dict(num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt="")
+    args |= dict(max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18)  # room for the whole rollout
     args |= dict(model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run")
     grpo.main(grpo.Args(**args))
     first = next(k for k, (_, num_samples) in enumerate(starts) if num_samples == options.num_generations)
@@ -140,7 +156,7 @@ def run_plainrl(options, folder: Path) -> dict:
         seconds=[b[0] - a[0] for a, b in zip(times[1:], times[2:], strict=False)],
         cpu_seconds=[b[1] - a[1] for a, b in zip(times[1:], times[2:], strict=False)],
         tokens=[b - a for a, b in zip(tokens[1:], tokens[2:], strict=False)],
-        memory=memory("VmHWM") - imported,
+        memory=peak_memory(options, imported),
     )
 
 
@@ -166,6 +182,7 @@ def run_trl(options, folder: Path) -> dict:
         tokens[-1] += sum(map(len, completion_ids))
         return length_reward(completions)
 
+    on_gpu = options.workload == "W4"
     num_sequences = options.num_prompts * options.num_generations
     batch_size = options.trl_batch_size or num_sequences
     config = GRPOConfig(
@@ -185,10 +202,10 @@ def run_trl(options, folder: Path) -> dict:
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=num_sequences // batch_size,
         max_steps=1 + options.steps,
-        # a CPU, and nothing beside the training
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+        # nothing beside the training
+        use_cpu=not on_gpu,
+        bf16=on_gpu,
+        gradient_checkpointing=on_gpu,
         report_to="none",
         logging_strategy="no",
         save_strategy="no",
@@ -205,11 +222,11 @@ def run_trl(options, folder: Path) -> dict:
     )
     trainer.train()
     seconds, cpu_seconds = [[end[k] - begin[k] for begin, end in zip(begins, ends, strict=True)][1:] for k in (0, 1)]
-    return dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens[1:], memory=memory("VmHWM") - imported)
+    return dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens[1:], memory=peak_memory(options, imported))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="grpo.py against TRL's GRPOTrainer, on a CPU")
+    parser = argparse.ArgumentParser(description="grpo.py against TRL's GRPOTrainer")
     parser.add_argument("--workload", choices=WORKLOADS, default="W1")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch, for both")
     parser.add_argument("--steps", type=int, default=3, help="training steps per run, after one of warm-up")
@@ -229,8 +246,8 @@ def main() -> None:
         return
 
     if options.one is not None:
-        model = {"W1": ROOT / "assets" / "adder", "W2": STORIES, "W3": options.folder / "model"}
-        options.model = model[options.workload]
+        model = {"W1": ROOT / "assets" / "adder", "W2": STORIES}
+        options.model = model.get(options.workload, options.folder / "model")
         result = {"prepare": prepare, "plainrl": run_plainrl, "trl": run_trl}[options.one](options, options.folder)
         (options.folder / f"{options.one}.json").write_text(json.dumps(result))
         return

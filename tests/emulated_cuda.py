@@ -127,7 +127,7 @@ def install(library: Path) -> None:
     functions |= dict(current_device=lambda: 0, _exchange_device=lambda _: 0, _maybe_exchange_device=lambda _: 0)
     functions |= dict(synchronize=lambda *_: None, manual_seed_all=lambda _: None, empty_cache=lambda: None)
     functions |= dict(get_rng_state=lambda *_: torch.get_rng_state(), get_device_name=lambda *_: "emulated CUDA")
-    functions |= dict(set_rng_state=lambda state, *_: torch.set_rng_state(state))
+    functions |= dict(set_rng_state=lambda state, *_: torch.set_rng_state(state), set_device=lambda _: None)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
     functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
     for name, function in functions.items():

@@ -1,0 +1,135 @@
+"""Every script for three steps on a GPU, at the size of the README's second command: times, memory, and going on.
+
+    python benchmark/gpu_scripts.py --problems gsm8k/train.jsonl     random weights in the shape of SmolLM2-1.7B
+    python benchmark/gpu_scripts.py --tiny                           a tiny shape, on an emulated GPU if need be
+
+Random weights end no response and get no answer right: all samples have the full 300 tokens, which is the most work
+that the recipe can be. benchmark/records/gpu-scripts.jsonl gets one line for each run: script, flags, commit (and
+"dirty", if the tree had changes), GPU, versions, and the metrics of the last step. --memory-gb 41.5 lets a larger GPU
+have no more than a program has on one of 40 GB. At the end grpo.py is killed while it trains, and resumed; and stopped
+with SIGTERM, and resumed.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from lessons import git
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmark" / "records" / "gpu-scripts.jsonl"
+SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
+SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process"]
+SHOWN = ["time/rollout_s", "time/tokens_per_s", "time/update_s", "time/peak_mem_gb", "rollout/logprob_gap"]
+SHAPE = dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192, vocab_size=49152)
+TINY = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=512)
+
+
+def make_models(folder: Path, problems: Path, shape: dict) -> None:
+    """A tokenizer learned from the problems, a policy and a reward model of this shape in bf16, with random weights."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=shape["vocab_size"], special_tokens=["<eos>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(problems.open(encoding="utf-8"), trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    config = LlamaConfig(**shape, tie_word_embeddings=True, max_position_embeddings=8192, num_labels=1)
+    config.update(dict(eos_token_id=0, pad_token_id=0, bos_token_id=None))
+    torch.manual_seed(0)
+    for name, kind in dict(policy=AutoModelForCausalLM, judge=AutoModelForSequenceClassification).items():
+        kind.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def launch(command: list[str], memory_gb: float | None) -> list[str]:
+    """The command for this machine: on an emulated GPU where there is none, or with part of the GPU's memory."""
+    if not torch.cuda.is_available():
+        return [sys.executable, "tests/emulated_cuda.py", shlex.join(command)]
+    if memory_gb is None:
+        return [sys.executable, *command]
+    fraction = memory_gb * 1e9 / torch.cuda.get_device_properties(0).total_memory
+    limit = f"import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction({fraction})"
+    return [
+        sys.executable,
+        "-c",
+        f"{limit}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
+    ] + command
+
+
+def last_metrics(run: Path) -> dict:
+    return json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+
+
+def interrupted(command: list[str], run: Path, number: int) -> None:
+    """Start a run, send it the signal in its third step, resume it, and say what came of both."""
+    process = subprocess.Popen(launch(command, None), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = run / "metrics.jsonl"
+    while process.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
+        time.sleep(0.1)
+    process.send_signal(number)
+    status, stopped_at = process.wait(), len(metrics.read_text().splitlines()) - 1
+    resumed = subprocess.run(launch([command[0], "--resume", str(run)], None), cwd=ROOT, capture_output=True, text=True)
+    print(f"{signal.Signals(number).name}: status {status} after step {stopped_at}; resumed: ", end="")
+    print(f"status {resumed.returncode}, step {last_metrics(run)['step']}, {resumed.stdout.strip().splitlines()[-1]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--problems", type=Path, default=ROOT / "assets" / "addition" / "train.jsonl")
+    parser.add_argument("--scripts", nargs="*", default=SCRIPTS)
+    parser.add_argument("--flags", default="", help="more flags for all scripts")
+    parser.add_argument("--memory-gb", type=float, help="of the GPU's memory")
+    parser.add_argument("--tiny", action="store_true", help="self-test, without a record")
+    options = parser.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
+        print("error: torch finds no CUDA device; --tiny emulates one", file=sys.stderr)
+        raise SystemExit(2)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    transformers.logging.disable_progress_bar()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "emulated"
+    print(f"{'':20}{'rollout s':>10}{'tokens/s':>10}{'update s':>10}{'peak GB':>10}{'gap':>10}  on: {device}")
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        make_models(folder, options.problems, TINY if options.tiny else SHAPE)
+        common = ["--model", str(folder / "policy"), "--dataset", str(options.problems.resolve()), "--device", "cuda"]
+        common += ["--num-generations", "8", "--runs-dir", str(folder), "--eval-size", "64"]
+        common += shlex.split("--num-prompts 2 --max-new-tokens 12" if options.tiny else "") + shlex.split(
+            options.flags
+        )
+        for script in options.scripts:
+            command = [f"{script}.py", *common, "--num-steps", "3", "--save-every", "0", "--run-name", script]
+            command += ["--reward-model", str(folder / "judge")] if script == "ppo_rlhf" else []
+            done = subprocess.run(launch(command, options.memory_gb), cwd=ROOT, capture_output=True, text=True)
+            if not (folder / script / "model").is_dir():
+                print(f"{script:20}failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}", flush=True)
+                continue
+            metrics = last_metrics(folder / script)
+            print(f"{script:20}" + "".join(f"{metrics[name]:10.3g}" for name in SHOWN), flush=True)
+            if not options.tiny:
+                versions = json.loads((folder / script / "args.json").read_text(encoding="utf-8"))["versions"]
+                record = {"script": script, "flags": options.flags, "memory_gb": options.memory_gb, "gpu": device}
+                record |= {"commit": git("rev-parse", "--short", "HEAD"), "versions": versions}
+                record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets"))}
+                with RECORDS.open("a", encoding="utf-8") as file:
+                    print(json.dumps(record | {"metrics": metrics}), file=file)
+            subprocess.run(["rm", "-rf", folder / script], check=True)  # 27 GB
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            name = signal.Signals(number).name
+            command = ["grpo.py", *common, "--num-steps", "6", "--save-every", "1", "--run-name", name]
+            interrupted(command, folder / name, number)
+            subprocess.run(["rm", "-rf", folder / name], check=True)
+
+
+if __name__ == "__main__":
+    main()
