@@ -88,9 +88,10 @@ class Recording(TorchDispatchMode):
         kwargs, schema = kwargs or {}, function._schema
         inputs, nesting = tree_flatten((args, kwargs))
         tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-        name, devices = schema.name.removeprefix("aten::"), {x.device.type for x in tensors}
+        name = schema.name.removeprefix("aten::")
+        devices = {x.device.type for x in tensors if x.ndim > 0}
         devices |= {x.type for x in inputs if isinstance(x, torch.device)}
-        if name in WAITS or (name in ("_to_copy", "copy_") and len(devices) > 1):
+        if name in WAITS or len(devices) > 1:  # copying from or to the host, or indices that are there
             raise RuntimeError(f"emulated CUDA: {name} makes the host wait, not permitted while a graph is recorded")
         for argument, value in zip(schema.arguments, args, strict=False):
             if argument.alias_info and argument.alias_info.is_write and storage(value) not in self.owned:
@@ -123,11 +124,15 @@ def install(library: Path) -> None:
     counted = ctypes.CDLL(str(library))
     counted.emulated_cuda_peak.restype = ctypes.c_int64
     torch.UntypedStorage.clone = clone
+    histc = torch.histc  # which counts integers too on a GPU
+    torch.histc = lambda x, *args, **kwargs: histc(x.float(), *args, **kwargs).to(x.dtype)
     functions = dict(is_available=lambda: True, is_bf16_supported=lambda *_: True, device_count=lambda: 1)
     functions |= dict(current_device=lambda: 0, _exchange_device=lambda _: 0, _maybe_exchange_device=lambda _: 0)
     functions |= dict(synchronize=lambda *_: None, manual_seed_all=lambda _: None, empty_cache=lambda: None)
     functions |= dict(get_rng_state=lambda *_: torch.get_rng_state(), get_device_name=lambda *_: "emulated CUDA")
-    functions |= dict(set_rng_state=lambda state, *_: torch.set_rng_state(state), set_device=lambda _: None)
+    functions |= dict(
+        set_rng_state=lambda state, *_: torch.set_rng_state(state), get_device_capability=lambda *_: (9, 0)
+    )
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
     functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
     for name, function in functions.items():
