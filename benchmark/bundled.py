@@ -33,7 +33,7 @@ def run(script: str, seed: int, device: str) -> dict:
         on = "cuda" if device == "emulated" else device
         flags = f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run".split()
         if device == "emulated":
-            launcher, flags = "tests/emulated_cuda.py", [shlex.join(flags)]
+            launcher, flags = f"{launcher} tests/emulated_cuda.py", [shlex.join(flags)]
         start = time.perf_counter()
         command = [sys.executable, *launcher.split(), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -1,11 +1,13 @@
 """Run command lines on an emulated CUDA device, on a machine that has none.
 
     python tests/emulated_cuda.py "grpo.py --num-steps 2" ["rloo.py --num-steps 2" ...]
+    torchrun --nproc-per-node 2 tests/emulated_cuda.py "grpo_multigpu.py --num-steps 2"
 
 Every line of a script's GPU path runs, autocast, the bf16 copy and CUDA graphs among them, on the kernels of the CPU;
 of times and of a GPU's own kernels it says nothing. It fails as a GPU does at an operation on tensors of two devices
 (emulated_cuda.cpp), at whatever makes the host wait while a graph is recorded, and at a replay that uses freed memory.
-Recording computes nothing, and a replay reads and writes the memory that was recorded, also as on a GPU.
+Recording computes nothing, and a replay reads and writes the memory that was recorded, also as on a GPU. Processes have
+a device each, and communicate through the host.
 """
 
 import ctypes
@@ -16,16 +18,18 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import warnings
 import zlib
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"}  # operators with an answer to wait for
-counts = dict(recorded=0, replayed=0)  # graphs
+counts, libraries = dict(recorded=0, replayed=0), []  # graphs; of operators
 
 
 def build() -> Path:
@@ -113,6 +117,58 @@ class Recording(TorchDispatchMode):
         self.before.clear()
 
 
+class Stream:
+    """A stream or an event: everything before it is done already."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def nothing(self, *args, **kwargs) -> None:
+        pass
+
+    wait_stream = wait_event = synchronize = record = wait = __exit__ = nothing
+
+    def itself(self, *args, **kwargs):
+        return self
+
+    record_event = __enter__ = itself
+
+
+def install_communication() -> None:
+    """Let processes, each with an emulated GPU of its own, exchange what is on these through gloo on the host."""
+    library, groups = torch.library.Library("c10d", "IMPL"), []
+
+    def on_host(value):
+        if isinstance(value, torch.Tensor):
+            return value.cpu()
+        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+            if not groups:  # of all processes; other groups are not emulated
+                groups.append(dist.new_group(backend="cpu:gloo").boxed())
+            return groups[0]
+        return value
+
+    def through_host(operator):
+        def run(*args):
+            on_hosts = tree_map(on_host, args)
+            result = operator(*on_hosts)
+            work = result[1] if isinstance(result, tuple) else result
+            dist.distributed_c10d.Work.unbox(work).wait()
+            for value, received in zip(tree_leaves(args), tree_leaves(on_hosts), strict=True):
+                if isinstance(value, torch.Tensor):
+                    value.copy_(received)
+            return (args[0], work) if isinstance(result, tuple) else work
+
+        return run
+
+    warnings.filterwarnings("ignore", "Warning only once for all operators")  # that they are replaced
+    for name in ("allreduce_", "allgather_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"):
+        library.impl(name, through_host(getattr(torch.ops.c10d, name).default), "CUDA", allow_override=True)
+    libraries.append(library)  # or it would be taken back
+    dist.Backend.default_device_backend_map["cuda"] = "gloo"
+
+
 def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """A copy of a storage; torch's own is compiled for the devices that it was built for."""
     whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
@@ -124,20 +180,24 @@ def install(library: Path) -> None:
     counted = ctypes.CDLL(str(library))
     counted.emulated_cuda_peak.restype = ctypes.c_int64
     torch.UntypedStorage.clone = clone
+    resize = torch.UntypedStorage.resize_  # compiled likewise; what is freed stays allocated
+    torch.UntypedStorage.resize_ = lambda self, size: self if self.device.type == "cuda" else resize(self, size)
+    torch.Tensor.record_stream = lambda self, stream: None
     histc = torch.histc  # which counts integers too on a GPU
     torch.histc = lambda x, *args, **kwargs: histc(x.float(), *args, **kwargs).to(x.dtype)
     functions = dict(is_available=lambda: True, is_bf16_supported=lambda *_: True, device_count=lambda: 1)
     functions |= dict(current_device=lambda: 0, _exchange_device=lambda _: 0, _maybe_exchange_device=lambda _: 0)
     functions |= dict(synchronize=lambda *_: None, manual_seed_all=lambda _: None, empty_cache=lambda: None)
     functions |= dict(get_rng_state=lambda *_: torch.get_rng_state(), get_device_name=lambda *_: "emulated CUDA")
-    functions |= dict(
-        set_rng_state=lambda state, *_: torch.set_rng_state(state), get_device_capability=lambda *_: (9, 0)
-    )
+    functions |= dict(set_rng_state=lambda state, *_: torch.set_rng_state(state), set_device=lambda _: None)
+    functions |= dict(get_device_capability=lambda *_: (9, 0))
+    functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
     functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
     torch.cuda._initialized, torch.cuda.CUDAGraph, torch.cuda.graph = True, CUDAGraph, Recording
+    install_communication()
 
 
 def main() -> None:
@@ -146,6 +206,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)})
     del os.environ["LD_PRELOAD"]
     install(library)
+    worst = 0
     for line in sys.argv[1:]:
         sys.argv = shlex.split(line)
         sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
@@ -156,11 +217,13 @@ def main() -> None:
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
         except SystemExit as end:
-            status = end.code
+            status = end.code or 0
         except Exception:
             traceback.print_exc(file=sys.stdout)
             status = 1
         print(f"---- status {status}, {counts['recorded']} graphs recorded, {counts['replayed']} replayed", flush=True)
+        worst = worst or status
+    raise SystemExit(worst)
 
 
 if __name__ == "__main__":

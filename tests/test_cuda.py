@@ -13,6 +13,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+EMULATED = ROOT / "tests" / "emulated_cuda.py"
 SINGLE = "reinforce_baseline rloo grpo dr_grpo dapo ppo_rlhf gspo remax grpo_offpolicy grpo_process".split()
 SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
 # Short segments: finished rows are dropped, keys and values grow and the graph is recorded anew within 24 tokens.
@@ -76,7 +77,7 @@ FAULTS = dict(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run everything in one process: name -> (exit status, graphs recorded, graphs replayed, printed text, folder)."""
+    """Run everything: name -> (exit status, graphs recorded, graphs replayed, printed text, folder)."""
     if shutil.which("g++") is None or torch.cuda.is_available() or sys.platform != "linux":
         pytest.skip("the emulated device needs Linux, g++, and that there is no real one")
     folder = tmp_path_factory.mktemp("cuda")
@@ -84,26 +85,34 @@ def runs(tmp_path_factory):
     programs |= {name: f"import torch\n{fault}\n" for name, fault in FAULTS.items()}
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program.format(root=str(ROOT)))
+    # In one process, which imports the libraries once.
     commands = {name: [ROOT / f"{name}.py"] for name in SINGLE} | {name: [folder / f"{name}.py"] for name in programs}
     commands["eager"] += ["--no-cuda-graph"]
     for name in (*SINGLE, "graph", "eager", "stop"):
         commands[name] += [*SMALL.split(), "--runs-dir", folder, "--run-name", name]
     commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
-    command = [sys.executable, ROOT / "tests" / "emulated_cuda.py", *lines.values()]
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    process = subprocess.run([sys.executable, EMULATED, *lines.values()], cwd=folder, capture_output=True, text=True)
     texts = re.split(r"^---- .*\.py.*\n", process.stdout, flags=re.M)[1:]
-    assert process.returncode == 0 and len(texts) == len(lines), process.stdout + process.stderr
-    ends = [re.search(r"^---- status (\d+), (\d+) graphs recorded, (\d+) replayed$", text, re.M) for text in texts]
-    results = [(*map(int, end.groups()), text) for end, text in zip(ends, texts, strict=True)]
-    return {name: (*result, folder / name) for name, result in zip(lines, results, strict=True)}
+    assert len(texts) == len(lines), process.stdout + process.stderr
+
+    # Two processes, with a device each.
+    several = [ROOT / "grpo_multigpu.py", *SMALL.split(), "--runs-dir", folder, "--run-name", "grpo_multigpu"]
+    line = shlex.join(map(str, [*several, "--micro-batch-tokens", "512"]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EMULATED, line]
+    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout + process.stderr
+
+    end = re.compile(r"^---- status (\d+), (\d+) graphs recorded, (\d+) replayed$", re.M)
+    outputs = zip([*lines, "grpo_multigpu"], [*texts, process.stdout], strict=True)
+    return {name: (*map(int, end.search(text).groups()), text, folder / name) for name, text in outputs}
 
 
 def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", [*SINGLE, "grpo_multigpu"])
 def test_script_trains_on_cuda(runs, name):
     status, recorded, replayed, text, folder = runs[name]
     assert status == 0 and f"{name}.py on cuda" in text, text
