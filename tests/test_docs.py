@@ -87,4 +87,9 @@ def test_the_readme_states_what_is_recorded():
         assert str(picture.relative_to(ROOT)) in text
     records = readme.read("bundled")
     assert {(record["script"], record["seed"]) for record in records} == {(s, k) for s in SCRIPTS for k in range(1, 6)}
-    assert not any(record["dirty"] for record in records)
+    emulated = readme.read("bundled-emulated")
+    low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
+    assert {record["script"] for record in emulated} == set(SCRIPTS) and len(emulated) == len(SCRIPTS)
+    assert f"all scripts reach {low:.1f} to {high:.0f} % there" in text
+    assert max(record["logprob_gap"] for record in emulated) < 0.002 and "stays below 0.002" in text
+    assert not any(record["dirty"] for record in records + emulated)

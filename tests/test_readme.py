@@ -56,7 +56,9 @@ def test_every_flag_in_it_exists():
     for script in SCRIPTS:
         tree = ast.parse((ROOT / f"{script}.py").read_text(encoding="utf-8"))
         (args,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
-        fields |= {node.target.id for node in args.body if isinstance(node, ast.AnnAssign)}
+        nodes = [node for node in args.body if isinstance(node, ast.AnnAssign)]
+        fields |= {node.target.id for node in nodes}
+        fields |= {f"no_{node.target.id}" for node in nodes if ast.unparse(node.annotation) == "bool"}
     pages = README.split("## Speed")[0] + (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
     flags = set(re.findall(r"--([a-z][a-z-]+)", pages)) - {"help", "nproc-per-node", "shutdown-timeout"}
     assert flags - {field.replace("_", "-") for field in fields} == set()
