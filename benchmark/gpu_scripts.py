@@ -7,7 +7,8 @@ Random weights end no response and get no answer right: all samples have the ful
 that the recipe can be. benchmark/records/gpu-scripts.jsonl gets one line for each run: script, flags, commit (and
 "dirty", if the tree had changes), GPU, versions, and the metrics of the last step. --memory-gb 41.5 lets a larger GPU
 have no more than a program has on one of 40 GB. At the end grpo.py is killed while it trains, and resumed; and stopped
-with SIGTERM, and resumed.
+with SIGTERM, and resumed. These two and ppo_rlhf.py have half the layers: 55 GB of disk are then enough, since a
+checkpoint takes 12 bytes per parameter, PPO's 24, and twice that while one replaces another.
 """
 
 import argparse
@@ -37,17 +38,21 @@ TINY = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermed
 
 
 def make_models(folder: Path, problems: Path, shape: dict) -> None:
-    """A tokenizer learned from the problems, a policy and a reward model of this shape in bf16, with random weights."""
+    """In bf16, with random weights: a policy of this shape, one of half its layers, and a reward model like that one."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=shape["vocab_size"], special_tokens=["<eos>"], initial_alphabet=alphabet)
+    trainer = dict(vocab_size=shape["vocab_size"], special_tokens=["<eos>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(**trainer, show_progress=False)
     tokenizer.train_from_iterator(problems.open(encoding="utf-8"), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
-    config = LlamaConfig(**shape, tie_word_embeddings=True, max_position_embeddings=8192, num_labels=1)
-    config.update(dict(eos_token_id=0, pad_token_id=0, bos_token_id=None))
     torch.manual_seed(0)
-    for name, kind in dict(policy=AutoModelForCausalLM, judge=AutoModelForSequenceClassification).items():
+    for name in ("policy", "half", "judge"):
+        layers = shape["num_hidden_layers"] // (1 if name == "policy" else 2)
+        fields = shape | dict(num_hidden_layers=layers, max_position_embeddings=8192, num_labels=1)
+        config = LlamaConfig(**fields, tie_word_embeddings=True)
+        config.update(dict(eos_token_id=0, pad_token_id=0, bos_token_id=None))
+        kind = AutoModelForSequenceClassification if name == "judge" else AutoModelForCausalLM
         kind.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
 
@@ -60,11 +65,8 @@ def launch(command: list[str], memory_gb: float | None) -> list[str]:
         return [sys.executable, *command]
     fraction = memory_gb * 1e9 / torch.cuda.get_device_properties(0).total_memory
     limit = f"import runpy, sys, torch; torch.cuda.set_per_process_memory_fraction({fraction})"
-    return [
-        sys.executable,
-        "-c",
-        f"{limit}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
-    ] + command
+    program = f"{limit}; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return [sys.executable, "-c", program, *command]
 
 
 def last_metrics(run: Path) -> dict:
@@ -102,13 +104,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_models(folder, options.problems, TINY if options.tiny else SHAPE)
-        common = ["--model", str(folder / "policy"), "--dataset", str(options.problems.resolve()), "--device", "cuda"]
+        common = ["--dataset", str(options.problems.resolve()), "--device", "cuda"]
         common += ["--num-generations", "8", "--runs-dir", str(folder), "--eval-size", "64"]
         common += shlex.split("--num-prompts 2 --max-new-tokens 12" if options.tiny else "") + shlex.split(
             options.flags
         )
         for script in options.scripts:
             command = [f"{script}.py", *common, "--num-steps", "3", "--save-every", "0", "--run-name", script]
+            command += ["--model", str(folder / ("half" if script == "ppo_rlhf" else "policy"))]
             command += ["--reward-model", str(folder / "judge")] if script == "ppo_rlhf" else []
             done = subprocess.run(launch(command, options.memory_gb), cwd=ROOT, capture_output=True, text=True)
             if not (folder / script / "model").is_dir():
@@ -127,6 +130,7 @@ def main() -> None:
         for number in (signal.SIGKILL, signal.SIGTERM):
             name = signal.Signals(number).name
             command = ["grpo.py", *common, "--num-steps", "6", "--save-every", "1", "--run-name", name]
+            command += ["--model", str(folder / "half")]
             interrupted(command, folder / name, number)
             subprocess.run(["rm", "-rf", folder / name], check=True)
 
