@@ -38,7 +38,7 @@ TINY = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermed
 
 
 def make_models(folder: Path, problems: Path, shape: dict) -> None:
-    """In bf16, with random weights: a policy of this shape, one of half its layers, and a reward model like that one."""
+    """In bf16, with random weights: a policy of this shape, one of half its layers, and a reward model like it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
