@@ -15,8 +15,7 @@ comes close to --max-new-tokens loses up to 1 of its reward. And there is no KL 
 
 Departures from the paper: 1e-4 is added to the std, as in grpo.py; after --max-resample extra rounds the step goes on
 with the groups there are, and with the first B groups as they are where there is none; the rewards are the family's
-(accuracy and format) instead of 1 and -1; the rollout metrics count everything that was sampled,
-but for rollout/logprob_gap.
+(accuracy and format) instead of 1 and -1; the rollout metrics, but for logprob_gap, count everything that was sampled.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
 P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-batch, T response tokens in it. With
@@ -169,11 +168,11 @@ def compute_advantages(args: Args, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
-    """The DAPO loss, -J of Eq. 8, of n sequences of a minibatch; summed over its slices it is the minibatch's loss.
+    """The DAPO loss, -J of Eq. 8, of n sequences of a minibatch; over its micro-batches it adds up to the minibatch's.
 
     logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R) or (n, 1); mask
     (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch. Returns the scalar loss and stats:
-    sums over the tokens of the slice, without gradient.
+    sums over the tokens of the n sequences, without gradient.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape and advantages.shape in (mask.shape, (len(mask), 1))
     # Masked slots are zeroed before exp: garbage in them could otherwise reach the gradient as 0 * inf.
@@ -398,7 +397,8 @@ def main(args: Args) -> dict:
             args.model = f"HuggingFaceTB/{args.model}"
         run_name = f"{script.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         run_dir = Path(args.runs_dir, args.run_name or run_name)
-    lowest = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2, max_resample=0)
+    lowest = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2, beta=0)
+    lowest |= dict(max_resample=0)
     for name, value in vars(args).items():
         low, high = lowest.get(name, 1 if type(value) is int else 1e-12), 1 if name == "clip_eps_low" else 2**32
         if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
@@ -406,6 +406,8 @@ def main(args: Args) -> dict:
     N, num_updates = args.num_prompts * args.num_generations, args.num_iterations * args.num_minibatches
     if N % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x --num-generations, which is {N}")
+    if args.overlong_cache > args.max_new_tokens:  # it would punish every response, however short
+        fail(f"--overlong-cache {args.overlong_cache}: must be at most --max-new-tokens, {args.max_new_tokens}")
 
     try:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
@@ -465,7 +467,7 @@ def main(args: Args) -> dict:
     signal.signal(signal.SIGINT, on_signal), signal.signal(signal.SIGTERM, on_signal)
     print(f"{script.name} on {device}: {args.model}, {model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}")
     print("by model: " + ", ".join(f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"))
-    print("note: with one update per rollout the ratio is 1, clip_frac 0 and the loss near 0; watch the reward")
+    print("note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; watch the reward")
     print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
     if not saved:
         metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -501,8 +503,8 @@ def main(args: Args) -> dict:
         response_mask = response_mask & ended[:, None] if args.overlong_filter else response_mask  # of the loss
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities by the trainer's own code: before a single update they are the policy's
-        # own, so that its ratio is exactly 1; before several updates they are computed here and then stay.
+        # The old policy's log-probabilities, by the trainer's own code. A single update takes those of its own forward
+        # pass, so that the ratio is exactly 1; for several they are computed here, before the first, and then stay.
         old_logprobs = torch.zeros_like(sampled_logprobs)  # (N, R)
         model.train(args.gradient_checkpointing)  # transformers recomputes activations only in training mode
         with torch.no_grad():
@@ -589,7 +591,7 @@ def main(args: Args) -> dict:
                 os.fsync(file.fileno())
             os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
             if signals and step < args.num_steps:
-                print(f"stopped after step {step}; go on: python {script.name} --resume '{run_dir}'", file=sys.stderr)
+                print(f"stopped after step {step}; go on: python '{script}' --resume '{run_dir}'", file=sys.stderr)
                 raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")

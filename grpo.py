@@ -12,8 +12,8 @@ Parent: rloo.py. Differences: (1) the advantage is divided by the group's std; (
 that one rollout can serve several updates (--num-iterations, --num-minibatches); (3) tokens are averaged within each
 sequence; (4) the KL to the reference is a term of the loss (k3) instead of a part of the reward (k1).
 
-Departures from the paper: 1e-4 is added to the std, because a group with nearly equal rewards would otherwise get huge
-advantages out of rounding; the reference stays the initial model (the paper's outer loop, Algorithm 1, renews it).
+Departures from the paper: 1e-4 is added to the std, since equal rewards would otherwise give 0/0, and rewards equal but
+for rounding advantages of full size; the reference stays the initial model (the outer loop of Algorithm 1 renews it).
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
 P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-batch, T response tokens in it.
@@ -149,11 +149,11 @@ def compute_advantages(args: Args, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
-    """The GRPO loss, -J of Eq. 3, of n sequences of a minibatch; summed over its slices it is the minibatch's loss.
+    """The GRPO loss, -J of Eq. 3, of n sequences of a minibatch; over its micro-batches it adds up to the minibatch's.
 
     logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R) or (n, 1); mask
     (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch. Returns the scalar loss and stats:
-    sums over the tokens of the slice, without gradient.
+    sums over the tokens of the n sequences, without gradient.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape and advantages.shape in (mask.shape, (len(mask), 1))
     # Masked slots are zeroed before exp: garbage in them could otherwise reach the gradient as 0 * inf.
@@ -452,7 +452,7 @@ def main(args: Args) -> dict:
     signal.signal(signal.SIGINT, on_signal), signal.signal(signal.SIGTERM, on_signal)
     print(f"{script.name} on {device}: {args.model}, {model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}")
     print("by model: " + ", ".join(f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"))
-    print("note: with one update per rollout the ratio is 1, clip_frac 0 and the loss near 0; watch the reward")
+    print("note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; watch the reward")
     print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
     if not saved:
         metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -477,8 +477,8 @@ def main(args: Args) -> dict:
         ended = (torch.isin(rollout[2], torch.tensor(eos_ids, device=device)) & response_mask).any(1)  # (N,)
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities by the trainer's own code: before a single update they are the policy's
-        # own, so that its ratio is exactly 1; before several updates they are computed here and then stay.
+        # The old policy's log-probabilities, by the trainer's own code. A single update takes those of its own forward
+        # pass, so that the ratio is exactly 1; for several they are computed here, before the first, and then stay.
         old_logprobs, ref_logprobs = torch.zeros_like(sampled_logprobs), torch.zeros_like(sampled_logprobs)  # (N, R)
         model.train(args.gradient_checkpointing)  # transformers recomputes activations only in training mode
         with torch.no_grad():
@@ -566,7 +566,7 @@ def main(args: Args) -> dict:
                 os.fsync(file.fileno())
             os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
             if signals and step < args.num_steps:
-                print(f"stopped after step {step}; go on: python {script.name} --resume '{run_dir}'", file=sys.stderr)
+                print(f"stopped after step {step}; go on: python '{script}' --resume '{run_dir}'", file=sys.stderr)
                 raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")

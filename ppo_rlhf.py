@@ -17,8 +17,10 @@ Parent: grpo.py. Differences: (1) a reward model scores the response, and one th
 coefficient, and not of the loss; (3) a value network and GAE in place of the group's mean and std, so that one sample
 per prompt is enough; (4) the clipped value loss, with a learning rate of its own; (5) several epochs; token averages.
 
-Departures from the papers: the value network is a network of its own and clipped by its own gradient norm. With
---reward-model "" the rule-based rewards of the family take the reward model's place.
+Departures from the papers: the value network is a network of its own and clipped by its own gradient norm; beta is
+multiplied by exp(K e), where Ziegler has 1 + K e; a cut response loses the penalty, where Huang sets its score to -1;
+Adam's epsilon is 1e-8, where Huang has 1e-5. With --reward-model "" the family's rule-based rewards stand in for the
+reward model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
 P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-batch, T response tokens in it.
@@ -165,7 +167,7 @@ class Args:
     kl_target: float | None = None
     """adapt beta so that the KL to the reference, in nats per response, comes to this; None: beta stays"""
     kl_horizon: int = 10000
-    """episodes in which an error of 100 % in the KL changes beta by a factor of e, at most a fifth of it counted"""
+    """episodes in which a KL that is off by 20 % or more changes beta by a factor of e^0.2; less off, by less"""
     gamma: float = 1.0
     """discount of the rewards per token (gamma)"""
     gae_lambda: float = 0.95
@@ -233,7 +235,7 @@ def compute_gae(args: Args, rewards, values, mask) -> tuple[torch.Tensor, torch.
 def value_loss(args: Args, values, old_values, returns, mask, num_tokens):
     """The clipped value loss, --vf-coef included, of n sequences of a minibatch of num_tokens tokens; all (n, R).
 
-    Returns the scalar loss and stats: sums over the tokens of the slice, without gradient and without --vf-coef.
+    Returns the scalar loss and stats: sums over the tokens of the n sequences, without gradient or --vf-coef.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
     values, old_values, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))  # (n, R)
@@ -247,11 +249,11 @@ def value_loss(args: Args, values, old_values, returns, mask, num_tokens):
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
-    """The PPO policy loss of n sequences of a minibatch; summed over its slices it is the minibatch's loss.
+    """The PPO policy loss of n sequences of a minibatch; over its micro-batches it adds up to the minibatch's.
 
     logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL; advantages (n, R) or (n, 1); mask
     (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch. Returns the scalar loss and stats:
-    sums over the tokens of the slice, without gradient.
+    sums over the tokens of the n sequences, without gradient.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape and advantages.shape in (mask.shape, (len(mask), 1))
     # Masked slots are zeroed before exp: garbage in them could otherwise reach the gradient as 0 * inf.
@@ -588,7 +590,7 @@ def main(args: Args) -> dict:
     signal.signal(signal.SIGINT, on_signal), signal.signal(signal.SIGTERM, on_signal)
     print(f"{script.name} on {device}: {args.model}, {model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}")
     print("by model: " + ", ".join(f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"))
-    print("note: with one update per rollout the ratio is 1, clip_frac 0 and the loss near 0; watch the reward")
+    print("note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; watch the reward")
     print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
     if not saved:
         metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -639,9 +641,7 @@ def main(args: Args) -> dict:
         if args.normalize_scores:
             scores = whiten(scores, torch.ones_like(scores, dtype=torch.bool))
         beta = adapt_beta(args, metrics.get("kl/beta", args.beta), metrics.get("kl/response"), N)
-        token_rewards = kl_rewards(
-            replace(args, beta=beta), scores, old_logprobs, ref_logprobs, response_mask
-        )  # (N, R)
+        token_rewards = kl_rewards(replace(args, beta=beta), scores, old_logprobs, ref_logprobs, response_mask)
         if args.whiten_rewards:
             token_rewards = whiten(token_rewards, response_mask, shift_mean=False)
         advantages, returns = compute_gae(args, token_rewards, old_values, response_mask)  # (N, R) each
@@ -726,7 +726,7 @@ def main(args: Args) -> dict:
                 os.fsync(file.fileno())
             os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
             if signals and step < args.num_steps:
-                print(f"stopped after step {step}; go on: python {script.name} --resume '{run_dir}'", file=sys.stderr)
+                print(f"stopped after step {step}; go on: python '{script}' --resume '{run_dir}'", file=sys.stderr)
                 raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")

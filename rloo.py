@@ -140,7 +140,7 @@ class Args:
 
 # ==== algorithm ====
 def compute_returns(args: Args, rewards, old_logprobs, ref_logprobs, mask) -> torch.Tensor:
-    """Returns R (B, G): rewards (B, G) minus beta times the KL of each response, k1 summed over its tokens (N, R)."""
+    """The returns (B, G): rewards (B, G) minus beta times the KL of a response, k1 summed over its tokens (N, R)."""
     kl = masked_sum(old_logprobs - ref_logprobs, mask, axis=1)  # (N,)
     return rewards - args.beta * kl.view_as(rewards)
 
@@ -153,11 +153,11 @@ def compute_advantages(args: Args, rewards: torch.Tensor) -> torch.Tensor:
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
-    """The REINFORCE loss, -J, of n sequences of a minibatch; summed over its slices it is the minibatch's loss.
+    """The REINFORCE loss, -J, of n sequences of a minibatch; over its micro-batches it adds up to the minibatch's.
 
     logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R) or (n, 1); mask
     (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch. Returns the scalar loss and stats:
-    sums over the tokens of the slice, without gradient.
+    sums over the tokens of the n sequences, without gradient.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape and advantages.shape in (mask.shape, (len(mask), 1))
     # Masked slots are zeroed before exp: garbage in them could otherwise reach the gradient as 0 * inf.
@@ -453,7 +453,7 @@ def main(args: Args) -> dict:
     signal.signal(signal.SIGINT, on_signal), signal.signal(signal.SIGTERM, on_signal)
     print(f"{script.name} on {device}: {args.model}, {model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}")
     print("by model: " + ", ".join(f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"))
-    print("note: with one update per rollout the ratio is 1, clip_frac 0 and the loss near 0; watch the reward")
+    print("note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; watch the reward")
     print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
     if not saved:
         metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -478,13 +478,13 @@ def main(args: Args) -> dict:
         ended = (torch.isin(rollout[2], torch.tensor(eos_ids, device=device)) & response_mask).any(1)  # (N,)
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities by the trainer's own code: before a single update they are the policy's
-        # own, so that its ratio is exactly 1; before several updates they are computed here and then stay.
+        # The old policy's log-probabilities, by the trainer's own code. A single update takes those of its own forward
+        # pass, so that the ratio is exactly 1; for several they are computed here, before the first, and then stay.
         old_logprobs, ref_logprobs = torch.zeros_like(sampled_logprobs), torch.zeros_like(sampled_logprobs)  # (N, R)
         model.train(args.gradient_checkpointing)  # transformers recomputes activations only in training mode
         with torch.no_grad():
             for i in micro_batches(torch.arange(N), lengths, args.micro_batch_tokens):
-                if num_updates > 1 or ref_model is not None:
+                if num_updates > 1 or ref_model is not None:  # the returns need them too
                     old_logprobs[i] = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)
                 if ref_model is not None:
                     ref_logprobs[i] = compute_logprobs(ref_model, *[x[i] for x in rollout], args.temperature)
@@ -567,7 +567,7 @@ def main(args: Args) -> dict:
                 os.fsync(file.fileno())
             os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
             if signals and step < args.num_steps:
-                print(f"stopped after step {step}; go on: python {script.name} --resume '{run_dir}'", file=sys.stderr)
+                print(f"stopped after step {step}; go on: python '{script}' --resume '{run_dir}'", file=sys.stderr)
                 raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")

@@ -106,7 +106,7 @@ def main() -> None:
         make_models(folder, options.problems, TINY if options.tiny else SHAPE)
         common = ["--dataset", str(options.problems.resolve()), "--device", "cuda"]
         common += ["--num-generations", "8", "--runs-dir", str(folder), "--eval-size", "64"]
-        common += shlex.split("--num-prompts 2 --max-new-tokens 12" if options.tiny else "") + shlex.split(
+        common += shlex.split("--num-prompts 2 --max-new-tokens 64" if options.tiny else "") + shlex.split(
             options.flags
         )
         for script in options.scripts:

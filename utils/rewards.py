@@ -15,9 +15,11 @@ What a number is. Parsers that take float() of the first run of digits read "1,4
 - a minus (-, or U+2212, or an en dash) belongs to the number if it touches it, or its currency sign, and follows no
   letter, digit, %, closing bracket or other dash: "-7", "-$7", "$-7", "3 -7" are -7; "10-7", "x-7", "- 7" are 7;
 - a point needs a digit after it ("18." is 18), and ".5" is 0.5 unless a letter, digit or point is before it ("so...5");
-- "3/4" (no spaces) and "1e3" are read as a fraction and as 1000. A zero denominator, an exponent beyond +-100, and a
-  number of more than 100 characters are unreadable: the verdict is "no number", never an earlier number of the text;
-- what stands around it is ignored: $, €, £, +, %, units, a final period, markdown, \\boxed{}. Hence 75% is 75.
+- "3/4" (no spaces), LaTeX's \\frac{3}{4} and "1e3" are read as fractions and as 1000. A zero denominator, an exponent
+  beyond +-100, and a number of more than 100 characters are unreadable: the verdict is "no number", never an earlier
+  number of the text;
+- what stands around it is ignored: $, €, £, +, %, units, a final period, markdown, \\boxed{}. Hence 75% is 75. So is
+  the rest of mathematics: the number of 2\\sqrt{3} is 3, that of 1\\frac{3}{4} is 4. Such answers need another reward.
 
 Cost. A completion is text from a policy that is paid to find odd inputs, so nothing here may be slower than linear:
 tags are found by str.find and str.count, and the regex only ever sees the 200 characters that end in the last digit.
@@ -44,6 +46,7 @@ def parse_number(text: str) -> Fraction | None:
         return None
     # Twice the longest number: a longer one is cut here, but what is left of it is still too long to be read.
     window = text[max(0, end - 2 * MAX_CHARS) : end].replace("{,}", ",")
+    window = re.sub(r"(?<![0-9])\\[dt]?frac\{([0-9]+)\}\{([0-9]+)(?:\}|$)", r"\1/\2", window)
     *_, match = NUMBER.finditer(window)
     exponent = match["exponent"] or "0"
     if len(match[0]) > MAX_CHARS or abs(int(exponent)) > MAX_EXPONENT:
