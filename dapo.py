@@ -406,8 +406,8 @@ def main(args: Args) -> dict:
     N, num_updates = args.num_prompts * args.num_generations, args.num_iterations * args.num_minibatches
     if N % args.num_minibatches:
         fail(f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x --num-generations, which is {N}")
-    if args.overlong_cache > args.max_new_tokens:  # it would punish every response, however short
-        fail(f"--overlong-cache {args.overlong_cache}: must be at most --max-new-tokens, {args.max_new_tokens}")
+    if args.overlong_cache >= args.max_new_tokens:
+        print(f"warning: --overlong-cache {args.overlong_cache} punishes every response: raise --max-new-tokens")
 
     try:
         config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)

@@ -1,10 +1,10 @@
 """Run every script with no argument but the seed, and record what it reached: python benchmark/bundled.py
 
-grpo_multigpu.py runs as two processes of one thread each, the others as one of all threads. Needs an idle machine, some
-forty minutes of two cores. benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit (and
-"dirty", if the tree had changes), versions, wall time of the whole command, the process's peak of memory, responses
-sampled, accuracies on the held-out additions, greedy, and the sampled accuracy at every step. benchmark/readme.py
-writes them into README.md.
+grpo_multigpu.py runs as two processes of one thread each (on GPUs, as one for each, two at most), the others as one of
+all threads. Needs an idle machine, half an hour of two cores. benchmark/records/bundled.jsonl gets one line for each
+run: script, seed, commit (and "dirty", if the tree had changes), versions, wall time of the whole command, the
+process's peak of memory, responses sampled, accuracies on the held-out additions, greedy, and the sampled accuracy at
+every step. benchmark/readme.py writes them into README.md.
 
     python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
     python benchmark/bundled.py --device emulated   in a GPU's precision, without one: tests/emulated_cuda.py
@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
 from lessons import git
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,8 @@ SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 
 def run(script: str, seed: int, device: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
-        launcher = "-m torch.distributed.run --nproc-per-node 2" if script == "grpo_multigpu" else ""
+        processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
+        launcher = f"-m torch.distributed.run --nproc-per-node {processes}" if script == "grpo_multigpu" else ""
         on = "cuda" if device == "emulated" else device
         flags = f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run".split()
         if device == "emulated":

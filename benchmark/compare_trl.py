@@ -9,7 +9,7 @@
 Both train the same model in float32, W4 in bf16 autocast with recomputed activations, on the same prompts, all of them
 in every step: GRPO with its std, temperature 1, no top-k and no top-p, no KL term, one update per rollout, AdamW, the
 same reward and the same number of threads. They draw from the same distribution, so their lengths agree but for chance.
-Runs alternate, each in a process of its own:
+Runs alternate, each in a process of its own. (On W4 TRL samples with the float32 weights, rounded anew at each use.)
 
 - seconds per step: the whole wall time of a step (rollout, reward, update, logging), the first step left out as
   warm-up; the median over the steps of all rounds. TRL's is from its on_step_begin to its on_step_end.
@@ -20,7 +20,7 @@ Runs alternate, each in a process of its own:
   on a GPU the most that torch had allocated there.
 
 TRL's batch is the whole rollout, which is its fastest; --trl-batch-size 16, say, accumulates gradients instead, which
-is its way to save memory, and what W4 does by default. grpo.py cuts its updates by --micro-batch-tokens; its value per
+is its way to save memory, and W4's default. grpo.py cuts its updates by --micro-batch-tokens; its value per
 workload stands in WORKLOADS. It samples the whole rollout at once, too (--sampling-tokens 262144).
 """
 
@@ -29,6 +29,7 @@ import importlib.metadata
 import json
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -243,6 +244,9 @@ def main() -> None:
         setattr(options, name, getattr(options, name, None) or value)
     if options.workload == "W2" and not (STORIES.is_dir() and STORY_PROMPTS.is_file()):
         print(f"W2 is skipped: it needs the model {STORIES} and the prompts {STORY_PROMPTS}")
+        return
+    if options.workload == "W4" and shutil.which("nvidia-smi") is None:
+        print("W4 is skipped: it needs a GPU")
         return
 
     if options.one is not None:

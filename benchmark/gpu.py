@@ -7,7 +7,7 @@
 Decoding a token must read every weight once and the keys and values of all rows: these bytes over the bandwidth of a
 device-to-device copy (read + write) are the limit. generate here runs all tokens of all rows (no EOS id is ever drawn).
 An update takes 6 FLOP per parameter and token run (forward 2, backward 4; recomputed activations and attention are not
-counted): that over the seconds is the FLOP/s, and MFU is its share of the peak.
+counted, nor the head for tokens of prompts): that over the seconds is the FLOP/s, and MFU is its share of the peak.
 
 Two answers that only a GPU can give come first: whether its attention kernels ignore whole blocks of masked keys, and
 whether a replayed graph computes what single steps do.
@@ -123,12 +123,13 @@ def main() -> None:
     config = LlamaConfig(**shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    peak_gb(device)
     num_parameters = sum(p.numel() for p in model.parameters())
     sampler = grpo.inference_copy(model)
     eos_ids = [config.vocab_size]
     prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
-    print(f"{num_parameters / 1e6:.2f} M parameters; weights, copy and head: {peak_gb(device):.1f} GB", flush=True)
+    print(f"{num_parameters / 1e6:.2f} M parameters; to hold and to copy them: {peak_gb(device):.1f} GB", flush=True)
 
     # ---- decoding
     head_bytes = sampler.get_output_embeddings().weight.nbytes
@@ -143,7 +144,7 @@ def main() -> None:
     def report(label: str, function) -> None:
         peak_gb(device)
         function(min(R, 8))  # warm-up
-        rate = N * R / seconds(lambda: function(R), device)
+        rate = N * R / seconds(lambda: function(R), device, 2)
         print(
             f"{label}: {rate:.0f} tokens/s, {rate / limit:.0%} of the limit, peak {peak_gb(device):.1f} GB", flush=True
         )
@@ -160,7 +161,6 @@ def main() -> None:
 
     report("generate, CUDA graph", lambda new_tokens: plain(new_tokens, True))
     report("generate, no graph", lambda new_tokens: plain(new_tokens, False))
-    report("model.generate", transformers_generate)
     samples = []
     for cuda_graph in (True, False):
         torch.manual_seed(0)
@@ -193,13 +193,16 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
 
     update()
-    elapsed, tokens = seconds(update, device), N * (P + R)
-    flops = 6 * num_parameters * tokens / elapsed
+    peak_gb(device)
+    elapsed, tokens = seconds(update, device, 2), N * (P + R)
+    head_parameters = model.get_output_embeddings().weight.numel()
+    flops = 6 * ((num_parameters - head_parameters) * tokens + head_parameters * N * R) / elapsed
     print(f"update: {tokens / elapsed:.0f} tokens/s (prompts included), {flops / 1e12:.3g} TFLOP/s, MFU ", end="")
     print(f"{flops / matmul_flops:.0%} of the measured matmul, {flops / NOMINAL_FLOPS:.0%} of 989 TFLOP/s, ", end="")
     print(f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}")
     if options.profile:
         profiled("an update", update, device)
+    report("model.generate", transformers_generate)  # last, because it may not have the memory
 
 
 if __name__ == "__main__":

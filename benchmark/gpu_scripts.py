@@ -1,20 +1,24 @@
-"""Every script for three steps on a GPU, at the size of the README's second command: times, memory, and going on.
+"""The scripts for three steps on a GPU, at the size of the README's recipe: times, memory, and going on.
 
-    python benchmark/gpu_scripts.py --problems gsm8k/train.jsonl     random weights in the shape of SmolLM2-1.7B
-    python benchmark/gpu_scripts.py --tiny                           a tiny shape, on an emulated GPU if need be
+    python benchmark/gpu_scripts.py --problems train.jsonl     random weights in the shape of SmolLM2-1.7B
+    python benchmark/gpu_scripts.py --tiny                     a tiny shape, on an emulated GPU if need be
 
-Random weights end no response and get no answer right: all samples have the full 300 tokens, which is the most work
-that the recipe can be. benchmark/records/gpu-scripts.jsonl gets one line for each run: script, flags, commit (and
-"dirty", if the tree had changes), GPU, versions, and the metrics of the last step. --memory-gb 41.5 lets a larger GPU
-have no more than a program has on one of 40 GB. At the end grpo.py is killed while it trains, and resumed; and stopped
-with SIGTERM, and resumed. These two and ppo_rlhf.py have half the layers: 55 GB of disk are then enough, since a
-checkpoint takes 12 bytes per parameter, PPO's 24, and twice that while one replaces another.
+train.jsonl is GSM8K's, from github.com/openai/grade-school-math. Random weights get no answer right and end hardly any
+response: nearly all samples have the full 300 tokens, which is the most work that the recipe can be. dapo.py, which
+would find no group to learn from, samples once. benchmark/records/gpu-scripts.jsonl gets one line for each run: its
+command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
+
+Then grpo.py is killed in its third step, and resumed; and stopped there with SIGTERM, and resumed. --memory-gb 41.5
+leaves this out, and lets a larger GPU have no more than a program has on one of 40 GB. The interrupted runs and
+ppo_rlhf.py have half the layers: 60 GB of disk are then enough, since a checkpoint takes 12 to 16 bytes per parameter,
+PPO's 24, and twice that while one replaces another. grpo_multigpu.py is not among them.
 """
 
 import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,15 +79,22 @@ def last_metrics(run: Path) -> dict:
 
 def interrupted(command: list[str], run: Path, number: int) -> None:
     """Start a run, send it the signal in its third step, resume it, and say what came of both."""
-    process = subprocess.Popen(launch(command, None), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    metrics = run / "metrics.jsonl"
-    while process.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
-        time.sleep(0.1)
-    process.send_signal(number)
-    status, stopped_at = process.wait(), len(metrics.read_text().splitlines()) - 1
+    metrics, log = run / "metrics.jsonl", run.with_suffix(".log")
+    with log.open("w") as file:
+        process = subprocess.Popen(launch(command, None), cwd=ROOT, stdout=file, stderr=file)
+        while process.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
+            time.sleep(0.1)
+        process.send_signal(number)
+        status = process.wait()
+    if not metrics.exists():
+        print(f"{signal.Signals(number).name}: the run failed\n{log.read_text()[-2000:]}")
+        return
+    stopped_at = last_metrics(run)["step"]
     resumed = subprocess.run(launch([command[0], "--resume", str(run)], None), cwd=ROOT, capture_output=True, text=True)
     print(f"{signal.Signals(number).name}: status {status} after step {stopped_at}; resumed: ", end="")
-    print(f"status {resumed.returncode}, step {last_metrics(run)['step']}, {resumed.stdout.strip().splitlines()[-1]}")
+    print(f"status {resumed.returncode}, step {last_metrics(run)['step']}", flush=True)
+    if resumed.returncode:
+        print((resumed.stdout + resumed.stderr)[-2000:])
 
 
 def main() -> None:
@@ -105,34 +116,35 @@ def main() -> None:
         folder = Path(folder)
         make_models(folder, options.problems, TINY if options.tiny else SHAPE)
         common = ["--dataset", str(options.problems.resolve()), "--device", "cuda"]
-        common += ["--num-generations", "8", "--runs-dir", str(folder), "--eval-size", "64"]
-        common += shlex.split("--num-prompts 2 --max-new-tokens 64" if options.tiny else "") + shlex.split(
+        common += ["--runs-dir", str(folder), "--eval-size", "64"]
+        common += shlex.split("--num-prompts 2 --max-new-tokens 12" if options.tiny else "") + shlex.split(
             options.flags
         )
         for script in options.scripts:
             command = [f"{script}.py", *common, "--num-steps", "3", "--save-every", "0", "--run-name", script]
             command += ["--model", str(folder / ("half" if script == "ppo_rlhf" else "policy"))]
             command += ["--reward-model", str(folder / "judge")] if script == "ppo_rlhf" else []
+            command += ["--max-resample", "0"] if script == "dapo" else []
             done = subprocess.run(launch(command, options.memory_gb), cwd=ROOT, capture_output=True, text=True)
-            if not (folder / script / "model").is_dir():
-                print(f"{script:20}failed: {(done.stderr or done.stdout).strip().splitlines()[-1]}", flush=True)
-                continue
-            metrics = last_metrics(folder / script)
-            print(f"{script:20}" + "".join(f"{metrics[name]:10.3g}" for name in SHOWN), flush=True)
-            if not options.tiny:
-                versions = json.loads((folder / script / "args.json").read_text(encoding="utf-8"))["versions"]
-                record = {"script": script, "flags": options.flags, "memory_gb": options.memory_gb, "gpu": device}
-                record |= {"commit": git("rev-parse", "--short", "HEAD"), "versions": versions}
-                record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets"))}
-                with RECORDS.open("a", encoding="utf-8") as file:
-                    print(json.dumps(record | {"metrics": metrics}), file=file)
-            subprocess.run(["rm", "-rf", folder / script], check=True)  # 27 GB
-        for number in (signal.SIGKILL, signal.SIGTERM):
+            if (folder / script / "model").is_dir():
+                metrics = last_metrics(folder / script)
+                print(f"{script:20}" + "".join(f"{metrics[name]:10.3g}" for name in SHOWN), flush=True)
+                if not options.tiny:
+                    versions = json.loads((folder / script / "args.json").read_text(encoding="utf-8"))["versions"]
+                    record = {"command": shlex.join(command).replace(f"{folder}/", ""), "memory_gb": options.memory_gb}
+                    record |= {"gpu": device, "commit": git("rev-parse", "--short", "HEAD"), "versions": versions}
+                    changed = git("status", "--porcelain", "--", "*.py", "utils", "assets")
+                    record |= {"dirty": bool(changed) or not record["commit"]}
+                    with RECORDS.open("a", encoding="utf-8") as file:
+                        print(json.dumps(record | {"metrics": metrics}), file=file)
+            else:
+                print(f"{script} failed:\n{(done.stdout + done.stderr)[-2000:]}", flush=True)
+            shutil.rmtree(folder / script, ignore_errors=True)  # 27 GB
+        for number in (signal.SIGKILL, signal.SIGTERM) if options.memory_gb is None else ():
             name = signal.Signals(number).name
-            command = ["grpo.py", *common, "--num-steps", "6", "--save-every", "1", "--run-name", name]
-            command += ["--model", str(folder / "half")]
-            interrupted(command, folder / name, number)
-            subprocess.run(["rm", "-rf", folder / name], check=True)
+            command = ["grpo.py", *common, "--num-steps", "4", "--save-every", "0", "--run-name", name]
+            interrupted([*command, "--model", str(folder / "half")], folder / name, number)
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -146,8 +146,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 }
 
 namespace at::native {
-static int64_t plain_attention(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool,
-                               std::optional<double>, bool) {
+static int64_t plain_attention(const Tensor& query, const Tensor&, const Tensor&, const std::optional<Tensor>& mask,
+                               double, bool, std::optional<double>, bool) {
+  TORCH_CHECK(!mask || mask->scalar_type() == kBool || mask->scalar_type() == query.scalar_type(),
+              "invalid dtype for bias - should match query's dtype");
   return 0;  // SDPBackend::math
 }
 static const bool attention_set = (_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention), true);

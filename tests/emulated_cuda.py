@@ -5,9 +5,9 @@
 
 Every line of a script's GPU path runs, autocast, the bf16 copy and CUDA graphs among them, on the kernels of the CPU;
 of times and of a GPU's own kernels it says nothing. It fails as a GPU does at an operation on tensors of two devices
-(emulated_cuda.cpp), at whatever makes the host wait while a graph is recorded, and at a replay that uses freed memory.
-Recording computes nothing, and a replay reads and writes the memory that was recorded, also as on a GPU. Processes have
-a device each, and communicate through the host.
+(emulated_cuda.cpp) and at what makes the host wait while a graph is recorded; and at a replay that uses freed memory,
+which a GPU reads in silence. Recording computes nothing, and a replay reads and writes the memory that was recorded, as
+on a GPU. Processes have a device each, and communicate through the host.
 """
 
 import ctypes
@@ -28,7 +28,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2"}  # operators with an answer to wait for
+# Operators whose result, or its size, the host waits for.
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
 counts, libraries = dict(recorded=0, replayed=0), []  # graphs; of operators
 
 
@@ -81,11 +82,19 @@ class CUDAGraph:
 class Recording(TorchDispatchMode):
     """torch.cuda.graph"""
 
+    active = False
+
+    def __enter__(self):
+        Recording.active = True
+        return super().__enter__()
+
     def __init__(self, graph: CUDAGraph):
         super().__init__()
         self.graph, self.owned, self.before = graph, set(), []
 
     def address(self, value):
+        if isinstance(value, torch.Tensor) and not value.is_cuda:  # a number, which a launch takes along
+            return value.clone()
         return Borrowed(value) if isinstance(value, torch.Tensor) and storage(value) not in self.owned else value
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -95,7 +104,8 @@ class Recording(TorchDispatchMode):
         name = schema.name.removeprefix("aten::")
         devices = {x.device.type for x in tensors if x.ndim > 0}
         devices |= {x.type for x in inputs if isinstance(x, torch.device)}
-        if name in WAITS or len(devices) > 1:  # copying from or to the host, or indices that are there
+        masked = name == "index" and any(x.dtype == torch.bool for x in tensors[1:])
+        if name in WAITS or masked or len(devices) > 1:  # copying from or to the host, or indices that are there
             raise RuntimeError(f"emulated CUDA: {name} makes the host wait, not permitted while a graph is recorded")
         for argument, value in zip(schema.arguments, args, strict=False):
             if argument.alias_info and argument.alias_info.is_write and storage(value) not in self.owned:
@@ -111,6 +121,7 @@ class Recording(TorchDispatchMode):
 
     def __exit__(self, *exception):
         super().__exit__(*exception)
+        Recording.active = False
         counts["recorded"] += 1
         for value, before in reversed(self.before):  # recording computes nothing
             value.copy_(before)
@@ -163,7 +174,7 @@ def install_communication() -> None:
         return run
 
     warnings.filterwarnings("ignore", "Warning only once for all operators")  # that they are replaced
-    for name in ("allreduce_", "allgather_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_"):
+    for name in ("allreduce_", "allgather_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_", "scatter_"):
         library.impl(name, through_host(getattr(torch.ops.c10d, name).default), "CUDA", allow_override=True)
     libraries.append(library)  # or it would be taken back
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
@@ -190,6 +201,7 @@ def install(library: Path) -> None:
     functions |= dict(synchronize=lambda *_: None, manual_seed_all=lambda _: None, empty_cache=lambda: None)
     functions |= dict(get_rng_state=lambda *_: torch.get_rng_state(), get_device_name=lambda *_: "emulated CUDA")
     functions |= dict(set_rng_state=lambda state, *_: torch.set_rng_state(state), set_device=lambda _: None)
+    functions |= dict(is_current_stream_capturing=lambda: Recording.active)
     functions |= dict(get_device_capability=lambda *_: (9, 0))
     functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())

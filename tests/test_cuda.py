@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATED = ROOT / "tests" / "emulated_cuda.py"
@@ -70,7 +71,11 @@ FAULTS = dict(
     mixed="(torch.ones(2, device='cuda') + torch.ones(2))",
     mixed_list="torch.cat([torch.ones(2, device='cuda'), torch.ones(2)])",
     waits="x = torch.ones(2, device='cuda')\nwith torch.cuda.graph(torch.cuda.CUDAGraph()): x.sum().item()",
-    freed="x, g = torch.ones(2, device='cuda'), torch.cuda.CUDAGraph()\nwith torch.cuda.graph(g): x.add_(1)\n"
+    masked="x = torch.ones(2, device='cuda')\nwith torch.cuda.graph(torch.cuda.CUDAGraph()): x[x > 0]",
+    bias="q = torch.ones(1, 1, 2, 8, device='cuda', dtype=torch.bfloat16)\n"
+    "torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=torch.zeros(2, 2, device='cuda'))",
+    freed="x, g = torch.ones(2, device='cuda'), torch.cuda.CUDAGraph()\n"
+    "with torch.cuda.graph(g): x.add_(torch.tensor(1.0))\n"
     "print('x is', x.tolist())\ng.replay()\nprint('x is', x.tolist())\ndel x\ng.replay()",
 )
 
@@ -96,16 +101,21 @@ def runs(tmp_path_factory):
     texts = re.split(r"^---- .*\.py.*\n", process.stdout, flags=re.M)[1:]
     assert len(texts) == len(lines), process.stdout + process.stderr
 
-    # Two processes, with a device each.
+    # Two processes, with a device each; and a resume, which has nothing left to do but to write the model.
     several = [ROOT / "grpo_multigpu.py", *SMALL.split(), "--runs-dir", folder, "--run-name", "grpo_multigpu"]
-    line = shlex.join(map(str, [*several, "--micro-batch-tokens", "512"]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EMULATED, line]
-    process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert process.returncode == 0, process.stdout + process.stderr
+    several = [[*several, "--micro-batch-tokens", "512"], [several[0], "--resume", folder / "grpo_multigpu"]]
+    for name, command in zip(("grpo_multigpu", "grpo_multigpu resumed"), several, strict=True):
+        lines[name] = shlex.join(map(str, command))
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EMULATED, lines[name]]
+        process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+        assert process.returncode == 0, process.stdout + process.stderr
+        texts.append(process.stdout)
+        if name == "grpo_multigpu":
+            shutil.rmtree(folder / name / "model")
 
     end = re.compile(r"^---- status (\d+), (\d+) graphs recorded, (\d+) replayed$", re.M)
-    outputs = zip([*lines, "grpo_multigpu"], [*texts, process.stdout], strict=True)
-    return {name: (*map(int, end.search(text).groups()), text, folder / name) for name, text in outputs}
+    results = {name: (*map(int, end.search(text).groups()), text) for name, text in zip(lines, texts, strict=True)}
+    return {name: (*result, folder / name) for name, result in results.items()}
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -145,6 +155,16 @@ def test_signal_and_resume_on_cuda(runs):
         assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
 
 
+def test_multigpu_resumes_on_cuda(runs):
+    """The weights of the checkpoint are sharded again, and gathered for the model that is written."""
+    status, _, _, text, _ = runs["grpo_multigpu resumed"]
+    folder = runs["grpo_multigpu"][4]
+    assert status == 0 and [row["step"] for row in metrics(folder)] == [0, 1, 2], text
+    saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
+    model = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
+    assert all(torch.equal(saved[name], model[name]) for name in saved)
+
+
 @pytest.mark.parametrize("name", ["precision", "families"])
 def test_pieces_on_cuda(runs, name):
     assert runs[name][0] == 0, runs[name][3]
@@ -153,7 +173,8 @@ def test_pieces_on_cuda(runs, name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_emulated_device_refuses_what_cuda_refuses(runs, name):
     status, _, _, text, _ = runs[name]
-    message = dict(waits="while a graph is recorded", freed="memory that has been freed").get(name, "devices")
+    message = dict(waits="while a graph is recorded", freed="memory that has been freed", bias="dtype for bias")
+    message = (message | dict(masked=message["waits"])).get(name, "devices")
     assert status == 1 and message in text, text
     if name == "freed":  # recording computed nothing, the first replay did
         assert "x is [1.0, 1.0]\nx is [2.0, 2.0]\n" in text

@@ -21,7 +21,6 @@ import torch
 import transformers
 from conftest import ROOT, SCRIPTS
 
-import dapo
 import ppo_rlhf
 
 ADDER, JUDGE = ROOT / "assets" / "adder", ROOT / "assets" / "adder-judge"
@@ -121,10 +120,6 @@ def test_the_bounds_themselves_are_allowed(script, refuse, end):
 
 def test_minibatches_that_do_not_divide(script, refuse):
     refuse(script, "--num-minibatches 3: must divide --num-prompts x --num-generations, which is 4", num_minibatches=3)
-
-
-def test_overlong_cache_longer_than_a_response(refuse):
-    refuse(dapo, "--overlong-cache 9: must be at most --max-new-tokens, 8", overlong_cache=9, max_new_tokens=8)
 
 
 def test_kl_target_without_a_coefficient_to_adapt(refuse):

@@ -224,8 +224,7 @@ def test_groups_that_teach_nothing_are_counted(script, finished, run):
         rewards = [{r for steps in s["steps"] for _, r in steps} if "steps" in s else set(s["rewards"]) for s in mine]
         shares.append(sum(len(own) == 1 for own in rewards) / len(mine))
         assert record["rollout/zero_std_frac"] == pytest.approx(shares[-1])
-    given = dict(max_new_tokens=1, num_steps=1) | (dict(overlong_cache=1) if script.__name__ == "dapo" else {})
-    cut = read_jsonl(run("cut", **given) / "metrics.jsonl")[1]  # all begin with <think>
+    cut = read_jsonl(run("cut", max_new_tokens=1, num_steps=1) / "metrics.jsonl")[1]  # all begin with <think>
     assert min(shares) < 1 and cut["rollout/zero_std_frac"] == 1
 
 
@@ -599,6 +598,14 @@ def test_a_model_whose_sampler_and_trainer_disagree_stops_at_the_first_step(scri
         run(num_steps=2)
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 2 and error.startswith("error: --model") and "not supported" in error
+
+
+@pytest.mark.parametrize(("cache", "warned"), [(8, False), (9, True)])
+def test_an_overlong_cache_that_punishes_every_response(tmp_path, data, capsys, cache, warned):
+    script = __import__("dapo")
+    given = dict(max_new_tokens=9, overlong_cache=cache, num_steps=1, max_resample=0, dataset=data)
+    script.main(make_args(script, runs_dir=str(tmp_path), run_name="run", **given))
+    assert ("warning: --overlong-cache 9 punishes every response" in capsys.readouterr().out) == warned
 
 
 @pytest.mark.shared_text
