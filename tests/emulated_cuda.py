@@ -213,6 +213,8 @@ def install(library: Path) -> None:
 
 
 def main() -> None:
+    if torch.version.cuda is not None:
+        raise SystemExit("error: this torch was built with CUDA; the emulated device needs one that was not")
     library = build()
     if os.environ.get("LD_PRELOAD") != str(library):  # torch asks once, while it is imported, what devices there are
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)})
