@@ -16,7 +16,6 @@ import runpy
 import shlex
 import subprocess
 import sys
-import tempfile
 import traceback
 import warnings
 import zlib
@@ -36,8 +35,10 @@ counts, libraries = dict(recorded=0, replayed=0), []  # graphs; of operators
 def build() -> Path:
     """Compile emulated_cuda.cpp, once for every version of it and of torch."""
     source, package = Path(__file__).with_suffix(".cpp"), Path(torch.__file__).parent
-    library = Path(tempfile.gettempdir(), f"emulated_cuda-{torch.__version__}-{zlib.crc32(source.read_bytes()):x}.so")
+    name = f"emulated_cuda-{torch.__version__}-{zlib.crc32(source.read_bytes()):x}.so"
+    library = source.parent / "__pycache__" / name
     if not library.exists():
+        library.parent.mkdir(exist_ok=True)
         command = ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library.with_suffix(f".{os.getpid()}")]
         command += [f"-I{package / folder}" for folder in ("include", "include/torch/csrc/api/include")]
         command += [f"-L{package / 'lib'}", f"-Wl,-rpath,{package / 'lib'}", "-lc10", "-ltorch_cpu"]
@@ -84,13 +85,13 @@ class Recording(TorchDispatchMode):
 
     active = False
 
-    def __enter__(self):
-        Recording.active = True
-        return super().__enter__()
-
     def __init__(self, graph: CUDAGraph):
         super().__init__()
         self.graph, self.owned, self.before = graph, set(), []
+
+    def __enter__(self):
+        Recording.active = True
+        return super().__enter__()
 
     def address(self, value):
         if isinstance(value, torch.Tensor) and not value.is_cuda:  # a number, which a launch takes along
