@@ -9,8 +9,8 @@ device-to-device copy (read + write) are the limit. generate here runs all token
 An update takes 6 FLOP per parameter and token run (forward 2, backward 4; recomputed activations and attention are not
 counted, nor the head for tokens of prompts): that over the seconds is the FLOP/s, and MFU is its share of the peak.
 
-Two answers that only a GPU can give come first: whether its attention kernels ignore whole blocks of masked keys, and
-whether a replayed graph computes what single steps do.
+Two more answers that only a GPU can give: whether its attention kernels ignore whole blocks of masked keys, and whether
+a replayed graph computes what single steps do.
 """
 
 import argparse
