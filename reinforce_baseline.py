@@ -190,189 +190,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     return loss, stats
 
 
-# ==== sampling and log-probabilities ====
-@torch.no_grad()
-def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all in one batch of N = B * num_samples rows.
-
-    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the tokens drawn. The
-    distribution is the model's whole softmax at this temperature: no top-k, no top-p, no repetition penalty.
-    """
-    model.eval()
-    device, P, N = prompt_ids.device, prompt_ids.shape[1], len(prompt_ids) * num_samples
-    eos = torch.tensor(eos_ids, device=device)
-    response_ids = torch.full((N, args.max_new_tokens), eos_ids[0], device=device)  # (N, R)
-    response_logprobs = torch.zeros(N, args.max_new_tokens, device=device)  # (N, R) float32
-    # Prefill: the keys and values of a prompt are computed once, and repeated for its samples below, at t = 0.
-    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=P))
-    inputs = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    position = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): padding on the left is not counted
-    logits = model(prompt_ids, attention_mask=prompt_mask.long(), position_ids=position, **inputs).logits  # (B, 1, V)
-    logits = logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
-    position = prompt_mask.sum(1).repeat_interleave(num_samples)  # (N,)
-    column = cache.layers[0].cumulative_length.view(1)  # the next one to write; the cache itself counts it up
-    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation understands this.
-    blocked = torch.finfo(model.dtype).min
-    bias = torch.zeros_like(prompt_mask, dtype=model.dtype).masked_fill(~prompt_mask, blocked)[:, None, None]
-
-    def decode():
-        # All state changes in place, at addresses that stay, so that a CUDA graph can replay this.
-        bias.index_fill_(3, column, 0.0)
-        logits.copy_(model(token[:, None], attention_mask=bias, position_ids=position[:, None], **inputs).logits)
-        position.add_(1)
-
-    sequence = torch.arange(N, device=device)  # which of the N sequences each row of the batch is
-    token, finished, graph = torch.zeros_like(sequence), torch.zeros_like(sequence, dtype=torch.bool), None
-    for t in range(args.max_new_tokens):
-        if graph is not None:
-            graph.replay()
-        elif t > 0:
-            decode()
-            if args.cuda_graph and device.type == "cuda":  # that step was the warm-up; recording one computes nothing
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    decode()
-        logprobs = (logits[:, 0].float() / (temperature or 1.0)).log_softmax(1)  # (rows, V) float32
-        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, with no cumulative sum and no host sync.
-        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0  # greedy at 0
-        token.copy_((logprobs + noise).argmax(1))  # (rows,)
-        response_ids[sequence, t] = token
-        response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
-        finished |= torch.isin(token, eos)
-        # To see which rows are finished the host waits for the device: a GPU is asked now and then.
-        extra = min(SEGMENT[device.type], args.max_new_tokens - t) if t % SEGMENT[device.type] == 0 else 0  # columns
-        if extra > 0 or device.type == "cpu" or t % 16 == 0:
-            live = (~finished).nonzero().squeeze(1)
-            if len(live) == 0:
-                break
-            if extra > 0 or len(live) <= len(finished) / 2:  # drop the finished rows, make room for the next segment
-                rows = live // num_samples if t == 0 else live  # the prefill has one row for each prompt
-                for layer in cache.layers:
-                    layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, width)
-                    layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
-                bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
-                token, position, logits = token[live], position[live], logits[live]
-                sequence, finished, graph = sequence[live], finished[live], None
-    # The EOS token counts, nothing after it does: a finished row goes on drawing tokens until it is dropped.
-    is_eos = torch.isin(response_ids, eos).long()  # (N, R)
-    response_mask = is_eos.cumsum(1) - is_eos == 0  # (N, R)
-    return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
-
-
-def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
-    """Log-probabilities (n, R) float32 of the responses, 0 where masked, from ids and masks (n, P) and (n, R)."""
-    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and fast kernels apply.
-    is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
-    order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
-    input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
-    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)  # (n, L - 1)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda, cache_enabled=False):
-        trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
-    row, column = response_mask.nonzero(as_tuple=True)  # (T,)
-    hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T, D)
-    head = model.get_output_embeddings()
-
-    def chunk_logprobs(hidden, targets):
-        logits = head(hidden.to(head.weight.dtype)).float().div_(temperature)  # (chunk, V) float32
-        return -F.cross_entropy(logits, targets, reduction="none")
-
-    # In chunks that are recomputed in the backward pass: of at most 16 M logits (64 MB), two or three copies at a time.
-    chunk = max(1, 2**24 // head.weight.shape[0])
-    chunks = zip(hidden.split(chunk), response_ids[row, column].split(chunk), strict=True)
-    logprobs = [checkpoint(chunk_logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
-    return torch.zeros(response_ids.shape, device=row.device).index_put((row, column), torch.cat(logprobs))  # (n, R)
-
-
-def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Cut sequences into micro-batches of at most max_tokens tokens with padding; sorted, so that little is padding."""
-    batches = [[]]
-    for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
-        if batches[-1] and lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
-
-
-def inference_copy(model):
-    """A copy that is not trained; on a GPU in bf16, half the bytes to read, but with a head in float32."""
-    copied = copy.deepcopy(model).requires_grad_(False).eval()
-    if model.device.type == "cuda":
-        for parameter in copied.parameters():  # not the buffers, which hold the rotary frequencies
-            parameter.data = parameter.data.to(torch.bfloat16)
-        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        copied.set_output_embeddings(head)
-    return copied
-
-
-def respond(args: Args, model, tokenizer, examples: list[dict], num_samples: int, temperature: float, eos_ids):
-    """Sample responses to examples: rollout (prompt_ids, prompt_mask (N, P), response_ids, response_mask (N, R)),
-    the logprobs (N, R) of the tokens drawn, and the N completions (text)."""
-    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
-    mask = [torch.ones_like(prompt, dtype=torch.bool) for prompt in ids]  # from lengths: any id may be in a prompt
-    prompts = [pad_sequence(rows, batch_first=True, padding_side="left") for rows in (ids, mask)]  # (B, P) each
-    # So many prompts at a time that the keys and values of their samples have room, even if none ends early.
-    size = max(1, args.sampling_tokens // (num_samples * (prompts[0].shape[1] + args.max_new_tokens)))
-    chunks = zip(*[tensor.split(size) for tensor in prompts], strict=True)
-    parts = [generate(args, model, *chunk, num_samples, temperature, eos_ids) for chunk in chunks]
-    ids, mask, logprobs = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]  # (N, R) each
-    texts = tokenizer.batch_decode([x[m] for x, m in zip(ids.cpu(), mask.cpu(), strict=True)], skip_special_tokens=True)
-    return [*[tensor.repeat_interleave(num_samples, 0) for tensor in prompts], ids, mask], logprobs, texts
-
-
-def evaluate(args: Args, model, tokenizer, examples: list[dict], eos_ids: list[int]) -> dict:
-    """Greedy accuracy on the held-out examples: strict (in the answer tags), lenient (last number), and the format."""
-    rollout, _, completions = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
-    answers = [example["answer"] for example in examples]
-    scores = {"accuracy": accuracy_reward(completions, answers), "response_len": rollout[3].sum(1).tolist()}
-    scores["accuracy_lenient"] = lenient_accuracy_reward(completions, answers)
-    scores["format"] = [score == 0.4 for score in format_reward(completions, answers)]  # all four tags, in order
-    return {f"eval/{name}": sum(values) / len(examples) for name, values in scores.items()}
-
-
-def fail(message: str) -> NoReturn:
-    """End with one line, status 2 and no traceback."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def load_data(args: Args, tokenizer, split: str) -> list[dict]:
-    """Examples of the train or the test split: dicts of prompt (text), prompt_ids (list of ids) and answer (text)."""
-    own = args.eval_dataset if split == "test" else None
-    flag, source = ("--dataset", args.dataset) if own is None else ("--eval-dataset", own)
-    columns = [args.question_column, args.answer_column]
-    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(source).suffix)
-    try:
-        if kind is None:  # a folder or a hub data set
-            rows = datasets.load_dataset(*source.split(":"), split=split)
-        else:  # the last tenth of a file is held out
-            part = "train" if args.eval_dataset else {"train": "train[:90%]", "test": "train[90%:]"}[split]
-            rows = datasets.load_dataset(kind, data_files=source, split=part)
-        rows = list(rows.select_columns(columns))
-    except Exception as error:  # the formats and the hub raise a dozen types
-        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
-        fail(f"{flag} {source} ({split}), --question-column {columns[0]}, --answer-column {columns[1]}: {reason}")
-    examples = []
-    for question, answer in [[str(row[c]) for c in columns] for row in rows if row[columns[0]] not in (None, "")]:
-        prompt = f"{args.system_prompt}\n{question}\n" if args.system_prompt else question
-        if tokenizer.chat_template:
-            messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-            messages += [{"role": "user", "content": question}]
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # A chat template writes the BOS token itself: tokenizing with special tokens would double it.
-        prompt_ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-        examples.append({"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer})
-    numbered = [example for example in examples if gold_number(example["answer"]) is not None]
-    usable = [example for example in numbered if len(example["prompt_ids"]) <= args.max_prompt_tokens]
-    found = f"{len(usable)} problems, {len(numbered) - len(usable)} too long for --max-prompt-tokens and "
-    found += f"{len(rows) - len(numbered)} without a question or a number in {args.answer_column} skipped"
-    if not usable:
-        fail(f"{flag} {source}: the {split} data has {found}")
-    print(f"{split} data: {found}")
-    return usable if split == "train" else usable[: args.eval_size]
-
-
+# ==== training ====
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
@@ -585,6 +403,192 @@ def main(args: Args) -> dict:
     wandb.finish()
     print(f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in {run_dir}")
     return metrics
+
+
+# ==== sampling and log-probabilities ====
+# How it is done fast: key-value memory, CUDA graphs, padding. A first reading may stop here.
+@torch.no_grad()
+def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
+    """Sample num_samples responses for each left-padded prompt (B, P), all in one batch of N = B * num_samples rows.
+
+    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the tokens drawn. The
+    distribution is the model's whole softmax at this temperature: no top-k, no top-p, no repetition penalty.
+    """
+    model.eval()
+    device, P, N = prompt_ids.device, prompt_ids.shape[1], len(prompt_ids) * num_samples
+    eos = torch.tensor(eos_ids, device=device)
+    response_ids = torch.full((N, args.max_new_tokens), eos_ids[0], device=device)  # (N, R)
+    response_logprobs = torch.zeros(N, args.max_new_tokens, device=device)  # (N, R) float32
+    # Prefill: the keys and values of a prompt are computed once, and repeated for its samples below, at t = 0.
+    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=P))
+    inputs = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    position = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): padding on the left is not counted
+    logits = model(prompt_ids, attention_mask=prompt_mask.long(), position_ids=position, **inputs).logits  # (B, 1, V)
+    logits = logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
+    position = prompt_mask.sum(1).repeat_interleave(num_samples)  # (N,)
+    column = cache.layers[0].cumulative_length.view(1)  # the next one to write; the cache itself counts it up
+    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation understands this.
+    blocked = torch.finfo(model.dtype).min
+    bias = torch.zeros_like(prompt_mask, dtype=model.dtype).masked_fill(~prompt_mask, blocked)[:, None, None]
+
+    def decode():
+        # All state changes in place, at addresses that stay, so that a CUDA graph can replay this.
+        bias.index_fill_(3, column, 0.0)
+        logits.copy_(model(token[:, None], attention_mask=bias, position_ids=position[:, None], **inputs).logits)
+        position.add_(1)
+
+    sequence = torch.arange(N, device=device)  # which of the N sequences each row of the batch is
+    token, finished, graph = torch.zeros_like(sequence), torch.zeros_like(sequence, dtype=torch.bool), None
+    for t in range(args.max_new_tokens):
+        if graph is not None:
+            graph.replay()
+        elif t > 0:
+            decode()
+            if args.cuda_graph and device.type == "cuda":  # that step was the warm-up; recording one computes nothing
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode()
+        logprobs = (logits[:, 0].float() / (temperature or 1.0)).log_softmax(1)  # (rows, V) float32
+        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, with no cumulative sum and no host sync.
+        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0  # greedy at 0
+        token.copy_((logprobs + noise).argmax(1))  # (rows,)
+        response_ids[sequence, t] = token
+        response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
+        finished |= torch.isin(token, eos)
+        # To see which rows are finished the host waits for the device: a GPU is asked now and then.
+        extra = min(SEGMENT[device.type], args.max_new_tokens - t) if t % SEGMENT[device.type] == 0 else 0  # columns
+        if extra > 0 or device.type == "cpu" or t % 16 == 0:
+            live = (~finished).nonzero().squeeze(1)
+            if len(live) == 0:
+                break
+            if extra > 0 or len(live) <= len(finished) / 2:  # drop the finished rows, make room for the next segment
+                rows = live // num_samples if t == 0 else live  # the prefill has one row for each prompt
+                for layer in cache.layers:
+                    layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, width)
+                    layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
+                bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
+                token, position, logits = token[live], position[live], logits[live]
+                sequence, finished, graph = sequence[live], finished[live], None
+    # The EOS token counts, nothing after it does: a finished row goes on drawing tokens until it is dropped.
+    is_eos = torch.isin(response_ids, eos).long()  # (N, R)
+    response_mask = is_eos.cumsum(1) - is_eos == 0  # (N, R)
+    return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
+
+
+def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
+    """Log-probabilities (n, R) float32 of the responses, 0 where masked, from ids and masks (n, P) and (n, R)."""
+    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and fast kernels apply.
+    is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
+    order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
+    input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
+    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)  # (n, L - 1)
+    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda, cache_enabled=False):
+        trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
+    row, column = response_mask.nonzero(as_tuple=True)  # (T,)
+    hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T, D)
+    head = model.get_output_embeddings()
+
+    def chunk_logprobs(hidden, targets):
+        logits = head(hidden.to(head.weight.dtype)).float().div_(temperature)  # (chunk, V) float32
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+    # In chunks that are recomputed in the backward pass: of at most 16 M logits (64 MB), two or three copies at a time.
+    chunk = max(1, 2**24 // head.weight.shape[0])
+    chunks = zip(hidden.split(chunk), response_ids[row, column].split(chunk), strict=True)
+    logprobs = [checkpoint(chunk_logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
+    return torch.zeros(response_ids.shape, device=row.device).index_put((row, column), torch.cat(logprobs))  # (n, R)
+
+
+def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) -> list[list[int]]:
+    """Cut sequences into micro-batches of at most max_tokens tokens with padding; sorted, so that little is padding."""
+    batches = [[]]
+    for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
+        if batches[-1] and lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def inference_copy(model):
+    """A copy that is not trained; on a GPU in bf16, half the bytes to read, but with a head in float32."""
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        for parameter in copied.parameters():  # not the buffers, which hold the rotary frequencies
+            parameter.data = parameter.data.to(torch.bfloat16)
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
+    return copied
+
+
+def respond(args: Args, model, tokenizer, examples: list[dict], num_samples: int, temperature: float, eos_ids):
+    """Sample responses to examples: rollout (prompt_ids, prompt_mask (N, P), response_ids, response_mask (N, R)),
+    the logprobs (N, R) of the tokens drawn, and the N completions (text)."""
+    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
+    mask = [torch.ones_like(prompt, dtype=torch.bool) for prompt in ids]  # from lengths: any id may be in a prompt
+    prompts = [pad_sequence(rows, batch_first=True, padding_side="left") for rows in (ids, mask)]  # (B, P) each
+    # So many prompts at a time that the keys and values of their samples have room, even if none ends early.
+    size = max(1, args.sampling_tokens // (num_samples * (prompts[0].shape[1] + args.max_new_tokens)))
+    chunks = zip(*[tensor.split(size) for tensor in prompts], strict=True)
+    parts = [generate(args, model, *chunk, num_samples, temperature, eos_ids) for chunk in chunks]
+    ids, mask, logprobs = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]  # (N, R) each
+    texts = tokenizer.batch_decode([x[m] for x, m in zip(ids.cpu(), mask.cpu(), strict=True)], skip_special_tokens=True)
+    return [*[tensor.repeat_interleave(num_samples, 0) for tensor in prompts], ids, mask], logprobs, texts
+
+
+def evaluate(args: Args, model, tokenizer, examples: list[dict], eos_ids: list[int]) -> dict:
+    """Greedy accuracy on the held-out examples: strict (in the answer tags), lenient (last number), and the format."""
+    rollout, _, completions = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    answers = [example["answer"] for example in examples]
+    scores = {"accuracy": accuracy_reward(completions, answers), "response_len": rollout[3].sum(1).tolist()}
+    scores["accuracy_lenient"] = lenient_accuracy_reward(completions, answers)
+    scores["format"] = [score == 0.4 for score in format_reward(completions, answers)]  # all four tags, in order
+    return {f"eval/{name}": sum(values) / len(examples) for name, values in scores.items()}
+
+
+# ==== data ====
+def load_data(args: Args, tokenizer, split: str) -> list[dict]:
+    """Examples of the train or the test split: dicts of prompt (text), prompt_ids (list of ids) and answer (text)."""
+    own = args.eval_dataset if split == "test" else None
+    flag, source = ("--dataset", args.dataset) if own is None else ("--eval-dataset", own)
+    columns = [args.question_column, args.answer_column]
+    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(source).suffix)
+    try:
+        if kind is None:  # a folder or a hub data set
+            rows = datasets.load_dataset(*source.split(":"), split=split)
+        else:  # the last tenth of a file is held out
+            part = "train" if args.eval_dataset else {"train": "train[:90%]", "test": "train[90%:]"}[split]
+            rows = datasets.load_dataset(kind, data_files=source, split=part)
+        rows = list(rows.select_columns(columns))
+    except Exception as error:  # the formats and the hub raise a dozen types
+        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
+        fail(f"{flag} {source} ({split}), --question-column {columns[0]}, --answer-column {columns[1]}: {reason}")
+    examples = []
+    for question, answer in [[str(row[c]) for c in columns] for row in rows if row[columns[0]] not in (None, "")]:
+        prompt = f"{args.system_prompt}\n{question}\n" if args.system_prompt else question
+        if tokenizer.chat_template:
+            messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+            messages += [{"role": "user", "content": question}]
+            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # A chat template writes the BOS token itself: tokenizing with special tokens would double it.
+        prompt_ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+        examples.append({"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer})
+    numbered = [example for example in examples if gold_number(example["answer"]) is not None]
+    usable = [example for example in numbered if len(example["prompt_ids"]) <= args.max_prompt_tokens]
+    found = f"{len(usable)} problems, {len(numbered) - len(usable)} too long for --max-prompt-tokens and "
+    found += f"{len(rows) - len(numbered)} without a question or a number in {args.answer_column} skipped"
+    if not usable:
+        fail(f"{flag} {source}: the {split} data has {found}")
+    print(f"{split} data: {found}")
+    return usable if split == "train" else usable[: args.eval_size]
+
+
+# ==== set-up ====
+def fail(message: str) -> NoReturn:
+    """End with one line, status 2 and no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":
