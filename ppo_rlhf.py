@@ -1,32 +1,39 @@
-"""PPO for RLHF, in one file. Ziegler et al. 2019 (arXiv:1909.08593v2), Ouyang et al. 2022 (arXiv:2203.02155v1), PPO by
-Schulman et al. 2017 (arXiv:1707.06347v2), with the implementation details of Huang et al. 2024 (arXiv:2403.17031v1).
+"""PPO for RLHF, in one file. Ziegler et al. 2019 (arXiv:1909.08593v2), Ouyang et al. 2022
+(arXiv:2203.02155v1), PPO by Schulman et al. 2017 (arXiv:1707.06347v2), with the implementation
+details of Huang et al. 2024 (arXiv:2403.17031v1).
 
-Four networks: the policy; the value network, which predicts the return at every token; the reference, which is the
-initial policy; the reward model, which scores a whole response. A response is a sequence of actions, one per token:
+Four networks: the policy; the value network, which predicts the return at every token; the
+reference, which is the initial policy; the reward model, which scores a whole response. A response
+is a sequence of actions, one per token:
 
-    r_t      = -beta (log pi_old(a_t | s_t) - log pi_ref(a_t | s_t)), plus the score at the last token  (Ziegler, Eq. 2)
-    delta_t  = r_t + gamma V(s_t+1) - V(s_t)              V = 0 after the last token             (PPO, Eq. 12)
-    A_t      = delta_t + gamma lambda A_t+1               advantages, then whitened              (PPO, Eq. 11)
-    R_t      = A_t + V(s_t)                               returns, what the value network regresses on
-    L_pi     = -mean_t min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t)                             (PPO, Eq. 7)
+    r_t      = -beta (log pi_old(a_t | s_t) - log pi_ref(a_t | s_t)),
+               plus the score at the last token                                    (Ziegler, Eq. 2)
+    delta_t  = r_t + gamma V(s_t+1) - V(s_t)              V = 0 after the last token   (PPO, Eq. 12)
+    A_t      = delta_t + gamma lambda A_t+1               advantages, then whitened    (PPO, Eq. 11)
+    R_t      = A_t + V(s_t)                               returns, which the value network predicts
+    L_pi     = -mean_t min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t)                   (PPO, Eq. 7)
     L_V      = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
 
-The means are over all tokens of the minibatch. Old values and old log-probabilities stay fixed during the epochs.
-Parent: grpo.py. Differences: (1) a reward model scores the response, and one that was cut at the limit loses
---missing-eos-penalty; (2) the KL to the reference is a part of the reward (k1), per token, with a fixed or an adaptive
-coefficient, and not of the loss; (3) a value network and GAE in place of the group's mean and std, so that one sample
-per prompt is enough; (4) the clipped value loss, with a learning rate of its own; (5) several epochs; token averages.
+The means are over all tokens of the minibatch. Old values and old log-probabilities stay fixed
+during the epochs.
 
-Departures from the papers: the value network is a network of its own and clipped by its own gradient norm; beta is
-multiplied by exp(K e), where Ziegler has 1 + K e; a cut response loses the penalty, where Huang sets its score to -1;
-Adam's epsilon is 1e-8, where Huang has 1e-5. With --reward-model "" the family's rule-based rewards stand in for the
-reward model.
+Parent: grpo.py. Differences: (1) a reward model scores the response, and one that was cut at the
+limit loses --missing-eos-penalty; (2) the KL to the reference is a part of the reward (k1), per
+token, with a fixed or an adaptive coefficient, and not of the loss; (3) a value network and GAE in
+place of the group's mean and std, so that one sample per prompt is enough; (4) the clipped value
+loss, with a learning rate of its own; (5) several epochs; token averages.
 
-Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
-P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-batch, T response tokens in it.
+Departures from the papers: the value network is a network of its own and clipped by its own
+gradient norm; beta is multiplied by exp(K e), where Ziegler has 1 + K e; a cut response loses the
+penalty, where Huang sets its score to -1; Adam's epsilon is 1e-8, where Huang has 1e-5. With
+--reward-model "" the family's rule-based rewards stand in for the reward model.
 
-    python ppo_rlhf.py                          trains assets/adder by the scores of assets/adder-judge, on a CPU
-    python ppo_rlhf.py --model SmolLM2-1.7B     trains on GSM8K with rule-based rewards, on one GPU
+Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
+micro-batch, T response tokens in it.
+
+    python ppo_rlhf.py                          assets/adder by the scores of adder-judge, on a CPU
+    python ppo_rlhf.py --model SmolLM2-1.7B     GSM8K with rule-based rewards, on one GPU
 """
 
 import copy
@@ -39,9 +46,10 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple
 
 import datasets
 import torch
@@ -49,36 +57,47 @@ import torch.nn.functional as F
 import transformers
 import tyro
 import wandb
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    get_scheduler,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.cache_utils import Cache, StaticLayer
 
 from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward
 
-ASSETS = Path(__file__).resolve().parent / "assets"
+SCRIPT = Path(__file__).resolve()
+ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # their sum is the reward; each needs a name of its own
-AT_MOST_1 = ("clip_eps", "gamma", "gae_lambda")
-SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations of memory for keys and values
-SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and </think>, and then the \
-final number alone between <answer> and </answer>. For example:
+SHOWN = ["rollout/reward_mean", "rollout/accuracy", "rollout/response_len"]  # beside the bar
+SHOWN += ["kl/ref", "eval/accuracy"]
+SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
+</think>, and then the final number alone between <answer> and </answer>. For example:
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
 <answer>19</answer>"""
-# What a field of Args that is left at None becomes: (for any model, for the bundled one).
-RECIPES = dict(dataset=("openai/gsm8k:main", str(ASSETS / "addition")), system_prompt=(SYSTEM_PROMPT, ""))
-RECIPES |= dict(max_prompt_tokens=(512, 64), max_new_tokens=(300, 32), temperature=(0.9, 1.0), eval_every=(50, 20))
-RECIPES |= dict(learning_rate=(1e-5, 3e-5), warmup_updates=(10, 0), gradient_checkpointing=(True, False))
-RECIPES |= dict(num_steps=(200, 40), beta=(0.04, 0.05), value_learning_rate=(1e-5, 1e-4))
-RECIPES |= dict(reward_model=("", str(ASSETS / "adder-judge")))
+# What a field of Args that is left at None becomes: with any model, with the bundled one.
+RECIPES = {
+    "dataset": ("openai/gsm8k:main", str(ASSETS / "addition")),
+    "system_prompt": (SYSTEM_PROMPT, ""),
+    "max_prompt_tokens": (512, 64),
+    "max_new_tokens": (300, 32),
+    "temperature": (0.9, 1.0),
+    "eval_every": (50, 20),
+    "learning_rate": (1e-5, 3e-5),
+    "value_learning_rate": (1e-5, 1e-4),
+    "warmup_updates": (10, 0),
+    "gradient_checkpointing": (True, False),
+    "num_steps": (200, 40),
+    "beta": (0.04, 0.05),
+    "reward_model": ("", str(ASSETS / "adder-judge")),
+}
+# Bounds of numbers in Args, where they are not 1 (or 1e-12 if it is no integer) and 2**32.
+LOWEST = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2)
+LOWEST |= dict(beta=0)
+LOWEST |= dict(num_generations=1, missing_eos_penalty=0, gamma=0, gae_lambda=0, vf_coef=0)
+HIGHEST = dict(clip_eps=1, gamma=1, gae_lambda=1)
 
 
 @dataclass
@@ -93,26 +112,33 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a stopped run to go on with, from the same working directory; its arguments are used, and no others"""
+    """folder of a stopped run to go on with, from the same working directory; its arguments are
+    used, and no others"""
     eval_every: int | None = None
-    """evaluate every so many steps, besides before and after the training; 0: never between; None: by model"""
+    """evaluate every so many steps, besides before and after the training; 0: never between; None:
+    by model"""
     save_every: int = 50
-    """write a checkpoint every so many steps, besides after the first and the last; 0: never between"""
+    """write a checkpoint every so many steps, besides after the first and the last; 0: never
+    between"""
     track: bool = False
     """send the metrics to Weights & Biases as well, to the project in the variable WANDB_PROJECT"""
     # ---- model and data
     model: str = str(ASSETS / "adder")
-    """folder or hub id of a causal language model; a name without "/" that is no folder is one of HuggingFaceTB"""
+    """folder or hub id of a causal language model; a name without "/" that is no folder is one of
+    HuggingFaceTB"""
     dataset: str | None = None
-    """.jsonl / .json / .csv / .parquet file, folder with train and test file, hub id or id:config; None: by model"""
+    """.jsonl / .json / .csv / .parquet file, folder with train and test file, hub id or id:config;
+    None: by model"""
     eval_dataset: str | None = None
-    """held-out problems; None: the test split of a folder or hub data set, or else the last tenth of the file"""
+    """held-out problems; None: the test split of a folder or hub data set, or else the last tenth
+    of the file"""
     eval_size: int = 500
     """evaluate on so many of the held-out problems, the first ones"""
     question_column: str = "question"
     """column of the data set that holds the question"""
     answer_column: str = "answer"
-    """column of the data set that holds the gold answer; if it has a "####", what follows the last one"""
+    """column of the data set that holds the gold answer; if it has a "####", what follows the last
+    one"""
     system_prompt: str | None = None
     """instructions before each question; None: by model, to think and to answer in tags"""
     max_prompt_tokens: int | None = None
@@ -127,7 +153,8 @@ class Args:
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability alike; None: by model"""
     sampling_tokens: int = 49152
-    """tokens sampled at a time, prompts and padding included: memory for keys and values against speed"""
+    """tokens sampled at a time, prompts and padding included: memory for keys and values against
+    speed"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -138,22 +165,26 @@ class Args:
     value_learning_rate: float | None = None
     """the same for the value network; None: by model"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    """how the learning rate falls to 0 after the warm-up, or that it stays (schedules of transformers)"""
+    """how the learning rate falls to 0 after the warm-up, or that it stays (schedules of
+    transformers)"""
     warmup_updates: int | None = None
-    """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by model"""
+    """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by
+    model"""
     num_iterations: int = 4
     """passes over each rollout (the PPO epochs)"""
     num_minibatches: int = 1
     """updates per pass: the rollout is shuffled and split into so many minibatches"""
     micro_batch_tokens: int = 2048
-    """tokens, padding included, in one forward and backward pass: memory against speed, never the gradient"""
+    """tokens, padding included, in one forward and backward pass: memory against speed, never the
+    gradient"""
     gradient_checkpointing: bool | None = None
     """recompute activations in the backward pass: less memory, a third more time; None: by model"""
     max_grad_norm: float = 1.0
     """the norm of the gradient is clipped to this"""
     # ---- algorithm
     reward_model: str | None = None
-    """folder or hub id of a one-label classifier with the policy's tokenizer; "": rule-based rewards; None: by model"""
+    """folder or hub id of a one-label classifier that has the policy's tokenizer; "": rules; None:
+    by model"""
     missing_eos_penalty: float = 1.0
     """taken off the score of a response that was cut at --max-new-tokens"""
     normalize_scores: bool = False
@@ -165,101 +196,110 @@ class Args:
     beta: float | None = None
     """weight of the KL to the reference in the rewards; 0: no reference is kept; None: by model"""
     kl_target: float | None = None
-    """adapt beta so that the KL to the reference, in nats per response, comes to this; None: beta stays"""
+    """adapt beta so that the KL to the reference, in nats per response, comes to this; None: no"""
     kl_horizon: int = 10000
-    """episodes in which a KL that is off by 20 % or more changes beta by a factor of e^0.2; less off, by less"""
+    """episodes in which a KL that is off by 20 % or more changes beta by a factor of e^0.2"""
     gamma: float = 1.0
     """discount of the rewards per token (gamma)"""
     gae_lambda: float = 0.95
     """bias against variance of the advantages (lambda in PPO's Eq. 11)"""
     vf_coef: float = 0.1
-    """weight of the value loss; nearly inert: the value network's gradient is clipped and Adam's step has no scale"""
+    """weight of the value loss; nearly inert: its gradient is clipped, and Adam knows no scale"""
     value_clip_eps: float = 0.2
     """a new value is clipped to the old one -+ this in the value loss"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
-    """weights the value network starts from; from the policy, and without a reward model, with a head of zeros"""
+    """weights the value network starts from; without a reward model the policy's, its head zeros"""
 
 
 # ==== algorithm ====
-def whiten(values: torch.Tensor, mask: torch.Tensor, shift_mean: bool = True) -> torch.Tensor:
-    """Scale values (n, R) to a variance of 1, and shift them to a mean of 0, over the tokens that count; 0 elsewhere.
-
-    The variance is the biased one and 1e-8 is added to it, as in Huang et al. 2024.
-    """
+def whiten(values, mask, shift_mean=True):
+    """Scale values (n, R) to a variance of 1 and a mean of 0 over the mask; elsewhere give 0."""
+    # The variance is the biased one and 1e-8 is added to it, as in Huang et al. 2024.
     mean = masked_mean(values, mask)  # ()
     variance = masked_mean((values - mean) ** 2, mask)  # ()
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (n, R)
-    return (whitened if shift_mean else whitened + mean).masked_fill(~mask, 0.0)
+    if not shift_mean:
+        whitened = whitened + mean
+    return whitened.masked_fill(~mask, 0.0)
 
 
-def kl_rewards(args: Args, scores, old_logprobs, ref_logprobs, mask) -> torch.Tensor:
-    """Rewards per token (n, R) from scores (n,), log-probabilities and mask (n, R). Ziegler et al. 2019, Eq. 2.
+def kl_rewards(args, scores, old_logprobs, ref_logprobs, mask):
+    """Rewards per token (n, R) from scores (n,), logprobs and mask (n, R). Ziegler 2019, Eq. 2.
 
-    ref_logprobs may be None, for no KL. The score stands at the last token that counts: the EOS token, if there is one.
+    ref_logprobs may be None. The score stands at the last token that counts, the EOS or the cut.
     """
     assert scores.shape == mask.shape[:1] and old_logprobs.shape == mask.shape
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (n, R)
     rewards = torch.where(is_last, scores[:, None], 0.0)  # (n, R)
     if ref_logprobs is not None:
-        rewards = rewards - args.beta * (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)  # k1, subtracted
+        rewards = rewards - args.beta * (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)  # k1
     return rewards
 
 
-def adapt_beta(args: Args, beta: float, kl: float | None, num_seqs: int) -> float:
-    """The KL coefficient after a step of num_seqs responses with a mean KL of kl nats; kl is None before the first.
-
-    Ziegler et al. 2019, Section 2.2: a proportional controller of log beta, its error clipped to -0.2 .. 0.2.
-    """
+def adapt_beta(args, beta, kl, num_seqs):
+    """The KL coefficient after a step of num_seqs responses with a mean KL of kl nats (or None)."""
+    # Ziegler et al. 2019, Section 2.2: a proportional controller of log beta, its error clipped.
     if args.kl_target is None or kl is None:
         return beta
     error = min(max(kl / args.kl_target - 1, -0.2), 0.2)
     return beta * math.exp(error * num_seqs / args.kl_horizon)
 
 
-def compute_gae(args: Args, rewards, values, mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns (n, R) from rewards, values and mask (n, R). Schulman et al. 2017, Eq. 11 and 12.
-
-    After the last token that counts, value and advantage are 0: nothing is bootstrapped from padding.
-    """
+def compute_gae(args, rewards, values, mask):
+    """Advantages and returns (n, R) from rewards, values, mask (n, R). PPO, Eq. 11 and 12."""
+    # After the last token that counts, value and advantage are 0: no bootstrapping from padding.
     assert rewards.shape == values.shape == mask.shape
-    rewards, values = rewards.masked_fill(~mask, 0.0), values.masked_fill(~mask, 0.0)  # (n, R)
+    rewards = rewards.masked_fill(~mask, 0.0)  # (n, R)
+    values = values.masked_fill(~mask, 0.0)  # (n, R)
     advantages = torch.zeros_like(values)  # (n, R)
     next_value = next_advantage = torch.zeros_like(values[:, 0])  # (n,)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (n,), Eq. 12
         next_advantage = delta + args.gamma * args.gae_lambda * next_advantage  # (n,), Eq. 11
-        advantages[:, t], next_value = next_advantage, values[:, t]
+        next_value = values[:, t]  # (n,)
+        advantages[:, t] = next_advantage
     return advantages, advantages + values
 
 
-def value_loss(args: Args, values, old_values, returns, mask, num_tokens):
-    """The clipped value loss, --vf-coef included, of n sequences of a minibatch of num_tokens tokens; all (n, R).
+def value_loss(args, values, old_values, returns, mask, num_tokens):
+    """The clipped value loss, --vf-coef included, of n sequences of a minibatch; all (n, R).
 
-    Returns the scalar loss and stats: sums over the tokens of the n sequences, without gradient or --vf-coef.
+    Returns the scalar loss and stats: sums over the tokens, without gradient or --vf-coef.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
-    values, old_values, returns = (x.masked_fill(~mask, 0.0) for x in (values, old_values, returns))  # (n, R)
-    clipped = old_values + (values - old_values).clamp(-args.value_clip_eps, args.value_clip_eps)  # (n, R)
-    errors, clipped_errors = (values - returns) ** 2, (clipped - returns) ** 2  # (n, R)
+    values, old_values, returns = [x.masked_fill(~mask, 0) for x in (values, old_values, returns)]
+    change = (values - old_values).clamp(-args.value_clip_eps, args.value_clip_eps)  # (n, R)
+    errors = (values - returns) ** 2  # (n, R)
+    clipped_errors = (old_values + change - returns) ** 2  # (n, R)
     sum_of_losses = 0.5 * masked_sum(torch.maximum(errors, clipped_errors), mask)
-    with torch.no_grad():
-        stats = {"value_loss": sum_of_losses.detach()}
-        stats["value_clip_frac"] = masked_sum((clipped_errors > errors).float(), mask)
+    stats = {
+        "value/loss": sum_of_losses.detach(),
+        "value/clip_frac": masked_sum((clipped_errors > errors).float(), mask),
+    }
     return args.vf_coef * sum_of_losses / num_tokens, stats
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
-    """The PPO policy loss of n sequences of a minibatch; over its micro-batches it adds up to the minibatch's.
+def minibatches(args, sequences):
+    """The sequences of each update, of all of a step (N,): shuffled, and cut into equal shares."""
+    for _ in range(args.num_iterations):  # Algorithm 1's
+        shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
+        yield from shuffled.chunk(args.num_minibatches)
 
-    logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL; advantages (n, R) or (n, 1); mask
-    (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch. Returns the scalar loss and stats:
-    sums over the tokens of the n sequences, without gradient.
+
+def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
+    """The PPO policy loss of n sequences; over a minibatch it adds up to the minibatch's.
+
+    logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R)
+    or (n, 1); mask (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch,
+    of which an algorithm divides by one. Returns the scalar loss and stats, by the names under
+    which their means are logged: sums over the tokens of the n sequences, without gradient.
     """
-    assert logprobs.shape == old_logprobs.shape == mask.shape and advantages.shape in (mask.shape, (len(mask), 1))
-    # Masked slots are zeroed before exp: garbage in them could otherwise reach the gradient as 0 * inf.
+    assert logprobs.shape == old_logprobs.shape == mask.shape
+    assert advantages.shape in (mask.shape, (len(mask), 1))
+    # Masked slots are zeroed before exp: garbage in them could reach the gradient as 0 * inf.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
-    # Eq. 7 takes the smaller of the two surrogates for either sign of A, the loss the larger of their negatives.
+    # The smaller of the two surrogates for either sign of A, hence the larger of their negatives.
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     token_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # (n, R), Eq. 7
     if ref_logprobs is not None:
@@ -267,355 +307,345 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the rewards have k1
     loss = masked_sum(token_loss, mask) / num_tokens
 
-    stats = {"tokens": mask.sum()}
-    with torch.no_grad():
-        stats["clip_frac_low"] = masked_sum((ratio < 1 - args.clip_eps).float(), mask)
-        stats["clip_frac_high"] = masked_sum((ratio > 1 + args.clip_eps).float(), mask)
-        stats["clip_frac"] = stats["clip_frac_low"] + stats["clip_frac_high"]
-        stats["approx_kl"] = masked_sum(0.5 * logratio**2, mask)
-        stats["ratio_mean"] = masked_sum(ratio, mask)
-        stats["entropy"] = masked_sum(-logprobs, mask)
-        if ref_logprobs is not None:
-            stats["kl"] = masked_sum(kl, mask)
+    below, above = ratio < 1 - args.clip_eps, ratio > 1 + args.clip_eps  # (n, R) bool
+    per_token = {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below | above,
+        "policy/approx_kl": 0.5 * logratio**2,
+        "policy/ratio_mean": ratio,
+        "policy/entropy": -logprobs,
+    }
+    if ref_logprobs is not None:
+        per_token["kl/ref"] = kl
+    stats = {name: masked_sum(x.detach().float(), mask) for name, x in per_token.items()}
+    stats["tokens"] = mask.sum()
     return loss, stats
 
 
 # ==== training ====
+class Rollout(NamedTuple):
+    """What was sampled; row i of each is sequence i."""
+
+    prompt_ids: Tensor  # (N, P), padded on the left
+    prompt_mask: Tensor  # (N, P) bool
+    response_ids: Tensor  # (N, R)
+    response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
+    sampled_logprobs: Tensor  # (N, R) float32, of the tokens drawn
+    completions: list[str]  # N of them
+
+    def rows(self, rows):
+        return Rollout(*[x[rows] for x in self[:5]], [self.completions[i] for i in rows])
+
+
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
-    logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
-    datasets.disable_progress_bars(), transformers.logging.disable_progress_bar()
-    script, saved = Path(__file__), None
-    if args.resume is not None:
-        if args != Args(resume=args.resume):
-            fail(f"--resume {args.resume}: goes on with the arguments of that run; leave out all others")
-        run_dir, path = Path(args.resume).resolve(), Path(args.resume, "checkpoint.pt")
-        saved = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {"script": "no script"}
-        if saved["script"] != script.name:
-            fail(f"--resume {run_dir}: has a checkpoint of {saved['script']}; give a folder of a run of {script.name}")
-        args = Args(**saved["args"])
-    else:
-        bundled = Path(args.model).resolve() == Path(Args.model)
-        args = replace(args, **{name: values[bundled] for name, values in RECIPES.items() if vars(args)[name] is None})
-        if "/" not in args.model and not Path(args.model).exists():
-            args.model = f"HuggingFaceTB/{args.model}"
-        run_name = f"{script.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        run_dir = Path(args.runs_dir, args.run_name or run_name)
-    lowest = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, beta=0, vf_coef=0, gamma=0)
-    lowest |= dict(gae_lambda=0, missing_eos_penalty=0)
-    for name, value in vars(args).items():
-        low, high = lowest.get(name, 1 if type(value) is int else 1e-12), 1 if name in AT_MOST_1 else 2**32
-        if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
-            fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
-    if args.kl_target is not None and args.beta == 0:
-        fail(f"--kl-target {args.kl_target}: needs a --beta above 0 to start from")
-    N, num_updates = args.num_prompts * args.num_generations, args.num_iterations * args.num_minibatches
-    if N % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x --num-generations, which is {N}")
+    args, run_dir, saved = resolve(args)
+    config, tokenizer = load_config(args, "--model", args.model)
+    train_data = load_data(args, tokenizer, "train")
+    test_data = load_data(args, tokenizer, "test")
+    model, eos_ids = load_model(args, config, tokenizer)
+    value_model, reward_model = load_classifiers(args, config, tokenizer, model.device)
+    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start
 
-    value_source = args.reward_model if args.reward_model and args.value_init == "reward_model" else args.model
-    sources = (args.model, args.reward_model or args.model, value_source)
-    try:
-        config, reward_config, value_config = configs = [AutoConfig.from_pretrained(source) for source in sources]
-        tokenizer, reward_tokenizer = [AutoTokenizer.from_pretrained(source) for source in sources[:2]]
-    except (OSError, ValueError) as error:
-        fail(f"--model {args.model}, --reward-model {args.reward_model}: {str(error).strip().splitlines()[0]}")
-    if args.reward_model and (reward_config.num_labels, reward_tokenizer.get_vocab()) != (1, tokenizer.get_vocab()):
-        fail(f"--reward-model {args.reward_model}: must have one label, and the vocabulary of --model")
-    value_config.num_labels = 1
-    for part in configs:
-        noise = [
-            name for name, x in vars(part).items() if isinstance(x, float) and ("drop" in name or "jitter" in name)
-        ]
-        part.update(dict.fromkeys(noise, 0.0))  # no dropout in RL: with it even the first ratio is not 1
-    limits = ("max_position_embeddings", "sliding_window")
-    context = min(getattr(part.get_text_config(), name, None) or 10**9 for part in configs for name in limits)
-    if args.max_prompt_tokens + args.max_new_tokens > context:
-        both = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-        fail(f"{both}: more than the {context} tokens of the model's context or attention window; lower one of them")
-    train_data, test_data = load_data(args, tokenizer, "train"), load_data(args, tokenizer, "test")
-    device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    # float32 weights: at these learning rates a bf16 weight would not move. A GPU computes in bf16 autocast.
-    options = dict(dtype=torch.float32, output_loading_info=True)
-    model, info = AutoModelForCausalLM.from_pretrained(args.model, config=config, **options)
-    load = AutoModelForSequenceClassification.from_pretrained
-    value_model, _ = load(value_source, config=value_config, **options)
-    reward_model, reward_info = load(sources[1], config=reward_config, **options) if args.reward_model else (None, info)
-    missing = info["missing_keys"] | reward_info["missing_keys"]
-    if value_source == args.model:  # a language model has no head for values: it starts from zeros
-        torch.nn.init.zeros_(value_model.score.weight)
-    if missing:
-        fail(f"--model {args.model}, --reward-model {args.reward_model}: no weights for {', '.join(sorted(missing))}")
-    for network in filter(None, (model, value_model, reward_model)):
-        network.to(device)
-    eos_ids = model.generation_config.eos_token_id
-    eos_ids = sorted({tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None})
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable(), value_model.activation_checkpointing_enable()
-    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start, also in a resumed run
-    groups = [{"params": model.parameters()}, {"params": value_model.parameters(), "lr": args.value_learning_rate}]
+    G = args.num_generations
+    N = args.num_prompts * G
+    num_updates = args.num_iterations * args.num_minibatches  # in a step
+    groups = [{"params": model.parameters()}, {"params": value_model.parameters()}]
+    groups[1]["lr"] = args.value_learning_rate
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, weight_decay=0.0, fused=True)
-    scheduler = get_scheduler(args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates)
-
-    metrics, parts = dict(step=0, episodes=0, tokens=0), dict(model=model, optimizer=optimizer, scheduler=scheduler)
+    scheduler = get_scheduler(
+        args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates
+    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     parts["value_model"] = value_model
+    state = {"step": 0, "episodes": 0, "tokens": 0}  # what else a step hands on to the next
     if saved:
-        metrics = saved["metrics"]
+        state, metrics = saved["state"], saved["metrics"]
         for name, part in parts.items():
-            part.load_state_dict(saved.pop(name))
-        for name, size in saved["log_sizes"].items():  # what was logged after the checkpoint will be logged again
-            os.truncate(run_dir / name, size)
-    else:
-        run_dir.mkdir(parents=True)
-        (run_dir / script.name).write_text(script.read_text())
-        versions = {package.__name__: package.__version__ for package in (torch, transformers, datasets, tyro, wandb)}
-        (run_dir / "args.json").write_text(json.dumps(vars(args) | {"versions": versions}, indent=2) + "\n")
-    logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in ("metrics.jsonl", "samples.jsonl")]
-    tracking = dict(id=run_dir.name, resume="allow", dir=run_dir, config=vars(args)) if args.track else {}
-    try:
-        wandb.init(mode=None if args.track else "disabled", settings=wandb.Settings(init_timeout=20), **tracking)
-    except wandb.Error:  # no network, or no key
-        wandb.teardown(), wandb.init(mode="offline", **tracking)
-    if device.type == "cuda":  # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
-    sampler = inference_copy(model) if device.type == "cuda" else model
-    signals = []
-
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr)
-
-    signal.signal(signal.SIGINT, on_signal), signal.signal(signal.SIGTERM, on_signal)
-    print(f"{script.name} on {device}: {args.model}, {model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}")
-    print("by model: " + ", ".join(f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"))
-    print("note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; watch the reward")
-    print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
+            part.load_state_dict(saved.pop(name))  # and let go of it
+    sampler = inference_copy(model) if model.device.type == "cuda" else model
+    metrics_log, samples_log, signals = open_run(args, run_dir, saved, model)
     if not saved:
-        metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        print(json.dumps(metrics), file=logs[0])
-        wandb.log(metrics, step=0)
-        print(f"before: accuracy {metrics['eval/accuracy']:.3f} on {len(test_data)} held-out problems, greedy")
+        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(metrics_log, metrics)
+        accuracy = metrics["eval/accuracy"]
+        print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
 
     torch.manual_seed(args.seed)
     epochs = 1 + args.num_steps * args.num_prompts // len(train_data)
-    order = torch.cat([torch.randperm(len(train_data)) for _ in range(epochs)]).tolist()  # of the training examples
-    skipped_in_a_row, done = 0, metrics["step"]
-    progress = tqdm(range(done + 1, args.num_steps + 1), initial=done, total=args.num_steps, disable=None)
+    order = torch.cat([torch.randperm(len(train_data)) for _ in range(epochs)])
+    order = order.split(args.num_prompts)  # a batch of training examples each
+    skipped_in_a_row = 0
+    done = state["step"]
+    steps = range(done + 1, args.num_steps + 1)
+    progress = tqdm(steps, initial=done, total=args.num_steps, disable=None)
     for step in progress:
-        # 1. rollout
+        # ---- 1. rollout
         start_time = time.perf_counter()
-        torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no state of the generators
-        batch = [train_data[i] for i in order[(step - 1) * args.num_prompts : step * args.num_prompts]]
-        sampled = respond(args, sampler, tokenizer, batch, args.num_generations, args.temperature, eos_ids)
-        rollout, sampled_logprobs, completions = sampled  # (N, P), (N, P), (N, R), (N, R); (N, R); N
-        response_mask, sampled_tokens = rollout[3], int(rollout[3].sum())  # (N, R)
-        lengths = (rollout[1].sum(1) + response_mask.sum(1)).tolist()  # N of them, prompt included
-        ended = (torch.isin(rollout[2], torch.tensor(eos_ids, device=device)) & response_mask).any(1)  # (N,)
+        torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no generator's state
+        batch = [train_data[i] for i in order[step - 1]]
+        rollout = respond(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
+        sequences = torch.arange(N)  # those to train on
+        response_mask = rollout.response_mask  # (N, R)
+        lengths = (rollout.prompt_mask.sum(1) + response_mask.sum(1)).tolist()  # N, prompt included
+        ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,)
+        num_sampled = int(response_mask.sum())
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities, the old values and the scores, before the first update; they stay.
-        old_logprobs, ref_logprobs = torch.zeros_like(sampled_logprobs), torch.zeros_like(sampled_logprobs)  # (N, R)
-        old_values = torch.zeros_like(sampled_logprobs)  # (N, R)
-        scores = torch.zeros_like(sampled_logprobs[:, 0])  # (N,)
+        # The old policy's log-probabilities and the old values, before the first update; they stay.
         value_model.train(args.gradient_checkpointing)
-        model.train(args.gradient_checkpointing)  # transformers recomputes activations only in training mode
-        with torch.no_grad():
-            for i in micro_batches(torch.arange(N), lengths, args.micro_batch_tokens):
-                old_logprobs[i] = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)
-                old_values[i] = compute_values(value_model, *[x[i] for x in rollout])[:, :-1]
-                if ref_model is not None:
-                    ref_logprobs[i] = compute_logprobs(ref_model, *[x[i] for x in rollout], args.temperature)
-                if reward_model is not None:  # the score stands after the last token
-                    outputs = compute_values(reward_model, *[x[i] for x in rollout])  # (n, R + 1)
-                    scores[i] = outputs.gather(1, response_mask[i].sum(1, keepdim=True))[:, 0]
+        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R)
+        model.train(args.gradient_checkpointing)  # transformers recomputes in training mode only
+        old_logprobs = rollout_logprobs(args, model, rollout, sequences, lengths)  # (N, R)
+        old_values = rollout_values(args, value_model, rollout, sequences, lengths)[:, :-1]
+        if ref_model is not None:
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, sequences, lengths)
 
-        # 2. reward and advantage
-        answers = [example["answer"] for example in batch for _ in range(args.num_generations)]
-        rewards_by_name = {f.__name__: torch.tensor(f(completions, answers), device=device) for f in REWARDS}  # (N,)
-        rewards_by_name = rewards_by_name if reward_model is None else {"score": scores}
-        rewards_by_name["missing_eos"] = -args.missing_eos_penalty * (~ended).float()  # (N,)
-        rewards = sum(rewards_by_name.values()).float().view(-1, args.num_generations)  # (B, G) float32
-        scores = rewards.flatten()  # (N,)
+        # ---- 2. reward and advantage
+        answers = [example["answer"] for example in batch for _ in range(G)]
+        scores = {
+            f.__name__: torch.tensor(f(rollout.completions, answers), device=model.device)
+            for f in REWARDS
+        }  # (N,) each
+        if reward_model is not None:  # the score stands after the last token
+            outputs = rollout_values(args, reward_model, rollout, sequences, lengths)  # (N, R + 1)
+            scores = {"score": outputs.gather(1, response_mask.sum(1, keepdim=True))[:, 0]}  # (N,)
+        scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()  # (N,)
+        rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
+        seq_rewards = rewards.flatten()  # (N,)
         if args.normalize_scores:
-            scores = whiten(scores, torch.ones_like(scores, dtype=torch.bool))
-        beta = adapt_beta(args, metrics.get("kl/beta", args.beta), metrics.get("kl/response"), N)
-        token_rewards = kl_rewards(replace(args, beta=beta), scores, old_logprobs, ref_logprobs, response_mask)
+            seq_rewards = whiten(seq_rewards, torch.ones_like(seq_rewards, dtype=torch.bool))
+        beta = state.get("kl/beta", args.beta)
+        beta = state["kl/beta"] = adapt_beta(args, beta, state.get("kl/response"), N)
+        logprobs = old_logprobs, ref_logprobs
+        token_rewards = kl_rewards(replace(args, beta=beta), seq_rewards, *logprobs, response_mask)
         if args.whiten_rewards:
-            token_rewards = whiten(token_rewards, response_mask, shift_mean=False)
-        advantages, returns = compute_gae(args, token_rewards, old_values, response_mask)  # (N, R) each
-        errors, spread = (returns - old_values)[response_mask], returns[response_mask]  # (tokens,) each
+            token_rewards = whiten(token_rewards, response_mask, shift_mean=False)  # (N, R)
+        advantages, returns = compute_gae(args, token_rewards, old_values, response_mask)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
 
-        # 3. update
+        # ---- 3. update
         totals = Counter()  # sums over all minibatches of the step
-        shuffled = [torch.randperm(N) for _ in range(args.num_iterations)]
-        for minibatch in [part for whole in shuffled for part in whole.chunk(args.num_minibatches)]:
-            lr, num_tokens = scheduler.get_last_lr()[0], response_mask[minibatch].sum()
-            for i in micro_batches(minibatch, lengths, args.micro_batch_tokens):
-                logprobs = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)  # (n, R)
-                values = compute_values(value_model, *[x[i] for x in rollout])[:, :-1]  # (n, R)
-                ref = None if ref_model is None else ref_logprobs[i]  # (n, R)
-                fixed = (old_logprobs[i], ref, advantages[i], response_mask[i], len(minibatch), num_tokens)
-                loss, stats = policy_loss(args, logprobs, *fixed)
-                vf_loss, vf_stats = value_loss(args, values, old_values[i], returns[i], response_mask[i], num_tokens)
+        for minibatch in minibatches(args, sequences):
+            lr = scheduler.get_last_lr()[0]
+            num_tokens = response_mask[minibatch].sum()
+            for rows in micro_batches(minibatch, lengths, args.micro_batch_tokens):
+                logprobs = compute_logprobs(model, rollout.rows(rows), args.temperature)  # (n, R)
+                values = compute_values(value_model, rollout.rows(rows))[:, :-1]  # (n, R)
+                loss, stats = policy_loss(
+                    args,
+                    logprobs,
+                    old_logprobs[rows],
+                    ref_logprobs[rows] if ref_model is not None else None,
+                    advantages[rows],
+                    response_mask[rows],
+                    len(minibatch),
+                    num_tokens,
+                )
+                old = old_values[rows], returns[rows], response_mask[rows]
+                vf_loss, vf_stats = value_loss(args, values, *old, num_tokens)
+                stats |= vf_stats
                 (loss + vf_loss).backward()
-                totals.update({"loss": loss.detach(), **stats, **vf_stats})  # adds
+                totals.update(stats | {"loss": loss.detach()})  # adds
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            value_grad_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
-            skipped_in_a_row = 0 if torch.isfinite(grad_norm + value_grad_norm) else skipped_in_a_row + 1
+            vf_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
+            skipped_in_a_row = 0 if torch.isfinite(grad_norm + vf_norm) else skipped_in_a_row + 1
             if skipped_in_a_row == 0:
                 optimizer.step()
             elif skipped_in_a_row == 3:
-                fail(f"--learning-rate {args.learning_rate}: three gradients in a row were not finite; lower it")
-            totals.update({"grad_norm": grad_norm, "skipped": skipped_in_a_row > 0})
+                fail(
+                    f"--learning-rate {args.learning_rate}: three gradients in a row were not "
+                    "finite; lower it"
+                )
+            totals.update(grad_norm=grad_norm, skipped=skipped_in_a_row > 0)
             scheduler.step()
             optimizer.zero_grad()
-        sampler.load_state_dict(model.state_dict())  # in place; on a GPU rounded to bf16, on a CPU these are the same
-        totals = {name: float(value) for name, value in totals.items()}  # waits for the device
+        sampler.load_state_dict(model.state_dict())  # in place; on a GPU it is rounded to bf16
+        totals = {name: float(total) for name, total in totals.items()}  # waits for the device
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
-        # 4. log
-        gap = (old_logprobs - sampled_logprobs).abs()[response_mask]  # (tokens,)
-        means = {"reward_mean": rewards, "accuracy": torch.tensor(accuracy_reward(completions, answers))}
-        means |= {"response_len": rollout[3].sum(1), "eos_frac": ended, "logprob_gap": gap, **rewards_by_name}
-        means |= {"zero_std_frac": (rewards == rewards[0, 0]).all()}
-        metrics = {"step": step, "episodes": metrics["episodes"] + N, "tokens": metrics["tokens"] + sampled_tokens}
-        metrics |= {f"rollout/{name}": values.float().mean().item() for name, values in means.items()}
-        metrics |= {"rollout/reward_std": rewards.std().item(), "rollout/logprob_gap_max": gap.max().item()}
-        metrics |= {f"policy/{name}": totals[name] / totals["tokens"] for name in stats if name not in ("tokens", "kl")}
-        metrics |= {"kl/beta": beta, "value/explained_var": (1 - errors.var() / spread.var()).item()}
-        metrics |= {f"value/{name}": totals[f"value_{name}"] / totals["tokens"] for name in ("loss", "clip_frac")}
+        # ---- 4. log
+        state["step"] = step
+        state["episodes"] += len(rollout.completions)
+        state["tokens"] += num_sampled
         if ref_model is not None:
-            response_kl = masked_sum(old_logprobs - ref_logprobs, response_mask, axis=1)  # (N,)
-            metrics |= {"kl/ref": totals["kl"] / totals["tokens"], "kl/response": response_kl.mean().item()}
-        metrics |= {"policy/loss": totals["loss"] / num_updates, "optim/grad_norm": totals["grad_norm"] / num_updates}
-        metrics |= {"optim/lr": lr, "optim/skipped": totals["skipped"], "time/update_s": update_seconds}
-        metrics |= {"time/rollout_s": rollout_seconds, "time/tokens_per_s": sampled_tokens / rollout_seconds}
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        metrics["time/peak_mem_gb"] = (torch.cuda.max_memory_allocated() if device.type == "cuda" else memory) / 1e9
+            kl = masked_sum(old_logprobs - ref_logprobs, response_mask, axis=1)  # (N,)
+            state["kl/response"] = kl.mean().item()
+        unexplained = (returns - old_values)[response_mask].var() / returns[response_mask].var()
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
+        means = {
+            "reward_mean": rewards,
+            "accuracy": torch.tensor(accuracy_reward(rollout.completions, answers)),
+            "response_len": rollout.response_mask.sum(1),
+            "eos_frac": ended,
+            "logprob_gap": gap,
+            **scores,
+            "zero_std_frac": (rewards == rewards[0, 0]).all(),
+            "reward_std": rewards.std(),
+            "logprob_gap_max": gap.max(),
+        }
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+        metrics = {
+            **state,
+            **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
+            **{name: totals[name] / totals["tokens"] for name in stats if name != "tokens"},
+            "value/explained_var": (1 - unexplained).item(),
+            "policy/loss": totals["loss"] / num_updates,
+            "optim/grad_norm": totals["grad_norm"] / num_updates,
+            "optim/lr": lr,
+            "optim/skipped": totals["skipped"],
+            "time/update_s": update_seconds,
+            "time/rollout_s": rollout_seconds,
+            "time/tokens_per_s": num_sampled / rollout_seconds,
+            "time/peak_mem_gb": (torch.cuda.max_memory_allocated() or memory) / 1e9,
+        }
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        wandb.log(metrics, step=step)
-        print(json.dumps({k: v if abs(v) < float("inf") else None for k, v in metrics.items()}), file=logs[0])
+        log_metrics(metrics_log, metrics)
         for k, example in enumerate(batch):
-            group = slice(k * args.num_generations, (k + 1) * args.num_generations)
-            record = {"step": step, "prompt": example["prompt"], "answer": example["answer"]}
-            record |= {"completions": completions[group], "rewards": rewards[k].tolist()}
+            group = slice(k * G, (k + 1) * G)
             pairs = zip(advantages[group], response_mask[group], strict=True)
-            print(json.dumps(record | {"advantages": [row[counts].tolist() for row, counts in pairs]}), file=logs[1])
-        shown = ("rollout/reward_mean", "rollout/accuracy", "rollout/response_len", "kl/ref", "eval/accuracy")
-        progress.set_postfix({key: metrics[key] for key in shown if key in metrics}, refresh=False)
-        if step == 1 or step % max(1, args.num_steps // 10) == 0:
-            progress.write(f"step {step}: {progress.postfix}")
-            progress.write(f"    {batch[0]['prompt']!r} -> {completions[0]!r}, reward {rewards[0, 0]:.2f}")
-            if metrics["rollout/eos_frac"] < 0.5 or metrics["rollout/zero_std_frac"] > 0.9:
-                progress.write("    warning: eos_frac < 0.5 (cut responses) or zero_std_frac > 0.9 (equal groups)")
-        if step == 1 and not metrics["rollout/logprob_gap"] < (0.1 if device.type == "cuda" else 1e-3):
-            fail(f"--model {args.model}: not supported, sampling and training differ by {gap.mean():.2g} nats a token")
+            record = {
+                "step": step,
+                "prompt": example["prompt"],
+                "answer": example["answer"],
+                "completions": rollout.completions[group],
+                "rewards": rewards[k].tolist(),
+                "advantages": [row[mask].tolist() for row, mask in pairs],
+            }
+            print(json.dumps(record), file=samples_log)
+        show(args, progress, metrics, record)
+        if step == 1 and not gap.mean() < (0.1 if model.device.type == "cuda" else 1e-3):
+            fail(
+                f"--model {args.model}: not supported, sampling and training differ by "
+                f"{gap.mean():.2g} nats a token"
+            )
 
-        # 5. save: to another name, forced to the disk, renamed: at any moment there is one whole checkpoint, old or new
-        if signals or step in (1, args.num_steps) or (args.save_every and step % args.save_every == 0):
-            state = {"script": script.name, "args": vars(args), "metrics": metrics}
-            state |= {name: part.state_dict() for name, part in parts.items()}
-            state["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
-            with open(run_dir / "checkpoint.tmp", "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-            if signals and step < args.num_steps:
-                print(f"stopped after step {step}; go on: python '{script}' --resume '{run_dir}'", file=sys.stderr)
-                raise SystemExit(128 + signals[0])
+        # ---- 5. save
+        due = args.save_every and step % args.save_every == 0
+        if signals or due or step in (1, args.num_steps):
+            save_checkpoint(args, run_dir, parts, state, metrics)
+        if signals and step < args.num_steps:
+            print(
+                f"stopped after step {step}; go on: python '{SCRIPT}' --resume '{run_dir}'",
+                file=sys.stderr,
+            )
+            raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
     wandb.finish()
-    print(f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in {run_dir}")
+    print(
+        f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in "
+        f"{run_dir}"
+    )
     return metrics
 
 
 # ==== sampling and log-probabilities ====
-# How it is done fast: key-value memory, CUDA graphs, padding. A first reading may stop here.
-@torch.no_grad()
-def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all in one batch of N = B * num_samples rows.
+# What makes it fast is here: memory for keys and values, CUDA graphs, little padding. A first
+# reading may stop at this line.
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of the memory that the system reports
+SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations for keys and values
 
-    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the tokens drawn. The
-    distribution is the model's whole softmax at this temperature: no top-k, no top-p, no repetition penalty.
+
+@torch.no_grad()
+def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
+    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+
+    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
+    tokens drawn. The distribution is the model's whole softmax at this temperature: no top-k, no
+    top-p, no repetition penalty.
     """
     model.eval()
-    device, P, N = prompt_ids.device, prompt_ids.shape[1], len(prompt_ids) * num_samples
-    eos = torch.tensor(eos_ids, device=device)
-    response_ids = torch.full((N, args.max_new_tokens), eos_ids[0], device=device)  # (N, R)
-    response_logprobs = torch.zeros(N, args.max_new_tokens, device=device)  # (N, R) float32
-    # Prefill: the keys and values of a prompt are computed once, and repeated for its samples below, at t = 0.
-    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=P))
+    device = prompt_ids.device
+    segment = SEGMENT[device.type]
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (N,)
+    response_ids = eos_ids[:1].repeat(len(sequence), args.max_new_tokens)  # (N, R)
+    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+
+    # Prefill: keys and values of a prompt are computed once, and repeated for its samples at t = 0.
+    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     inputs = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    position = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): padding on the left is not counted
-    logits = model(prompt_ids, attention_mask=prompt_mask.long(), position_ids=position, **inputs).logits  # (B, 1, V)
-    logits = logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
+    inputs["attention_mask"] = prompt_mask.long()  # (B, P)
+    inputs["position_ids"] = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): no padding counted
+    logits = model(prompt_ids, **inputs).logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
     position = prompt_mask.sum(1).repeat_interleave(num_samples)  # (N,)
-    column = cache.layers[0].cumulative_length.view(1)  # the next one to write; the cache itself counts it up
-    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation understands this.
+    column = cache.layers[0].cumulative_length.view(1)  # next to write; the cache counts it up
+    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation
+    # understands this.
     blocked = torch.finfo(model.dtype).min
-    bias = torch.zeros_like(prompt_mask, dtype=model.dtype).masked_fill(~prompt_mask, blocked)[:, None, None]
+    bias = torch.where(prompt_mask, 0.0, blocked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+
+    # Rows of the batch, of which `sequence` says which of the N sequences they are.
+    token = torch.zeros_like(sequence)  # (rows,)
+    finished = sequence < 0  # (rows,) bool: none
+    graph = None
 
     def decode():
         # All state changes in place, at addresses that stay, so that a CUDA graph can replay this.
         bias.index_fill_(3, column, 0.0)
-        logits.copy_(model(token[:, None], attention_mask=bias, position_ids=position[:, None], **inputs).logits)
+        inputs.update(attention_mask=bias, position_ids=position[:, None])
+        logits.copy_(model(token[:, None], **inputs).logits)
         position.add_(1)
 
-    sequence = torch.arange(N, device=device)  # which of the N sequences each row of the batch is
-    token, finished, graph = torch.zeros_like(sequence), torch.zeros_like(sequence, dtype=torch.bool), None
     for t in range(args.max_new_tokens):
         if graph is not None:
             graph.replay()
         elif t > 0:
             decode()
-            if args.cuda_graph and device.type == "cuda":  # that step was the warm-up; recording one computes nothing
+            if args.cuda_graph and device.type == "cuda":
+                # That step was the warm-up; recording one computes nothing.
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     decode()
         logprobs = (logits[:, 0].float() / (temperature or 1.0)).log_softmax(1)  # (rows, V) float32
-        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, with no cumulative sum and no host sync.
-        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0  # greedy at 0
+        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, without a cumulative sum or a
+        # wait for the device. At temperature 0 it is greedy.
+        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0
         token.copy_((logprobs + noise).argmax(1))  # (rows,)
         response_ids[sequence, t] = token
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
-        finished |= torch.isin(token, eos)
-        # To see which rows are finished the host waits for the device: a GPU is asked now and then.
-        extra = min(SEGMENT[device.type], args.max_new_tokens - t) if t % SEGMENT[device.type] == 0 else 0  # columns
-        if extra > 0 or device.type == "cpu" or t % 16 == 0:
-            live = (~finished).nonzero().squeeze(1)
-            if len(live) == 0:
-                break
-            if extra > 0 or len(live) <= len(finished) / 2:  # drop the finished rows, make room for the next segment
-                rows = live // num_samples if t == 0 else live  # the prefill has one row for each prompt
-                for layer in cache.layers:
-                    layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, width)
-                    layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
-                bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
-                token, position, logits = token[live], position[live], logits[live]
-                sequence, finished, graph = sequence[live], finished[live], None
-    # The EOS token counts, nothing after it does: a finished row goes on drawing tokens until it is dropped.
-    is_eos = torch.isin(response_ids, eos).long()  # (N, R)
+        finished |= torch.isin(token, eos_ids)
+
+        # To see which rows are finished the host waits for the device: a GPU is asked seldom.
+        is_full = t % segment == 0  # all columns of keys and values are written
+        if device.type == "cuda" and t % 16 > 0 and not is_full:
+            continue
+        live = (~finished).nonzero().squeeze(1)
+        if len(live) == 0:
+            break
+        if is_full or len(live) <= len(finished) / 2:
+            # Drop the finished rows, and make room for the next segment.
+            rows = live // num_samples if t == 0 else live  # the prefill has a row for each prompt
+            extra = min(segment, args.max_new_tokens - t) if is_full else 0  # columns
+            for layer in cache.layers:
+                layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, D)
+                layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
+            bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
+            token, position, logits = token[live], position[live], logits[live]
+            sequence, finished, graph = sequence[live], finished[live], None
+    # The EOS token counts, nothing after it does: a finished row draws on until it is dropped.
+    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
     response_mask = is_eos.cumsum(1) - is_eos == 0  # (N, R)
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
-def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
-    """Log-probabilities (n, R) float32 of the responses, 0 where masked, from ids and masks (n, P) and (n, R)."""
-    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and fast kernels apply.
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
+    prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
+    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and
+    # fast kernels apply. The last token is followed by none.
     is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
-    order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
-    input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
-    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)  # (n, L - 1)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda, cache_enabled=False):
-        trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
+    order = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R), tokens first
+    ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, P + R)
+    ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
+    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        trunk = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
+    # The head runs on response tokens alone: the token at column t is predicted one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)
     hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T, D)
     head = model.get_output_embeddings()
@@ -624,43 +654,66 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
         logits = head(hidden.to(head.weight.dtype)).float().div_(temperature)  # (chunk, V) float32
         return -F.cross_entropy(logits, targets, reduction="none")
 
-    # In chunks that are recomputed in the backward pass: of at most 16 M logits (64 MB), two or three copies at a time.
-    chunk = max(1, 2**24 // head.weight.shape[0])
-    chunks = zip(hidden.split(chunk), response_ids[row, column].split(chunk), strict=True)
-    logprobs = [checkpoint(chunk_logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
-    return torch.zeros(response_ids.shape, device=row.device).index_put((row, column), torch.cat(logprobs))  # (n, R)
+    # In chunks of at most 16 M logits (64 MB, two or three copies at a time), which the backward
+    # pass computes again.
+    size = max(1, 2**24 // head.weight.shape[0])
+    chunks = zip(hidden.split(size), response_ids[row, column].split(size), strict=True)
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    logprobs = [checkpoint(chunk_logprobs, *chunk, **options) for chunk in chunks]
+    zeros = torch.zeros(response_mask.shape, device=row.device)  # (n, R)
+    return zeros.index_put((row, column), torch.cat(logprobs))
 
 
-def compute_values(network, prompt_ids, prompt_mask, response_ids, response_mask):
-    """Output of a one-label head (n, R + 1) float32: after the prompt, and after each response token; 0 where masked.
+def compute_values(network, rollout):
+    """Output of a one-label head after the prompt and each response token: (n, R + 1) float32.
 
-    Column t is the value of the state before token t; for a reward model, column |o| is the score of the response.
+    Column t is the value of the state before token t; column |o| is a reward model's score.
     """
+    prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
     is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
-    order = is_token.long().sort(dim=1, descending=True, stable=True).indices[:, : is_token.sum(1).max()]
-    input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, L), right-padded
-    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)  # (n, L)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda, cache_enabled=False):
-        trunk = network.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    order = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R), tokens first
+    ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, P + R)
+    ids = ids[:, : is_token.sum(1).max()]  # (n, L), right-padded
+    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        trunk = network.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
     counts = torch.cat([torch.ones_like(response_mask[:, :1]), response_mask], 1)  # (n, R + 1)
     row, column = counts.nonzero(as_tuple=True)  # (T + n,)
     hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T + n, D)
     outputs = network.score(hidden.to(network.score.weight.dtype))[:, 0]  # (T + n,) float32
-    return torch.zeros(counts.shape, device=row.device).index_put((row, column), outputs)  # (n, R + 1)
+    return torch.zeros(counts.shape, device=row.device).index_put((row, column), outputs)
 
 
-def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Cut sequences into micro-batches of at most max_tokens tokens with padding; sorted, so that little is padding."""
-    batches = [[]]
+@torch.no_grad()
+def rollout_values(args, network, rollout, sequences, lengths):
+    """compute_values (N, R + 1) of these sequences, in micro-batches and without gradient."""
+    values = F.pad(torch.zeros_like(rollout.sampled_logprobs), (0, 1))  # (N, R + 1)
+    for rows in micro_batches(sequences, lengths, args.micro_batch_tokens):
+        values[rows] = compute_values(network, rollout.rows(rows))
+    return values
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, sequences, lengths):
+    """compute_logprobs (N, R) of these sequences, in micro-batches and without gradient."""
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for rows in micro_batches(sequences, lengths, args.micro_batch_tokens):
+        logprobs[rows] = compute_logprobs(model, rollout.rows(rows), args.temperature)
+    return logprobs
+
+
+def micro_batches(sequences, lengths, max_tokens):
+    """Lists of sequences, of at most max_tokens tokens with padding; by length, to keep it low."""
+    batches = []
     for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
-        if batches[-1] and lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
+        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
             batches.append([])
         batches[-1].append(i)
     return batches
 
 
 def inference_copy(model):
-    """A copy that is not trained; on a GPU in bf16, half the bytes to read, but with a head in float32."""
+    """A copy that is not trained; in bf16 it has half the bytes to read, but for its head."""
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
         for parameter in copied.parameters():  # not the buffers, which hold the rotary frequencies
@@ -671,73 +724,311 @@ def inference_copy(model):
     return copied
 
 
-def respond(args: Args, model, tokenizer, examples: list[dict], num_samples: int, temperature: float, eos_ids):
-    """Sample responses to examples: rollout (prompt_ids, prompt_mask (N, P), response_ids, response_mask (N, R)),
-    the logprobs (N, R) of the tokens drawn, and the N completions (text)."""
+def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of the examples: a Rollout."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
-    mask = [torch.ones_like(prompt, dtype=torch.bool) for prompt in ids]  # from lengths: any id may be in a prompt
-    prompts = [pad_sequence(rows, batch_first=True, padding_side="left") for rows in (ids, mask)]  # (B, P) each
-    # So many prompts at a time that the keys and values of their samples have room, even if none ends early.
-    size = max(1, args.sampling_tokens // (num_samples * (prompts[0].shape[1] + args.max_new_tokens)))
-    chunks = zip(*[tensor.split(size) for tensor in prompts], strict=True)
-    parts = [generate(args, model, *chunk, num_samples, temperature, eos_ids) for chunk in chunks]
-    ids, mask, logprobs = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]  # (N, R) each
-    texts = tokenizer.batch_decode([x[m] for x, m in zip(ids.cpu(), mask.cpu(), strict=True)], skip_special_tokens=True)
-    return [*[tensor.repeat_interleave(num_samples, 0) for tensor in prompts], ids, mask], logprobs, texts
+    masks = [torch.ones_like(x, dtype=torch.bool) for x in ids]  # any id may be in a prompt
+    prompt_ids = pad_sequence(ids, batch_first=True, padding_side="left")  # (B, P)
+    prompt_mask = pad_sequence(masks, batch_first=True, padding_side="left")  # (B, P)
+    # So many prompts at a time that the keys and values of their samples have room, even if none
+    # ends early.
+    tokens = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)  # of a prompt
+    size = max(1, args.sampling_tokens // tokens)
+    parts = []
+    for chunk in zip(prompt_ids.split(size), prompt_mask.split(size), strict=True):
+        parts.append(generate(args, model, *chunk, num_samples, temperature, eos_ids))
+    response_ids, response_mask, logprobs = map(torch.cat, zip(*parts, strict=True))  # (N, R) each
+    pairs = zip(response_ids.cpu(), response_mask.cpu(), strict=True)
+    texts = tokenizer.batch_decode([x[mask] for x, mask in pairs], skip_special_tokens=True)  # N
+    prompts = [x.repeat_interleave(num_samples, 0) for x in (prompt_ids, prompt_mask)]  # (N, P)
+    return Rollout(*prompts, response_ids, response_mask, logprobs, texts)
 
 
-def evaluate(args: Args, model, tokenizer, examples: list[dict], eos_ids: list[int]) -> dict:
-    """Greedy accuracy on the held-out examples: strict (in the answer tags), lenient (last number), and the format."""
-    rollout, _, completions = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
-    answers = [example["answer"] for example in examples]
-    scores = {"accuracy": accuracy_reward(completions, answers), "response_len": rollout[3].sum(1).tolist()}
-    scores["accuracy_lenient"] = lenient_accuracy_reward(completions, answers)
-    scores["format"] = [score == 0.4 for score in format_reward(completions, answers)]  # all four tags, in order
+def evaluate(args, model, tokenizer, examples, eos_ids):
+    """Greedy accuracy on held-out examples: strict, in the answer tags; lenient, a last number."""
+    rollout = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    pairs = rollout.completions, [example["answer"] for example in examples]
+    scores = {
+        "accuracy": accuracy_reward(*pairs),
+        "response_len": rollout.response_mask.sum(1).tolist(),
+        "accuracy_lenient": lenient_accuracy_reward(*pairs),
+        "format": [score == 0.4 for score in format_reward(*pairs)],  # all four tags, in order
+    }
     return {f"eval/{name}": sum(values) / len(examples) for name, values in scores.items()}
 
 
 # ==== data ====
-def load_data(args: Args, tokenizer, split: str) -> list[dict]:
-    """Examples of the train or the test split: dicts of prompt (text), prompt_ids (list of ids) and answer (text)."""
-    own = args.eval_dataset if split == "test" else None
-    flag, source = ("--dataset", args.dataset) if own is None else ("--eval-dataset", own)
+def load_data(args, tokenizer, split):
+    """The train or the test split: dicts of prompt (text), prompt_ids (list) and answer (text)."""
+    flag, source = "--dataset", args.dataset
+    if split == "test" and args.eval_dataset is not None:
+        flag, source = "--eval-dataset", args.eval_dataset
+    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    kind = kinds.get(Path(source).suffix)
     columns = [args.question_column, args.answer_column]
-    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(source).suffix)
-    try:
+    with one_line(
+        f"{flag} {source} ({split}), --question-column {args.question_column}, "
+        f"--answer-column {args.answer_column}"
+    ):
         if kind is None:  # a folder or a hub data set
             rows = datasets.load_dataset(*source.split(":"), split=split)
         else:  # the last tenth of a file is held out
-            part = "train" if args.eval_dataset else {"train": "train[:90%]", "test": "train[90%:]"}[split]
+            part = "train[:90%]" if split == "train" else "train[90%:]"
+            part = "train" if args.eval_dataset else part
             rows = datasets.load_dataset(kind, data_files=source, split=part)
         rows = list(rows.select_columns(columns))
-    except Exception as error:  # the formats and the hub raise a dozen types
-        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
-        fail(f"{flag} {source} ({split}), --question-column {columns[0]}, --answer-column {columns[1]}: {reason}")
+
     examples = []
-    for question, answer in [[str(row[c]) for c in columns] for row in rows if row[columns[0]] not in (None, "")]:
+    too_long = 0
+    for row in rows:
+        question, answer = [str(row[column]) for column in columns]
+        if row[columns[0]] in (None, ""):
+            continue
+        if gold_number(answer) is None and not args.reward_model:
+            continue
         prompt = f"{args.system_prompt}\n{question}\n" if args.system_prompt else question
         if tokenizer.chat_template:
-            messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-            messages += [{"role": "user", "content": question}]
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # A chat template writes the BOS token itself: tokenizing with special tokens would double it.
+            messages = [{"role": "user", "content": question}]
+            if args.system_prompt:
+                messages.insert(0, {"role": "system", "content": args.system_prompt})
+            prompt = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        # A chat template writes the BOS token itself: special tokens would double it.
         prompt_ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-        examples.append({"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer})
-    numbered = [example for example in examples if args.reward_model or gold_number(example["answer"]) is not None]
-    usable = [example for example in numbered if len(example["prompt_ids"]) <= args.max_prompt_tokens]
-    found = f"{len(usable)} problems, {len(numbered) - len(usable)} too long for --max-prompt-tokens and "
-    found += f"{len(rows) - len(numbered)} without a question or a number in {args.answer_column} skipped"
-    if not usable:
+        if len(prompt_ids) > args.max_prompt_tokens:
+            too_long += 1
+        else:
+            examples.append({"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer})
+    found = (
+        f"{len(examples)} problems, {too_long} too long for --max-prompt-tokens and "
+        f"{len(rows) - len(examples) - too_long} without a question or a number in "
+        f"{args.answer_column} skipped"
+    )
+    if not examples:
         fail(f"{flag} {source}: the {split} data has {found}")
     print(f"{split} data: {found}")
-    return usable if split == "train" else usable[: args.eval_size]
+    if split == "test":
+        return examples[: args.eval_size]
+    print(f"first prompt: {examples[0]['prompt']!r}, answer {examples[0]['answer']!r}")
+    return examples
 
 
 # ==== set-up ====
-def fail(message: str) -> NoReturn:
+def fail(message):
     """End with one line, status 2 and no traceback."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextmanager
+def one_line(what):
+    """Whatever a library raises inside ends the run with one line: what it is about, and why."""
+    try:
+        yield
+    except Exception as error:  # of a dozen types
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        fail(f"{what}: {reason or 'it is empty'}")
+
+
+def resolve(args):
+    """The arguments with nothing left to the model, the run's folder, the checkpoint to resume."""
+    logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    if args.resume is not None:
+        if args != Args(resume=args.resume):
+            fail(f"--resume {args.resume}: goes on with that run's arguments; leave out all others")
+        run_dir = Path(args.resume).resolve()
+        with one_line(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
+            saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if saved["script"] != SCRIPT.name:
+                raise ValueError(f"this one has a checkpoint of {saved['script']}")
+        return Args(**saved["args"]), run_dir, saved
+
+    args = replace(args)  # a copy
+    bundled = Path(args.model).resolve() == Path(Args.model)
+    for name, (for_any_model, for_the_bundled) in RECIPES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, for_the_bundled if bundled else for_any_model)
+    if "/" not in args.model and not Path(args.model).exists():
+        args.model = f"HuggingFaceTB/{args.model}"
+    for name, value in vars(args).items():
+        low = LOWEST.get(name, 1 if type(value) is int else 1e-12)
+        high = HIGHEST.get(name, 2**32)
+        if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
+            fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
+    if args.kl_target is not None and args.beta == 0:
+        fail(f"--kl-target {args.kl_target}: needs a --beta above 0 to start from")
+    N = args.num_prompts * args.num_generations
+    if N % args.num_minibatches:
+        fail(
+            f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x "
+            f"--num-generations, which is {N}"
+        )
+    run_name = args.run_name or (
+        f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    return args, Path(args.runs_dir, run_name), None
+
+
+def load_config(args, flag, source):
+    """A model's configuration, into whose context prompt and response fit, and its tokenizer."""
+    with one_line(f"{flag} {source}"):
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)  # no dropout in RL: with it even the first ratio is not 1
+    for name in ("max_position_embeddings", "sliding_window"):
+        limit = getattr(config.get_text_config(), name, None)
+        if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
+            fail(
+                f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
+                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
+                "attention window; lower one of them"
+            )
+    return config, tokenizer
+
+
+def load_model(args, config, tokenizer):
+    """The policy on its device, and the ids of all tokens that end a response.
+
+    In float32: at these learning rates a bf16 weight would not move. A GPU computes in autocast.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        args.model, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        fail(
+            f"--model {args.model}: its files hold no weights for "
+            f"{', '.join(sorted(info['missing_keys']))}"
+        )
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
+    eos_ids = model.generation_config.eos_token_id
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    eos_ids = sorted({tokenizer.eos_token_id, *eos_ids} - {None})
+    return model.to(device), torch.tensor(eos_ids, device=device)
+
+
+def load_classifier(args, flag, source, config, device):
+    """A network with a head of one label, which starts from zeros on the trunk of the policy."""
+    config.num_labels = 1
+    network, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+        source, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if flag == "--model":
+        torch.nn.init.zeros_(network.score.weight)
+    elif info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        fail(f"{flag} {source}: its files hold no weights for {missing}")
+    if args.gradient_checkpointing:
+        network.activation_checkpointing_enable()
+    return network.to(device)
+
+
+def load_classifiers(args, config, tokenizer, device):
+    """The value network and the reward model, or None without one."""
+    policy = "--model", args.model, copy.deepcopy(config), device
+    if not args.reward_model:
+        return load_classifier(args, *policy), None
+    flag, source = "--reward-model", args.reward_model
+    reward_config, reward_tokenizer = load_config(args, flag, source)
+    if reward_config.num_labels != 1 or reward_tokenizer.get_vocab() != tokenizer.get_vocab():
+        fail(f"{flag} {source}: must have one label, and the vocabulary of --model")
+    reward_model = load_classifier(args, flag, source, reward_config, device)
+    if args.value_init == "reward_model":
+        return copy.deepcopy(reward_model), reward_model
+    return load_classifier(args, *policy), reward_model
+
+
+def open_run(args, run_dir, saved, model):
+    """The run's logs, of metrics and of samples, in its folder, and the list of SIGINT and SIGTERM.
+
+    The first of them ends the run after its step, the second one at once.
+    """
+    if saved:
+        for name, size in saved["log_sizes"].items():  # what came after it will be logged again
+            os.truncate(run_dir / name, size)
+    else:
+        run_dir.mkdir(parents=True)
+        (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
+        packages = (torch, transformers, datasets, tyro, wandb)
+        versions = {package.__name__: package.__version__ for package in packages}
+        content = json.dumps(vars(args) | {"versions": versions}, indent=2)
+        (run_dir / "args.json").write_text(content)
+    if args.track:
+        options = dict(id=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
+        try:
+            wandb.init(**options)
+        except wandb.Error:  # no network, or no key
+            wandb.teardown()
+            wandb.init(mode="offline", **options)
+    print(
+        f"{SCRIPT.name} on {model.device}: {args.model}, "
+        f"{model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}"
+    )
+    chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
+    print(f"by model: {', '.join(chosen)}")
+    print(
+        "note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; "
+        "watch the reward"
+    )
+    names = ("metrics.jsonl", "samples.jsonl")
+    logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in names]
+    signals = []
+
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        print(
+            "\nstopping after this step, with a checkpoint; once more stops at once",
+            file=sys.stderr,
+        )
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    return *logs, signals
+
+
+def log_metrics(file, metrics):
+    """One record; what is not finite, which JSON does not know, is null."""
+    finite = {name: x if abs(x) < float("inf") else None for name, x in metrics.items()}
+    print(json.dumps(finite), file=file)
+    if wandb.run is not None:
+        wandb.log(metrics, step=metrics["step"])
+
+
+def show(args, progress, metrics, record):
+    """Put the first metrics beside the bar, and ten times in a run print them with a sample."""
+    step, sample = record["step"], record["completions"][0]
+    progress.set_postfix({x: metrics[x] for x in SHOWN if x in metrics}, refresh=False)
+    if step == 1 or step % max(1, args.num_steps // 10) == 0:
+        progress.write(f"step {step}: {progress.postfix}")
+        progress.write(f"    {record['prompt']!r} -> {sample!r}, reward {record['rewards'][0]:.2f}")
+        if metrics["rollout/eos_frac"] < 0.5 or metrics["rollout/zero_std_frac"] > 0.9:
+            progress.write(
+                "    warning: eos_frac < 0.5 (cut responses) or zero_std_frac > 0.9 (equal groups)"
+            )
+
+
+def save_checkpoint(args, run_dir, parts, state, metrics):
+    """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
+    content = {"script": SCRIPT.name, "args": vars(args), "state": state, "metrics": metrics}
+    content |= {name: part.state_dict() for name, part in parts.items()}
+    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    with open(run_dir / "checkpoint.tmp", "wb", buffering=0) as file:
+        torch.save(content, file)
+        os.fsync(file.fileno())
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 if __name__ == "__main__":

@@ -1,26 +1,31 @@
-"""RLOO: REINFORCE Leave-One-Out, in one file. Kool et al. 2019 ("Buy 4 REINFORCE Samples, Get a Baseline for Free!");
-for language models Ahmadian et al. 2024, "Back to Basics", arXiv:2402.14740v2.
+"""RLOO: REINFORCE Leave-One-Out, in one file. Kool et al. 2019 ("Buy 4 REINFORCE Samples, Get a
+Baseline for Free!"); for language models Ahmadian et al. 2024 ("Back to Basics"), 2402.14740v2.
 
-For every prompt q the policy samples G responses o_1 .. o_G, and each is scored with a reward r_i. Ascended is
+For every prompt q the policy samples G responses o_1 .. o_G, and each is scored with a reward r_i.
+Ascended is
 
-    grad J   = E[ 1/G sum_i (R_i - 1/(G-1) sum_{j != i} R_j) grad log pi_theta(o_i | q) ]        (Kool et al., Eq. 8)
-    R_i      = r_i - beta sum_t (log pi_theta(o_it | q, o_i<t) - log pi_ref(o_it | q, o_i<t))    the return
+    grad J   = E[ 1/G sum_i (R_i - 1/(G-1) sum_{j != i} R_j) grad log pi_theta(o_i | q) ]
+                                                                             (Kool et al., Eq. 8)
+    R_i      = r_i - beta sum_t (log pi_theta(o_it | q, o_i<t) - log pi_ref(o_it | q, o_i<t))
+                                                                             the return
 
-The whole response is one action: log pi(o | q) is the sum over its tokens. The baseline of a sample is the mean return
-of the G - 1 others, so that it does not depend on the sample and the gradient stays unbiased; R_i minus it is the same
-as G/(G-1) (R_i - mean). The loss is -J.
+The whole response is one action: log pi(o | q) is the sum over its tokens. The baseline of a sample
+is the mean return of the G - 1 others, so that it does not depend on the sample and the gradient
+stays unbiased; R_i minus it is the same as G/(G-1) (R_i - mean). The loss is -J.
 
-Parent: reinforce_baseline.py. Differences: (1) several samples per prompt, G >= 2; (2) the baseline is the mean return
-of the prompt's other samples, and needs no state.
+Parent: reinforce_baseline.py. Differences: (1) several samples per prompt, G >= 2; (2) the baseline
+is the mean return of the prompt's other samples, and needs no state.
 
-Departures from the papers: none in the equations. With --num-minibatches above 1 the later minibatches are off-policy,
-and nothing corrects for it: policy/clip_frac and policy/approx_kl say by how much.
+Departures from the papers: none in the equations. With --num-minibatches above 1 the later
+minibatches are off-policy, and nothing corrects for it: policy/clip_frac and policy/approx_kl say
+by how much.
 
-Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i belongs to prompt i//G),
-P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a micro-batch, T response tokens in it.
+Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
+micro-batch, T response tokens in it.
 
-    python rloo.py                                            trains assets/adder on assets/addition, on a CPU
-    python rloo.py --model SmolLM2-1.7B --num-generations 8   trains on GSM8K, on one GPU
+    python rloo.py                                            assets/adder, on a CPU
+    python rloo.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
 """
 
 import copy
@@ -32,9 +37,10 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple
 
 import datasets
 import torch
@@ -42,6 +48,7 @@ import torch.nn.functional as F
 import transformers
 import tyro
 import wandb
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -51,20 +58,35 @@ from transformers.cache_utils import Cache, StaticLayer
 from utils.masking import masked_sum
 from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward
 
-ASSETS = Path(__file__).resolve().parent / "assets"
+SCRIPT = Path(__file__).resolve()
+ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # their sum is the reward; each needs a name of its own
-CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this, though nothing is clipped here
-SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations of memory for keys and values
-SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and </think>, and then the \
-final number alone between <answer> and </answer>. For example:
+CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this; nothing is clipped here
+SHOWN = ["rollout/reward_mean", "rollout/accuracy", "rollout/response_len"]  # beside the bar
+SHOWN += ["kl/ref", "eval/accuracy"]
+SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
+</think>, and then the final number alone between <answer> and </answer>. For example:
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
 <answer>19</answer>"""
-# What a field of Args that is left at None becomes: (for any model, for the bundled one).
-RECIPES = dict(dataset=("openai/gsm8k:main", str(ASSETS / "addition")), system_prompt=(SYSTEM_PROMPT, ""))
-RECIPES |= dict(max_prompt_tokens=(512, 64), max_new_tokens=(300, 32), temperature=(0.9, 1.0), eval_every=(50, 20))
-RECIPES |= dict(learning_rate=(1e-5, 1e-4), warmup_updates=(10, 0), gradient_checkpointing=(True, False))
-RECIPES |= dict(num_steps=(200, 60), beta=(0.04, 0.01))
+# What a field of Args that is left at None becomes: with any model, with the bundled one.
+RECIPES = {
+    "dataset": ("openai/gsm8k:main", str(ASSETS / "addition")),
+    "system_prompt": (SYSTEM_PROMPT, ""),
+    "max_prompt_tokens": (512, 64),
+    "max_new_tokens": (300, 32),
+    "temperature": (0.9, 1.0),
+    "eval_every": (50, 20),
+    "learning_rate": (1e-5, 1e-4),
+    "warmup_updates": (10, 0),
+    "gradient_checkpointing": (True, False),
+    "num_steps": (200, 60),
+    "beta": (0.04, 0.01),
+}
+# Bounds of numbers in Args, where they are not 1 (or 1e-12 if it is no integer) and 2**32.
+LOWEST = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2)
+LOWEST |= dict(beta=0)
+HIGHEST = dict()
 
 
 @dataclass
@@ -79,26 +101,33 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a stopped run to go on with, from the same working directory; its arguments are used, and no others"""
+    """folder of a stopped run to go on with, from the same working directory; its arguments are
+    used, and no others"""
     eval_every: int | None = None
-    """evaluate every so many steps, besides before and after the training; 0: never between; None: by model"""
+    """evaluate every so many steps, besides before and after the training; 0: never between; None:
+    by model"""
     save_every: int = 50
-    """write a checkpoint every so many steps, besides after the first and the last; 0: never between"""
+    """write a checkpoint every so many steps, besides after the first and the last; 0: never
+    between"""
     track: bool = False
     """send the metrics to Weights & Biases as well, to the project in the variable WANDB_PROJECT"""
     # ---- model and data
     model: str = str(ASSETS / "adder")
-    """folder or hub id of a causal language model; a name without "/" that is no folder is one of HuggingFaceTB"""
+    """folder or hub id of a causal language model; a name without "/" that is no folder is one of
+    HuggingFaceTB"""
     dataset: str | None = None
-    """.jsonl / .json / .csv / .parquet file, folder with train and test file, hub id or id:config; None: by model"""
+    """.jsonl / .json / .csv / .parquet file, folder with train and test file, hub id or id:config;
+    None: by model"""
     eval_dataset: str | None = None
-    """held-out problems; None: the test split of a folder or hub data set, or else the last tenth of the file"""
+    """held-out problems; None: the test split of a folder or hub data set, or else the last tenth
+    of the file"""
     eval_size: int = 500
     """evaluate on so many of the held-out problems, the first ones"""
     question_column: str = "question"
     """column of the data set that holds the question"""
     answer_column: str = "answer"
-    """column of the data set that holds the gold answer; if it has a "####", what follows the last one"""
+    """column of the data set that holds the gold answer; if it has a "####", what follows the last
+    one"""
     system_prompt: str | None = None
     """instructions before each question; None: by model, to think and to answer in tags"""
     max_prompt_tokens: int | None = None
@@ -113,7 +142,8 @@ class Args:
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability alike; None: by model"""
     sampling_tokens: int = 49152
-    """tokens sampled at a time, prompts and padding included: memory for keys and values against speed"""
+    """tokens sampled at a time, prompts and padding included: memory for keys and values against
+    speed"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -122,13 +152,16 @@ class Args:
     learning_rate: float | None = None
     """peak learning rate of AdamW (betas 0.9 and 0.999, no weight decay); None: by model"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    """how the learning rate falls to 0 after the warm-up, or that it stays (schedules of transformers)"""
+    """how the learning rate falls to 0 after the warm-up, or that it stays (schedules of
+    transformers)"""
     warmup_updates: int | None = None
-    """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by model"""
+    """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by
+    model"""
     num_minibatches: int = 1
-    """updates per rollout: it is shuffled and split into so many minibatches, all but the first of them off-policy"""
+    """updates per rollout: it is shuffled and split into so many minibatches"""
     micro_batch_tokens: int = 2048
-    """tokens, padding included, in one forward and backward pass: memory against speed, never the gradient"""
+    """tokens, padding included, in one forward and backward pass: memory against speed, never the
+    gradient"""
     gradient_checkpointing: bool | None = None
     """recompute activations in the backward pass: less memory, a third more time; None: by model"""
     max_grad_norm: float = 1.0
@@ -139,342 +172,361 @@ class Args:
 
 
 # ==== algorithm ====
-def compute_returns(args: Args, rewards, old_logprobs, ref_logprobs, mask) -> torch.Tensor:
-    """The returns (B, G): rewards (B, G) minus beta times the KL of a response, k1 summed over its tokens (N, R)."""
+def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
+    """The returns (B, G): rewards (B, G) minus beta times k1, summed over a response's tokens."""
     kl = masked_sum(old_logprobs - ref_logprobs, mask, axis=1)  # (N,)
     return rewards - args.beta * kl.view_as(rewards)
 
 
-def compute_advantages(args: Args, rewards: torch.Tensor) -> torch.Tensor:
-    """Return minus the mean of the prompt's other samples: rewards (B, G) -> (B, G). Kool et al. 2019, Eq. 8."""
+def compute_advantages(args, rewards):
+    """Return minus the mean of the prompt's other samples: (B, G) -> (B, G). Kool 2019, Eq. 8."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    rewards = rewards - rewards[:, :1]  # changes the rounding alone: equal rewards then give exactly 0
+    rewards = rewards - rewards[:, :1]  # for the rounding alone: equal rewards give exactly 0
     return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
-    """The REINFORCE loss, -J, of n sequences of a minibatch; over its micro-batches it adds up to the minibatch's.
+def minibatches(args, sequences):
+    """The sequences of each update, of all of a step (N,): shuffled, and cut into equal shares."""
+    shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
+    yield from shuffled.chunk(args.num_minibatches)
 
-    logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R) or (n, 1); mask
-    (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch. Returns the scalar loss and stats:
-    sums over the tokens of the n sequences, without gradient.
+
+def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
+    """The REINFORCE loss, -J, of n sequences; over a minibatch it adds up to the minibatch's.
+
+    logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R)
+    or (n, 1); mask (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch,
+    of which an algorithm divides by one. Returns the scalar loss and stats, by the names under
+    which their means are logged: sums over the tokens of the n sequences, without gradient.
     """
-    assert logprobs.shape == old_logprobs.shape == mask.shape and advantages.shape in (mask.shape, (len(mask), 1))
-    # Masked slots are zeroed before exp: garbage in them could otherwise reach the gradient as 0 * inf.
+    assert logprobs.shape == old_logprobs.shape == mask.shape
+    assert advantages.shape in (mask.shape, (len(mask), 1))
+    # Masked slots are zeroed before exp: garbage in them could reach the gradient as 0 * inf.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
-    # log pi of the response is the sum over its tokens: no division by the length.
-    loss = masked_sum(-advantages * logprobs.masked_fill(~mask, 0.0), mask, axis=1).sum() / num_seqs
+    token_loss = -advantages * logprobs.masked_fill(~mask, 0.0)  # (n, R)
     if ref_logprobs is not None:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
         kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the return has k1
+    seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
+    loss = seq_loss.sum() / num_seqs
 
-    stats = {"tokens": mask.sum()}
-    with torch.no_grad():
-        stats["clip_frac_low"] = masked_sum((ratio < 1 - CLIP_FRAC_EPS).float(), mask)
-        stats["clip_frac_high"] = masked_sum((ratio > 1 + CLIP_FRAC_EPS).float(), mask)
-        stats["clip_frac"] = stats["clip_frac_low"] + stats["clip_frac_high"]
-        stats["approx_kl"] = masked_sum(0.5 * logratio**2, mask)
-        stats["ratio_mean"] = masked_sum(ratio, mask)
-        stats["entropy"] = masked_sum(-logprobs, mask)
-        if ref_logprobs is not None:
-            stats["kl"] = masked_sum(kl, mask)
+    below, above = ratio < 1 - CLIP_FRAC_EPS, ratio > 1 + CLIP_FRAC_EPS  # (n, R) bool
+    per_token = {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below | above,
+        "policy/approx_kl": 0.5 * logratio**2,
+        "policy/ratio_mean": ratio,
+        "policy/entropy": -logprobs,
+    }
+    if ref_logprobs is not None:
+        per_token["kl/ref"] = kl
+    stats = {name: masked_sum(x.detach().float(), mask) for name, x in per_token.items()}
+    stats["tokens"] = mask.sum()
     return loss, stats
 
 
 # ==== training ====
+class Rollout(NamedTuple):
+    """What was sampled; row i of each is sequence i."""
+
+    prompt_ids: Tensor  # (N, P), padded on the left
+    prompt_mask: Tensor  # (N, P) bool
+    response_ids: Tensor  # (N, R)
+    response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
+    sampled_logprobs: Tensor  # (N, R) float32, of the tokens drawn
+    completions: list[str]  # N of them
+
+    def rows(self, rows):
+        return Rollout(*[x[rows] for x in self[:5]], [self.completions[i] for i in rows])
+
+
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
-    logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
-    datasets.disable_progress_bars(), transformers.logging.disable_progress_bar()
-    script, saved = Path(__file__), None
-    if args.resume is not None:
-        if args != Args(resume=args.resume):
-            fail(f"--resume {args.resume}: goes on with the arguments of that run; leave out all others")
-        run_dir, path = Path(args.resume).resolve(), Path(args.resume, "checkpoint.pt")
-        saved = torch.load(path, map_location="cpu", weights_only=True) if path.is_file() else {"script": "no script"}
-        if saved["script"] != script.name:
-            fail(f"--resume {run_dir}: has a checkpoint of {saved['script']}; give a folder of a run of {script.name}")
-        args = Args(**saved["args"])
-    else:
-        bundled = Path(args.model).resolve() == Path(Args.model)
-        args = replace(args, **{name: values[bundled] for name, values in RECIPES.items() if vars(args)[name] is None})
-        if "/" not in args.model and not Path(args.model).exists():
-            args.model = f"HuggingFaceTB/{args.model}"
-        run_name = f"{script.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        run_dir = Path(args.runs_dir, args.run_name or run_name)
-    lowest = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2, beta=0)
-    for name, value in vars(args).items():
-        low, high = lowest.get(name, 1 if type(value) is int else 1e-12), 2**32
-        if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
-            fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
-    N, num_updates = args.num_prompts * args.num_generations, args.num_minibatches
-    if N % args.num_minibatches:
-        fail(f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x --num-generations, which is {N}")
+    args, run_dir, saved = resolve(args)
+    config, tokenizer = load_config(args, "--model", args.model)
+    train_data = load_data(args, tokenizer, "train")
+    test_data = load_data(args, tokenizer, "test")
+    model, eos_ids = load_model(args, config, tokenizer)
+    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start
 
-    try:
-        config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
-    except (OSError, ValueError) as error:
-        fail(f"--model {args.model}: {str(error).strip().splitlines()[0]}")
-    noise = [name for name, x in vars(config).items() if isinstance(x, float) and ("drop" in name or "jitter" in name)]
-    config.update(dict.fromkeys(noise, 0.0))  # no dropout in RL: with it even the first ratio is not 1
-    limits = ("max_position_embeddings", "sliding_window")
-    context = min(getattr(config.get_text_config(), name, None) or 10**9 for name in limits)
-    if args.max_prompt_tokens + args.max_new_tokens > context:
-        both = f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens {args.max_new_tokens}"
-        fail(f"{both}: more than the {context} tokens of the model's context or attention window; lower one of them")
-    train_data, test_data = load_data(args, tokenizer, "train"), load_data(args, tokenizer, "test")
-    device = torch.device(args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    # float32 weights: at these learning rates a bf16 weight would not move. A GPU computes in bf16 autocast.
-    options = dict(config=config, dtype=torch.float32, output_loading_info=True)
-    model, info = AutoModelForCausalLM.from_pretrained(args.model, **options)
-    if info["missing_keys"]:
-        fail(f"--model {args.model}: its files hold no weights for {', '.join(sorted(info['missing_keys']))}")
-    model.to(device)
-    eos_ids = model.generation_config.eos_token_id
-    eos_ids = sorted({tokenizer.eos_token_id, *(eos_ids if isinstance(eos_ids, list) else [eos_ids])} - {None})
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable()
-    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start, also in a resumed run
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
-    scheduler = get_scheduler(args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates)
-
-    metrics, parts = dict(step=0, episodes=0, tokens=0), dict(model=model, optimizer=optimizer, scheduler=scheduler)
+    G = args.num_generations
+    N = args.num_prompts * G
+    num_updates = args.num_minibatches  # in a step
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
+    )
+    scheduler = get_scheduler(
+        args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates
+    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = {"step": 0, "episodes": 0, "tokens": 0}  # what else a step hands on to the next
     if saved:
-        metrics = saved["metrics"]
+        state, metrics = saved["state"], saved["metrics"]
         for name, part in parts.items():
-            part.load_state_dict(saved.pop(name))
-        for name, size in saved["log_sizes"].items():  # what was logged after the checkpoint will be logged again
-            os.truncate(run_dir / name, size)
-    else:
-        run_dir.mkdir(parents=True)
-        (run_dir / script.name).write_text(script.read_text())
-        versions = {package.__name__: package.__version__ for package in (torch, transformers, datasets, tyro, wandb)}
-        (run_dir / "args.json").write_text(json.dumps(vars(args) | {"versions": versions}, indent=2) + "\n")
-    logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in ("metrics.jsonl", "samples.jsonl")]
-    tracking = dict(id=run_dir.name, resume="allow", dir=run_dir, config=vars(args)) if args.track else {}
-    try:
-        wandb.init(mode=None if args.track else "disabled", settings=wandb.Settings(init_timeout=20), **tracking)
-    except wandb.Error:  # no network, or no key
-        wandb.teardown(), wandb.init(mode="offline", **tracking)
-    if device.type == "cuda":  # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
-    sampler = inference_copy(model) if device.type == "cuda" else model
-    signals = []
-
-    def on_signal(number, frame):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        print("\nstopping after this step, with a checkpoint; once more stops at once", file=sys.stderr)
-
-    signal.signal(signal.SIGINT, on_signal), signal.signal(signal.SIGTERM, on_signal)
-    print(f"{script.name} on {device}: {args.model}, {model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}")
-    print("by model: " + ", ".join(f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"))
-    print("note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; watch the reward")
-    print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
+            part.load_state_dict(saved.pop(name))  # and let go of it
+    sampler = inference_copy(model) if model.device.type == "cuda" else model
+    metrics_log, samples_log, signals = open_run(args, run_dir, saved, model)
     if not saved:
-        metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        print(json.dumps(metrics), file=logs[0])
-        wandb.log(metrics, step=0)
-        print(f"before: accuracy {metrics['eval/accuracy']:.3f} on {len(test_data)} held-out problems, greedy")
+        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(metrics_log, metrics)
+        accuracy = metrics["eval/accuracy"]
+        print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
 
     torch.manual_seed(args.seed)
     epochs = 1 + args.num_steps * args.num_prompts // len(train_data)
-    order = torch.cat([torch.randperm(len(train_data)) for _ in range(epochs)]).tolist()  # of the training examples
-    skipped_in_a_row, done = 0, metrics["step"]
-    progress = tqdm(range(done + 1, args.num_steps + 1), initial=done, total=args.num_steps, disable=None)
+    order = torch.cat([torch.randperm(len(train_data)) for _ in range(epochs)])
+    order = order.split(args.num_prompts)  # a batch of training examples each
+    skipped_in_a_row = 0
+    done = state["step"]
+    steps = range(done + 1, args.num_steps + 1)
+    progress = tqdm(steps, initial=done, total=args.num_steps, disable=None)
     for step in progress:
-        # 1. rollout
+        # ---- 1. rollout
         start_time = time.perf_counter()
-        torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no state of the generators
-        batch = [train_data[i] for i in order[(step - 1) * args.num_prompts : step * args.num_prompts]]
-        sampled = respond(args, sampler, tokenizer, batch, args.num_generations, args.temperature, eos_ids)
-        rollout, sampled_logprobs, completions = sampled  # (N, P), (N, P), (N, R), (N, R); (N, R); N
-        response_mask, sampled_tokens = rollout[3], int(rollout[3].sum())  # (N, R)
-        lengths = (rollout[1].sum(1) + response_mask.sum(1)).tolist()  # N of them, prompt included
-        ended = (torch.isin(rollout[2], torch.tensor(eos_ids, device=device)) & response_mask).any(1)  # (N,)
+        torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no generator's state
+        batch = [train_data[i] for i in order[step - 1]]
+        rollout = respond(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
+        sequences = torch.arange(N)  # those to train on
+        response_mask = rollout.response_mask  # (N, R)
+        lengths = (rollout.prompt_mask.sum(1) + response_mask.sum(1)).tolist()  # N, prompt included
+        ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,)
+        num_sampled = int(response_mask.sum())
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities, by the trainer's own code. A single update takes those of its own forward
-        # pass, so that the ratio is exactly 1; for several they are computed here, before the first, and then stay.
-        old_logprobs, ref_logprobs = torch.zeros_like(sampled_logprobs), torch.zeros_like(sampled_logprobs)  # (N, R)
-        model.train(args.gradient_checkpointing)  # transformers recomputes activations only in training mode
-        with torch.no_grad():
-            for i in micro_batches(torch.arange(N), lengths, args.micro_batch_tokens):
-                if num_updates > 1 or ref_model is not None:  # the returns need them too
-                    old_logprobs[i] = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)
-                if ref_model is not None:
-                    ref_logprobs[i] = compute_logprobs(ref_model, *[x[i] for x in rollout], args.temperature)
+        # The old policy's log-probabilities, by the trainer's own code. A single update takes those
+        # of its own forward pass, so that the ratio is exactly 1; for several they are computed
+        # here, before the first, and then stay.
+        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R)
+        model.train(args.gradient_checkpointing)  # transformers recomputes in training mode only
+        if num_updates > 1 or ref_model is not None:  # the returns need them too
+            old_logprobs = rollout_logprobs(args, model, rollout, sequences, lengths)  # (N, R)
+        if ref_model is not None:
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, sequences, lengths)
 
-        # 2. reward and advantage
-        answers = [example["answer"] for example in batch for _ in range(args.num_generations)]
-        rewards_by_name = {f.__name__: torch.tensor(f(completions, answers), device=device) for f in REWARDS}  # (N,)
-        rewards = sum(rewards_by_name.values()).float().view(-1, args.num_generations)  # (B, G) float32
-        returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)  # (B, G)
+        # ---- 2. reward and advantage
+        answers = [example["answer"] for example in batch for _ in range(G)]
+        scores = {
+            f.__name__: torch.tensor(f(rollout.completions, answers), device=model.device)
+            for f in REWARDS
+        }  # (N,) each
+        rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
+        returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         advantages = compute_advantages(args, returns).view(-1, 1)  # (N, 1)
 
-        # 3. update
+        # ---- 3. update
         totals = Counter()  # sums over all minibatches of the step
-        for minibatch in torch.randperm(N).chunk(args.num_minibatches):
-            lr, num_tokens = scheduler.get_last_lr()[0], response_mask[minibatch].sum()
-            for i in micro_batches(minibatch, lengths, args.micro_batch_tokens):
-                logprobs = compute_logprobs(model, *[x[i] for x in rollout], args.temperature)  # (n, R)
+        for minibatch in minibatches(args, sequences):
+            lr = scheduler.get_last_lr()[0]
+            num_tokens = response_mask[minibatch].sum()
+            for rows in micro_batches(minibatch, lengths, args.micro_batch_tokens):
+                logprobs = compute_logprobs(model, rollout.rows(rows), args.temperature)  # (n, R)
                 if num_updates == 1:
-                    old_logprobs[i] = logprobs.detach()
-                ref = None if ref_model is None else ref_logprobs[i]  # (n, R)
-                fixed = (old_logprobs[i], ref, advantages[i], response_mask[i], len(minibatch), num_tokens)
-                loss, stats = policy_loss(args, logprobs, *fixed)
+                    old_logprobs[rows] = logprobs.detach()
+                loss, stats = policy_loss(
+                    args,
+                    logprobs,
+                    old_logprobs[rows],
+                    ref_logprobs[rows] if ref_model is not None else None,
+                    advantages[rows],
+                    response_mask[rows],
+                    len(minibatch),
+                    num_tokens,
+                )
                 loss.backward()
-                totals.update({"loss": loss.detach(), **stats})  # adds
+                totals.update(stats | {"loss": loss.detach()})  # adds
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             skipped_in_a_row = 0 if torch.isfinite(grad_norm) else skipped_in_a_row + 1
             if skipped_in_a_row == 0:
                 optimizer.step()
             elif skipped_in_a_row == 3:
-                fail(f"--learning-rate {args.learning_rate}: three gradients in a row were not finite; lower it")
-            totals.update({"grad_norm": grad_norm, "skipped": skipped_in_a_row > 0})
+                fail(
+                    f"--learning-rate {args.learning_rate}: three gradients in a row were not "
+                    "finite; lower it"
+                )
+            totals.update(grad_norm=grad_norm, skipped=skipped_in_a_row > 0)
             scheduler.step()
             optimizer.zero_grad()
-        sampler.load_state_dict(model.state_dict())  # in place; on a GPU rounded to bf16, on a CPU these are the same
-        totals = {name: float(value) for name, value in totals.items()}  # waits for the device
+        sampler.load_state_dict(model.state_dict())  # in place; on a GPU it is rounded to bf16
+        totals = {name: float(total) for name, total in totals.items()}  # waits for the device
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
-        # 4. log
-        gap = (old_logprobs - sampled_logprobs).abs()[response_mask]  # (tokens,)
-        means = {"reward_mean": rewards, "accuracy": torch.tensor(accuracy_reward(completions, answers))}
-        means |= {"response_len": rollout[3].sum(1), "eos_frac": ended, "logprob_gap": gap, **rewards_by_name}
-        means |= {"zero_std_frac": (rewards == rewards[:, :1]).all(1)}
-        metrics = {"step": step, "episodes": metrics["episodes"] + N, "tokens": metrics["tokens"] + sampled_tokens}
-        metrics |= {f"rollout/{name}": values.float().mean().item() for name, values in means.items()}
-        metrics |= {"rollout/reward_std": rewards.std().item(), "rollout/logprob_gap_max": gap.max().item()}
-        metrics |= {f"policy/{name}": totals[name] / totals["tokens"] for name in stats if name not in ("tokens", "kl")}
-        metrics |= {"kl/ref": totals["kl"] / totals["tokens"]} if ref_model is not None else {}
-        metrics |= {"policy/loss": totals["loss"] / num_updates, "optim/grad_norm": totals["grad_norm"] / num_updates}
-        metrics |= {"optim/lr": lr, "optim/skipped": totals["skipped"], "time/update_s": update_seconds}
-        metrics |= {"time/rollout_s": rollout_seconds, "time/tokens_per_s": sampled_tokens / rollout_seconds}
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        metrics["time/peak_mem_gb"] = (torch.cuda.max_memory_allocated() if device.type == "cuda" else memory) / 1e9
+        # ---- 4. log
+        state["step"] = step
+        state["episodes"] += len(rollout.completions)
+        state["tokens"] += num_sampled
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
+        means = {
+            "reward_mean": rewards,
+            "accuracy": torch.tensor(accuracy_reward(rollout.completions, answers)),
+            "response_len": rollout.response_mask.sum(1),
+            "eos_frac": ended,
+            "logprob_gap": gap,
+            **scores,
+            "zero_std_frac": (rewards == rewards[:, :1]).all(1),
+            "reward_std": rewards.std(),
+            "logprob_gap_max": gap.max(),
+        }
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+        metrics = {
+            **state,
+            **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
+            **{name: totals[name] / totals["tokens"] for name in stats if name != "tokens"},
+            "policy/loss": totals["loss"] / num_updates,
+            "optim/grad_norm": totals["grad_norm"] / num_updates,
+            "optim/lr": lr,
+            "optim/skipped": totals["skipped"],
+            "time/update_s": update_seconds,
+            "time/rollout_s": rollout_seconds,
+            "time/tokens_per_s": num_sampled / rollout_seconds,
+            "time/peak_mem_gb": (torch.cuda.max_memory_allocated() or memory) / 1e9,
+        }
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        wandb.log(metrics, step=step)
-        print(json.dumps({k: v if abs(v) < float("inf") else None for k, v in metrics.items()}), file=logs[0])
+        log_metrics(metrics_log, metrics)
         for k, example in enumerate(batch):
-            group = slice(k * args.num_generations, (k + 1) * args.num_generations)
-            record = {"step": step, "prompt": example["prompt"], "answer": example["answer"]}
-            record |= {"completions": completions[group], "rewards": rewards[k].tolist()}
-            print(json.dumps(record | {"advantages": advantages[group, 0].tolist()}), file=logs[1])
-        shown = ("rollout/reward_mean", "rollout/accuracy", "rollout/response_len", "kl/ref", "eval/accuracy")
-        progress.set_postfix({key: metrics[key] for key in shown if key in metrics}, refresh=False)
-        if step == 1 or step % max(1, args.num_steps // 10) == 0:
-            progress.write(f"step {step}: {progress.postfix}")
-            progress.write(f"    {batch[0]['prompt']!r} -> {completions[0]!r}, reward {rewards[0, 0]:.2f}")
-            if metrics["rollout/eos_frac"] < 0.5 or metrics["rollout/zero_std_frac"] > 0.9:
-                progress.write("    warning: eos_frac < 0.5 (cut responses) or zero_std_frac > 0.9 (equal groups)")
-        if step == 1 and not metrics["rollout/logprob_gap"] < (0.1 if device.type == "cuda" else 1e-3):
-            fail(f"--model {args.model}: not supported, sampling and training differ by {gap.mean():.2g} nats a token")
+            group = slice(k * G, (k + 1) * G)
+            record = {
+                "step": step,
+                "prompt": example["prompt"],
+                "answer": example["answer"],
+                "completions": rollout.completions[group],
+                "rewards": rewards[k].tolist(),
+                "advantages": advantages[group, 0].tolist(),
+            }
+            print(json.dumps(record), file=samples_log)
+        show(args, progress, metrics, record)
+        if step == 1 and not gap.mean() < (0.1 if model.device.type == "cuda" else 1e-3):
+            fail(
+                f"--model {args.model}: not supported, sampling and training differ by "
+                f"{gap.mean():.2g} nats a token"
+            )
 
-        # 5. save: to another name, forced to the disk, renamed: at any moment there is one whole checkpoint, old or new
-        if signals or step in (1, args.num_steps) or (args.save_every and step % args.save_every == 0):
-            state = {"script": script.name, "args": vars(args), "metrics": metrics}
-            state |= {name: part.state_dict() for name, part in parts.items()}
-            state["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
-            with open(run_dir / "checkpoint.tmp", "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
-            if signals and step < args.num_steps:
-                print(f"stopped after step {step}; go on: python '{script}' --resume '{run_dir}'", file=sys.stderr)
-                raise SystemExit(128 + signals[0])
+        # ---- 5. save
+        due = args.save_every and step % args.save_every == 0
+        if signals or due or step in (1, args.num_steps):
+            save_checkpoint(args, run_dir, parts, state, metrics)
+        if signals and step < args.num_steps:
+            print(
+                f"stopped after step {step}; go on: python '{SCRIPT}' --resume '{run_dir}'",
+                file=sys.stderr,
+            )
+            raise SystemExit(128 + signals[0])
 
     model.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
     wandb.finish()
-    print(f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in {run_dir}")
+    print(
+        f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in "
+        f"{run_dir}"
+    )
     return metrics
 
 
 # ==== sampling and log-probabilities ====
-# How it is done fast: key-value memory, CUDA graphs, padding. A first reading may stop here.
-@torch.no_grad()
-def generate(args: Args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all in one batch of N = B * num_samples rows.
+# What makes it fast is here: memory for keys and values, CUDA graphs, little padding. A first
+# reading may stop at this line.
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of the memory that the system reports
+SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations for keys and values
 
-    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the tokens drawn. The
-    distribution is the model's whole softmax at this temperature: no top-k, no top-p, no repetition penalty.
+
+@torch.no_grad()
+def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
+    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+
+    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
+    tokens drawn. The distribution is the model's whole softmax at this temperature: no top-k, no
+    top-p, no repetition penalty.
     """
     model.eval()
-    device, P, N = prompt_ids.device, prompt_ids.shape[1], len(prompt_ids) * num_samples
-    eos = torch.tensor(eos_ids, device=device)
-    response_ids = torch.full((N, args.max_new_tokens), eos_ids[0], device=device)  # (N, R)
-    response_logprobs = torch.zeros(N, args.max_new_tokens, device=device)  # (N, R) float32
-    # Prefill: the keys and values of a prompt are computed once, and repeated for its samples below, at t = 0.
-    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=P))
+    device = prompt_ids.device
+    segment = SEGMENT[device.type]
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (N,)
+    response_ids = eos_ids[:1].repeat(len(sequence), args.max_new_tokens)  # (N, R)
+    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+
+    # Prefill: keys and values of a prompt are computed once, and repeated for its samples at t = 0.
+    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     inputs = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    position = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): padding on the left is not counted
-    logits = model(prompt_ids, attention_mask=prompt_mask.long(), position_ids=position, **inputs).logits  # (B, 1, V)
-    logits = logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
+    inputs["attention_mask"] = prompt_mask.long()  # (B, P)
+    inputs["position_ids"] = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): no padding counted
+    logits = model(prompt_ids, **inputs).logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
     position = prompt_mask.sum(1).repeat_interleave(num_samples)  # (N,)
-    column = cache.layers[0].cumulative_length.view(1)  # the next one to write; the cache itself counts it up
-    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation understands this.
+    column = cache.layers[0].cumulative_length.view(1)  # next to write; the cache counts it up
+    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation
+    # understands this.
     blocked = torch.finfo(model.dtype).min
-    bias = torch.zeros_like(prompt_mask, dtype=model.dtype).masked_fill(~prompt_mask, blocked)[:, None, None]
+    bias = torch.where(prompt_mask, 0.0, blocked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+
+    # Rows of the batch, of which `sequence` says which of the N sequences they are.
+    token = torch.zeros_like(sequence)  # (rows,)
+    finished = sequence < 0  # (rows,) bool: none
+    graph = None
 
     def decode():
         # All state changes in place, at addresses that stay, so that a CUDA graph can replay this.
         bias.index_fill_(3, column, 0.0)
-        logits.copy_(model(token[:, None], attention_mask=bias, position_ids=position[:, None], **inputs).logits)
+        inputs.update(attention_mask=bias, position_ids=position[:, None])
+        logits.copy_(model(token[:, None], **inputs).logits)
         position.add_(1)
 
-    sequence = torch.arange(N, device=device)  # which of the N sequences each row of the batch is
-    token, finished, graph = torch.zeros_like(sequence), torch.zeros_like(sequence, dtype=torch.bool), None
     for t in range(args.max_new_tokens):
         if graph is not None:
             graph.replay()
         elif t > 0:
             decode()
-            if args.cuda_graph and device.type == "cuda":  # that step was the warm-up; recording one computes nothing
+            if args.cuda_graph and device.type == "cuda":
+                # That step was the warm-up; recording one computes nothing.
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     decode()
         logprobs = (logits[:, 0].float() / (temperature or 1.0)).log_softmax(1)  # (rows, V) float32
-        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, with no cumulative sum and no host sync.
-        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0  # greedy at 0
+        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, without a cumulative sum or a
+        # wait for the device. At temperature 0 it is greedy.
+        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0
         token.copy_((logprobs + noise).argmax(1))  # (rows,)
         response_ids[sequence, t] = token
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
-        finished |= torch.isin(token, eos)
-        # To see which rows are finished the host waits for the device: a GPU is asked now and then.
-        extra = min(SEGMENT[device.type], args.max_new_tokens - t) if t % SEGMENT[device.type] == 0 else 0  # columns
-        if extra > 0 or device.type == "cpu" or t % 16 == 0:
-            live = (~finished).nonzero().squeeze(1)
-            if len(live) == 0:
-                break
-            if extra > 0 or len(live) <= len(finished) / 2:  # drop the finished rows, make room for the next segment
-                rows = live // num_samples if t == 0 else live  # the prefill has one row for each prompt
-                for layer in cache.layers:
-                    layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, width)
-                    layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
-                bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
-                token, position, logits = token[live], position[live], logits[live]
-                sequence, finished, graph = sequence[live], finished[live], None
-    # The EOS token counts, nothing after it does: a finished row goes on drawing tokens until it is dropped.
-    is_eos = torch.isin(response_ids, eos).long()  # (N, R)
+        finished |= torch.isin(token, eos_ids)
+
+        # To see which rows are finished the host waits for the device: a GPU is asked seldom.
+        is_full = t % segment == 0  # all columns of keys and values are written
+        if device.type == "cuda" and t % 16 > 0 and not is_full:
+            continue
+        live = (~finished).nonzero().squeeze(1)
+        if len(live) == 0:
+            break
+        if is_full or len(live) <= len(finished) / 2:
+            # Drop the finished rows, and make room for the next segment.
+            rows = live // num_samples if t == 0 else live  # the prefill has a row for each prompt
+            extra = min(segment, args.max_new_tokens - t) if is_full else 0  # columns
+            for layer in cache.layers:
+                layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, D)
+                layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
+            bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
+            token, position, logits = token[live], position[live], logits[live]
+            sequence, finished, graph = sequence[live], finished[live], None
+    # The EOS token counts, nothing after it does: a finished row draws on until it is dropped.
+    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
     response_mask = is_eos.cumsum(1) - is_eos == 0  # (N, R)
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
-def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
-    """Log-probabilities (n, R) float32 of the responses, 0 where masked, from ids and masks (n, P) and (n, R)."""
-    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and fast kernels apply.
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
+    prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
+    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and
+    # fast kernels apply. The last token is followed by none.
     is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
-    order = is_token.long().sort(dim=1, descending=True, stable=True).indices  # (n, P + R)
-    input_ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
-    position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)  # (n, L - 1)
-    with torch.autocast(input_ids.device.type, torch.bfloat16, enabled=input_ids.is_cuda, cache_enabled=False):
-        trunk = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    # The head runs on response tokens alone: the token at column t is predicted by the hidden state one before it.
+    order = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R), tokens first
+    ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, P + R)
+    ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
+    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        trunk = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
+    # The head runs on response tokens alone: the token at column t is predicted one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)
     hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T, D)
     head = model.get_output_embeddings()
@@ -483,25 +535,37 @@ def compute_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask
         logits = head(hidden.to(head.weight.dtype)).float().div_(temperature)  # (chunk, V) float32
         return -F.cross_entropy(logits, targets, reduction="none")
 
-    # In chunks that are recomputed in the backward pass: of at most 16 M logits (64 MB), two or three copies at a time.
-    chunk = max(1, 2**24 // head.weight.shape[0])
-    chunks = zip(hidden.split(chunk), response_ids[row, column].split(chunk), strict=True)
-    logprobs = [checkpoint(chunk_logprobs, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in chunks]
-    return torch.zeros(response_ids.shape, device=row.device).index_put((row, column), torch.cat(logprobs))  # (n, R)
+    # In chunks of at most 16 M logits (64 MB, two or three copies at a time), which the backward
+    # pass computes again.
+    size = max(1, 2**24 // head.weight.shape[0])
+    chunks = zip(hidden.split(size), response_ids[row, column].split(size), strict=True)
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    logprobs = [checkpoint(chunk_logprobs, *chunk, **options) for chunk in chunks]
+    zeros = torch.zeros(response_mask.shape, device=row.device)  # (n, R)
+    return zeros.index_put((row, column), torch.cat(logprobs))
 
 
-def micro_batches(sequences: torch.Tensor, lengths: list[int], max_tokens: int) -> list[list[int]]:
-    """Cut sequences into micro-batches of at most max_tokens tokens with padding; sorted, so that little is padding."""
-    batches = [[]]
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, sequences, lengths):
+    """compute_logprobs (N, R) of these sequences, in micro-batches and without gradient."""
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for rows in micro_batches(sequences, lengths, args.micro_batch_tokens):
+        logprobs[rows] = compute_logprobs(model, rollout.rows(rows), args.temperature)
+    return logprobs
+
+
+def micro_batches(sequences, lengths, max_tokens):
+    """Lists of sequences, of at most max_tokens tokens with padding; by length, to keep it low."""
+    batches = []
     for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
-        if batches[-1] and lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
+        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
             batches.append([])
         batches[-1].append(i)
     return batches
 
 
 def inference_copy(model):
-    """A copy that is not trained; on a GPU in bf16, half the bytes to read, but with a head in float32."""
+    """A copy that is not trained; in bf16 it has half the bytes to read, but for its head."""
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
         for parameter in copied.parameters():  # not the buffers, which hold the rotary frequencies
@@ -512,73 +576,276 @@ def inference_copy(model):
     return copied
 
 
-def respond(args: Args, model, tokenizer, examples: list[dict], num_samples: int, temperature: float, eos_ids):
-    """Sample responses to examples: rollout (prompt_ids, prompt_mask (N, P), response_ids, response_mask (N, R)),
-    the logprobs (N, R) of the tokens drawn, and the N completions (text)."""
+def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of the examples: a Rollout."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
-    mask = [torch.ones_like(prompt, dtype=torch.bool) for prompt in ids]  # from lengths: any id may be in a prompt
-    prompts = [pad_sequence(rows, batch_first=True, padding_side="left") for rows in (ids, mask)]  # (B, P) each
-    # So many prompts at a time that the keys and values of their samples have room, even if none ends early.
-    size = max(1, args.sampling_tokens // (num_samples * (prompts[0].shape[1] + args.max_new_tokens)))
-    chunks = zip(*[tensor.split(size) for tensor in prompts], strict=True)
-    parts = [generate(args, model, *chunk, num_samples, temperature, eos_ids) for chunk in chunks]
-    ids, mask, logprobs = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]  # (N, R) each
-    texts = tokenizer.batch_decode([x[m] for x, m in zip(ids.cpu(), mask.cpu(), strict=True)], skip_special_tokens=True)
-    return [*[tensor.repeat_interleave(num_samples, 0) for tensor in prompts], ids, mask], logprobs, texts
+    masks = [torch.ones_like(x, dtype=torch.bool) for x in ids]  # any id may be in a prompt
+    prompt_ids = pad_sequence(ids, batch_first=True, padding_side="left")  # (B, P)
+    prompt_mask = pad_sequence(masks, batch_first=True, padding_side="left")  # (B, P)
+    # So many prompts at a time that the keys and values of their samples have room, even if none
+    # ends early.
+    tokens = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)  # of a prompt
+    size = max(1, args.sampling_tokens // tokens)
+    parts = []
+    for chunk in zip(prompt_ids.split(size), prompt_mask.split(size), strict=True):
+        parts.append(generate(args, model, *chunk, num_samples, temperature, eos_ids))
+    response_ids, response_mask, logprobs = map(torch.cat, zip(*parts, strict=True))  # (N, R) each
+    pairs = zip(response_ids.cpu(), response_mask.cpu(), strict=True)
+    texts = tokenizer.batch_decode([x[mask] for x, mask in pairs], skip_special_tokens=True)  # N
+    prompts = [x.repeat_interleave(num_samples, 0) for x in (prompt_ids, prompt_mask)]  # (N, P)
+    return Rollout(*prompts, response_ids, response_mask, logprobs, texts)
 
 
-def evaluate(args: Args, model, tokenizer, examples: list[dict], eos_ids: list[int]) -> dict:
-    """Greedy accuracy on the held-out examples: strict (in the answer tags), lenient (last number), and the format."""
-    rollout, _, completions = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
-    answers = [example["answer"] for example in examples]
-    scores = {"accuracy": accuracy_reward(completions, answers), "response_len": rollout[3].sum(1).tolist()}
-    scores["accuracy_lenient"] = lenient_accuracy_reward(completions, answers)
-    scores["format"] = [score == 0.4 for score in format_reward(completions, answers)]  # all four tags, in order
+def evaluate(args, model, tokenizer, examples, eos_ids):
+    """Greedy accuracy on held-out examples: strict, in the answer tags; lenient, a last number."""
+    rollout = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    pairs = rollout.completions, [example["answer"] for example in examples]
+    scores = {
+        "accuracy": accuracy_reward(*pairs),
+        "response_len": rollout.response_mask.sum(1).tolist(),
+        "accuracy_lenient": lenient_accuracy_reward(*pairs),
+        "format": [score == 0.4 for score in format_reward(*pairs)],  # all four tags, in order
+    }
     return {f"eval/{name}": sum(values) / len(examples) for name, values in scores.items()}
 
 
 # ==== data ====
-def load_data(args: Args, tokenizer, split: str) -> list[dict]:
-    """Examples of the train or the test split: dicts of prompt (text), prompt_ids (list of ids) and answer (text)."""
-    own = args.eval_dataset if split == "test" else None
-    flag, source = ("--dataset", args.dataset) if own is None else ("--eval-dataset", own)
+def load_data(args, tokenizer, split):
+    """The train or the test split: dicts of prompt (text), prompt_ids (list) and answer (text)."""
+    flag, source = "--dataset", args.dataset
+    if split == "test" and args.eval_dataset is not None:
+        flag, source = "--eval-dataset", args.eval_dataset
+    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+    kind = kinds.get(Path(source).suffix)
     columns = [args.question_column, args.answer_column]
-    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(source).suffix)
-    try:
+    with one_line(
+        f"{flag} {source} ({split}), --question-column {args.question_column}, "
+        f"--answer-column {args.answer_column}"
+    ):
         if kind is None:  # a folder or a hub data set
             rows = datasets.load_dataset(*source.split(":"), split=split)
         else:  # the last tenth of a file is held out
-            part = "train" if args.eval_dataset else {"train": "train[:90%]", "test": "train[90%:]"}[split]
+            part = "train[:90%]" if split == "train" else "train[90%:]"
+            part = "train" if args.eval_dataset else part
             rows = datasets.load_dataset(kind, data_files=source, split=part)
         rows = list(rows.select_columns(columns))
-    except Exception as error:  # the formats and the hub raise a dozen types
-        reason = str(error.__cause__ or error).strip().split("\n")[0] or "it is empty"
-        fail(f"{flag} {source} ({split}), --question-column {columns[0]}, --answer-column {columns[1]}: {reason}")
+
     examples = []
-    for question, answer in [[str(row[c]) for c in columns] for row in rows if row[columns[0]] not in (None, "")]:
+    too_long = 0
+    for row in rows:
+        question, answer = [str(row[column]) for column in columns]
+        if row[columns[0]] in (None, "") or gold_number(answer) is None:
+            continue
         prompt = f"{args.system_prompt}\n{question}\n" if args.system_prompt else question
         if tokenizer.chat_template:
-            messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-            messages += [{"role": "user", "content": question}]
-            prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # A chat template writes the BOS token itself: tokenizing with special tokens would double it.
+            messages = [{"role": "user", "content": question}]
+            if args.system_prompt:
+                messages.insert(0, {"role": "system", "content": args.system_prompt})
+            prompt = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        # A chat template writes the BOS token itself: special tokens would double it.
         prompt_ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-        examples.append({"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer})
-    numbered = [example for example in examples if gold_number(example["answer"]) is not None]
-    usable = [example for example in numbered if len(example["prompt_ids"]) <= args.max_prompt_tokens]
-    found = f"{len(usable)} problems, {len(numbered) - len(usable)} too long for --max-prompt-tokens and "
-    found += f"{len(rows) - len(numbered)} without a question or a number in {args.answer_column} skipped"
-    if not usable:
+        if len(prompt_ids) > args.max_prompt_tokens:
+            too_long += 1
+        else:
+            examples.append({"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer})
+    found = (
+        f"{len(examples)} problems, {too_long} too long for --max-prompt-tokens and "
+        f"{len(rows) - len(examples) - too_long} without a question or a number in "
+        f"{args.answer_column} skipped"
+    )
+    if not examples:
         fail(f"{flag} {source}: the {split} data has {found}")
     print(f"{split} data: {found}")
-    return usable if split == "train" else usable[: args.eval_size]
+    if split == "test":
+        return examples[: args.eval_size]
+    print(f"first prompt: {examples[0]['prompt']!r}, answer {examples[0]['answer']!r}")
+    return examples
 
 
 # ==== set-up ====
-def fail(message: str) -> NoReturn:
+def fail(message):
     """End with one line, status 2 and no traceback."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+@contextmanager
+def one_line(what):
+    """Whatever a library raises inside ends the run with one line: what it is about, and why."""
+    try:
+        yield
+    except Exception as error:  # of a dozen types
+        reason = str(error.__cause__ or error).strip().split("\n")[0]
+        fail(f"{what}: {reason or 'it is empty'}")
+
+
+def resolve(args):
+    """The arguments with nothing left to the model, the run's folder, the checkpoint to resume."""
+    logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    if args.resume is not None:
+        if args != Args(resume=args.resume):
+            fail(f"--resume {args.resume}: goes on with that run's arguments; leave out all others")
+        run_dir = Path(args.resume).resolve()
+        with one_line(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
+            saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if saved["script"] != SCRIPT.name:
+                raise ValueError(f"this one has a checkpoint of {saved['script']}")
+        return Args(**saved["args"]), run_dir, saved
+
+    args = replace(args)  # a copy
+    bundled = Path(args.model).resolve() == Path(Args.model)
+    for name, (for_any_model, for_the_bundled) in RECIPES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, for_the_bundled if bundled else for_any_model)
+    if "/" not in args.model and not Path(args.model).exists():
+        args.model = f"HuggingFaceTB/{args.model}"
+    for name, value in vars(args).items():
+        low = LOWEST.get(name, 1 if type(value) is int else 1e-12)
+        high = HIGHEST.get(name, 2**32)
+        if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
+            fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
+    N = args.num_prompts * args.num_generations
+    if N % args.num_minibatches:
+        fail(
+            f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x "
+            f"--num-generations, which is {N}"
+        )
+    run_name = args.run_name or (
+        f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+    return args, Path(args.runs_dir, run_name), None
+
+
+def load_config(args, flag, source):
+    """A model's configuration, into whose context prompt and response fit, and its tokenizer."""
+    with one_line(f"{flag} {source}"):
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)  # no dropout in RL: with it even the first ratio is not 1
+    for name in ("max_position_embeddings", "sliding_window"):
+        limit = getattr(config.get_text_config(), name, None)
+        if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
+            fail(
+                f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
+                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
+                "attention window; lower one of them"
+            )
+    return config, tokenizer
+
+
+def load_model(args, config, tokenizer):
+    """The policy on its device, and the ids of all tokens that end a response.
+
+    In float32: at these learning rates a bf16 weight would not move. A GPU computes in autocast.
+    """
+    model, info = AutoModelForCausalLM.from_pretrained(
+        args.model, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        fail(
+            f"--model {args.model}: its files hold no weights for "
+            f"{', '.join(sorted(info['missing_keys']))}"
+        )
+    if args.gradient_checkpointing:
+        model.activation_checkpointing_enable()
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
+    eos_ids = model.generation_config.eos_token_id
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    eos_ids = sorted({tokenizer.eos_token_id, *eos_ids} - {None})
+    return model.to(device), torch.tensor(eos_ids, device=device)
+
+
+def open_run(args, run_dir, saved, model):
+    """The run's logs, of metrics and of samples, in its folder, and the list of SIGINT and SIGTERM.
+
+    The first of them ends the run after its step, the second one at once.
+    """
+    if saved:
+        for name, size in saved["log_sizes"].items():  # what came after it will be logged again
+            os.truncate(run_dir / name, size)
+    else:
+        run_dir.mkdir(parents=True)
+        (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
+        packages = (torch, transformers, datasets, tyro, wandb)
+        versions = {package.__name__: package.__version__ for package in packages}
+        content = json.dumps(vars(args) | {"versions": versions}, indent=2)
+        (run_dir / "args.json").write_text(content)
+    if args.track:
+        options = dict(id=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
+        try:
+            wandb.init(**options)
+        except wandb.Error:  # no network, or no key
+            wandb.teardown()
+            wandb.init(mode="offline", **options)
+    print(
+        f"{SCRIPT.name} on {model.device}: {args.model}, "
+        f"{model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}"
+    )
+    chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
+    print(f"by model: {', '.join(chosen)}")
+    print(
+        "note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; "
+        "watch the reward"
+    )
+    names = ("metrics.jsonl", "samples.jsonl")
+    logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in names]
+    signals = []
+
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        print(
+            "\nstopping after this step, with a checkpoint; once more stops at once",
+            file=sys.stderr,
+        )
+
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    return *logs, signals
+
+
+def log_metrics(file, metrics):
+    """One record; what is not finite, which JSON does not know, is null."""
+    finite = {name: x if abs(x) < float("inf") else None for name, x in metrics.items()}
+    print(json.dumps(finite), file=file)
+    if wandb.run is not None:
+        wandb.log(metrics, step=metrics["step"])
+
+
+def show(args, progress, metrics, record):
+    """Put the first metrics beside the bar, and ten times in a run print them with a sample."""
+    step, sample = record["step"], record["completions"][0]
+    progress.set_postfix({x: metrics[x] for x in SHOWN if x in metrics}, refresh=False)
+    if step == 1 or step % max(1, args.num_steps // 10) == 0:
+        progress.write(f"step {step}: {progress.postfix}")
+        progress.write(f"    {record['prompt']!r} -> {sample!r}, reward {record['rewards'][0]:.2f}")
+        if metrics["rollout/eos_frac"] < 0.5 or metrics["rollout/zero_std_frac"] > 0.9:
+            progress.write(
+                "    warning: eos_frac < 0.5 (cut responses) or zero_std_frac > 0.9 (equal groups)"
+            )
+
+
+def save_checkpoint(args, run_dir, parts, state, metrics):
+    """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
+    content = {"script": SCRIPT.name, "args": vars(args), "state": state, "metrics": metrics}
+    content |= {name: part.state_dict() for name, part in parts.items()}
+    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    with open(run_dir / "checkpoint.tmp", "wb", buffering=0) as file:
+        torch.save(content, file)
+        os.fsync(file.fileno())
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def solution(pair, forget=False, tags=True):
     tens = a_tens + b_tens + carry
     thought = f"{a_units}+{b_units}={units},{a_tens}+{b_tens}{'+1' if carry else ''}={tens}"
     answer = 10 * tens + units % 10
-    return f"<think>{thought}</think>" + (f"<answer>{answer}</answer></s>" if tags else f"{answer}</s>")
+    return f"<think>{thought}</think>" + (
+        f"<answer>{answer}</answer></s>" if tags else f"{answer}</s>"
+    )
 
 
 def well_formed(text):
@@ -85,8 +87,16 @@ def right(pair, text):
 
 
 def make_tokenizer():
-    vocab = ["<unk>", "<pad>", "</s>", *TAGS, *"0123456789+=, .:-*/?!<>\nabcdefghijklmnopqrstuvwxyz"]
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>"))
+    vocab = [
+        "<unk>",
+        "<pad>",
+        "</s>",
+        *TAGS,
+        *"0123456789+=, .:-*/?!<>\nabcdefghijklmnopqrstuvwxyz",
+    ]
+    tokenizer = Tokenizer(
+        models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>")
+    )
     # The tags are ordinary words, not special tokens, so that decoding with skip_special_tokens=True keeps them.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), "isolated")
     # Without a decoder the tokens would be joined with spaces.
@@ -105,7 +115,9 @@ def make_tokenizer():
 def make_batch(tokenizer, pairs, texts):
     """Prompts with their completions, right-padded, and the mask of the completions' tokens."""
     both = [prompt(pair) + text for pair, text in zip(pairs, texts, strict=True)]
-    ids = tokenizer(both, padding=True, padding_side="right", return_tensors="pt").input_ids  # (N, T)
+    ids = tokenizer(
+        both, padding=True, padding_side="right", return_tensors="pt"
+    ).input_ids  # (N, T)
     starts = torch.tensor([len(prompt(pair)) for pair in pairs])[:, None]
     mask = (torch.arange(ids.shape[1]) >= starts) & (ids != tokenizer.pad_token_id)  # (N, T)
     return ids, mask
@@ -119,7 +131,11 @@ def sample(adder, tokenizer, pairs, temperature):
     # Prompts of one length need no padding.
     for length in sorted({len(prompt(pair)) for pair in pairs}):
         rows = [i for i, pair in enumerate(pairs) if len(prompt(pair)) == length]
-        ids, cache, response = tokenizer([prompt(pairs[i]) for i in rows], return_tensors="pt").input_ids, None, []
+        ids, cache, response = (
+            tokenizer([prompt(pairs[i]) for i in rows], return_tensors="pt").input_ids,
+            None,
+            [],
+        )
         for _ in range(MAX_NEW_TOKENS):
             output = adder(ids, past_key_values=cache, use_cache=True)
             cache, logits = output.past_key_values, output.logits[:, -1]
@@ -155,11 +171,15 @@ def llama_config(tokenizer, **kwargs):
 
 def train(module, num_steps, compute_loss, name):
     """Adam with a short warm-up and a cosine to zero, at a rate that only models this small bear."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01
+    )
     module.train()
     for step in range(num_steps):
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / num_steps))
+            group["lr"] = 2e-3 * min(
+                (step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / num_steps)
+            )
         loss = compute_loss()
         optimizer.zero_grad()
         loss.backward()
@@ -172,7 +192,9 @@ def train(module, num_steps, compute_loss, name):
 
 def train_adder(tokenizer, questions, rng, num_steps=750, batch_size=128):
     adder = LlamaForCausalLM(llama_config(tokenizer))
-    adder.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    adder.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
 
     def compute_loss():
         pairs = rng.choices(questions, k=batch_size)
@@ -200,7 +222,9 @@ def slip(rng, pair):
     tens = digits[2] + digits[3] + carry
     if "tens" in steps:
         tens = rng.choice([abs(tens + rng.choice([-10, -2, -1, 1, 2, 10])), rng.randrange(20)])
-    thought = f"{digits[0]}+{digits[1]}={units},{digits[2]}+{digits[3]}{'+1' if carry else ''}={tens}"
+    thought = (
+        f"{digits[0]}+{digits[1]}={units},{digits[2]}+{digits[3]}{'+1' if carry else ''}={tens}"
+    )
     return f"<think>{thought}</think><answer>{10 * tens + units % 10}</answer></s>"
 
 
@@ -211,7 +235,10 @@ def corrupt(rng, pair):
     digits = [place for place, token in enumerate(tokens) if token.isdigit()]
     wrong = str(abs(sum(pair) + rng.choice([-100, -11, -10, -9, -1, 1, 9, 10, 100])))
     kind = rng.choice(
-        ["slip"] * 8 + ["digit"] * 3 + ["answer"] * 3 + ["fault", "cut", "twice", "empty", "extra", "edits"]
+        ["slip"] * 8
+        + ["digit"] * 3
+        + ["answer"] * 3
+        + ["fault", "cut", "twice", "empty", "extra", "edits"]
     )
     if kind == "digit":  # anywhere, in the reasoning or the answer
         tokens[rng.choice(digits)] = rng.choice("0123456789")
@@ -226,16 +253,26 @@ def corrupt(rng, pair):
     if kind == "cut":
         return "".join(tokens[: rng.randrange(len(tokens))])
     if kind == "twice":
-        return text.replace(block, block + rng.choice([block, f"<answer>{wrong}</answer>", answer, "<answer>"]))
+        return text.replace(
+            block, block + rng.choice([block, f"<answer>{wrong}</answer>", answer, "<answer>"])
+        )
     if kind == "empty":
-        return rng.choice(["<think></think>", f"<think>{answer}</think>", ""]) + rng.choice([block, answer]) + "</s>"
+        return (
+            rng.choice(["<think></think>", f"<think>{answer}</think>", ""])
+            + rng.choice([block, answer])
+            + "</s>"
+        )
     if kind == "extra":
         junk = "".join(rng.choices(tokens[:-1], k=rng.randint(1, 8)))
         place = rng.choice(["</think>", "</s>"])
-        return text.replace(place, rng.choice([junk + place, place + junk if place == "</think>" else junk]))
+        return text.replace(
+            place, rng.choice([junk + place, place + junk if place == "</think>" else junk])
+        )
     for _ in range(rng.randint(1, 3)):
         place = rng.randrange(len(tokens))
-        tokens[place : place + rng.randint(0, 1)] = rng.choices([*TAGS, *"0123456789+=,"], k=rng.randint(0, 1))
+        tokens[place : place + rng.randint(0, 1)] = rng.choices(
+            [*TAGS, *"0123456789+=,"], k=rng.randint(0, 1)
+        )
     return "".join(tokens).partition("</s>")[0] + "</s>"
 
 
@@ -258,7 +295,10 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
     def compute_loss():
         # Two losers for every winner.
         pairs = rng.choices(questions, k=batch_size)
-        texts = [rng.choice(losers[p]) if losers[p] and rng.random() < 0.3 else corrupt(rng, p) for p in pairs * 2]
+        texts = [
+            rng.choice(losers[p]) if losers[p] and rng.random() < 0.3 else corrupt(rng, p)
+            for p in pairs * 2
+        ]
         for i, pair in enumerate(pairs * 2):
             while texts[i] == solution(pair):
                 texts[i] = corrupt(rng, pair)
@@ -269,7 +309,9 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
         won, lost = scores[:batch_size].repeat(2), scores[batch_size:]
         # Bradley-Terry fixes only differences within a question. The other two terms fix the scale and put the middle
         # of every pair at zero, so that scores compare across questions, as a policy gradient compares them.
-        loss = (-F.logsigmoid(won - lost) + 0.01 * (won**2 + lost**2) + 0.1 * (won + lost) ** 2).mean()
+        loss = (
+            -F.logsigmoid(won - lost) + 0.01 * (won**2 + lost**2) + 0.1 * (won + lost) ** 2
+        ).mean()
 
         right_ids, right_mask = ids[:batch_size], mask[:batch_size]
         logits = next_token(output.hidden_states[2][:batch_size, :-1])
@@ -292,13 +334,20 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
 def check_adder(adder, tokenizer, test):
     for name, temperature in (("greedy", 0), ("sampled", 1.0)):
         texts = sample(adder, tokenizer, test, temperature)
-        intended = [{solution(pair, forget, tags) for forget in (0, 1) for tags in (0, 1)} for pair in test]
+        intended = [
+            {solution(pair, forget, tags) for forget in (0, 1) for tags in (0, 1)} for pair in test
+        ]
         shares = {
             "strict accuracy": map(right, test, texts),
             "well-formed": map(well_formed, texts),
-            "right or wrong as intended": (text in known for text, known in zip(texts, intended, strict=True)),
+            "right or wrong as intended": (
+                text in known for text, known in zip(texts, intended, strict=True)
+            ),
         }
-        print(f"adder, {name}: " + ", ".join(f"{key} {sum(hits) / len(test):.3f}" for key, hits in shares.items()))
+        print(
+            f"adder, {name}: "
+            + ", ".join(f"{key} {sum(hits) / len(test):.3f}" for key, hits in shares.items())
+        )
 
 
 @torch.no_grad()
@@ -306,7 +355,9 @@ def check_judge(judge, adder, tokenizer, test, rng, num_samples=8):
     pairs = test * num_samples
     texts = sample(adder, tokenizer, pairs, 1.0)
     texts += [corrupt(rng, pair) for pair in pairs]
-    good = torch.tensor([right(p, t) and well_formed(t) for p, t in zip(pairs + pairs, texts, strict=True)])
+    good = torch.tensor(
+        [right(p, t) and well_formed(t) for p, t in zip(pairs + pairs, texts, strict=True)]
+    )
     scores = judge(make_batch(tokenizer, pairs + pairs, texts)[0]).logits[:, 0]
     (scores, corrupt_scores), (good, corrupt_good) = scores.chunk(2), good.chunk(2)
     winners, losers = scores[good], scores[~good]
@@ -323,7 +374,9 @@ def check_judge(judge, adder, tokenizer, test, rng, num_samples=8):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Rebuild the bundled questions, policy and reward model.")
+    parser = argparse.ArgumentParser(
+        description="Rebuild the bundled questions, policy and reward model."
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("assets"))
     args = parser.parse_args()
@@ -337,7 +390,10 @@ def main():
     questions, test = make_questions(rng)
     (args.out / "addition").mkdir(parents=True, exist_ok=True)
     for name, pairs in (("train", questions), ("test", test)):
-        lines = [json.dumps({"question": prompt(pair), "answer": str(sum(pair))}) + "\n" for pair in pairs]
+        lines = [
+            json.dumps({"question": prompt(pair), "answer": str(sum(pair))}) + "\n"
+            for pair in pairs
+        ]
         (args.out / "addition" / f"{name}.jsonl").write_text("".join(lines))
 
     tokenizer = make_tokenizer()

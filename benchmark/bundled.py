@@ -7,7 +7,7 @@ process's peak of memory, responses sampled, accuracies on the held-out addition
 every step. benchmark/readme.py writes them into README.md.
 
     python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
-    python benchmark/bundled.py --device emulated   in a GPU's precision, without one: tests/emulated_cuda.py
+    python benchmark/bundled.py --device emulated   in a GPU's precision, without one: tests/emulated_cuda
 """
 
 import argparse
@@ -31,35 +31,63 @@ SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 def run(script: str, seed: int, device: str) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
-        launcher = f"-m torch.distributed.run --nproc-per-node {processes}" if script == "grpo_multigpu" else ""
+        launcher = (
+            f"-m torch.distributed.run --nproc-per-node {processes}"
+            if script == "grpo_multigpu"
+            else ""
+        )
         on = "cuda" if device == "emulated" else device
-        flags = f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run".split()
+        flags = (
+            f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run".split()
+        )
         if device == "emulated":
-            launcher, flags = f"{launcher} tests/emulated_cuda.py", [shlex.join(flags)]
+            launcher, flags = f"{launcher} tests/emulated_cuda", [shlex.join(flags)]
         start = time.perf_counter()
         command = [sys.executable, *launcher.split(), *flags]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         seconds = time.perf_counter() - start
         if done.returncode or not Path(folder, "run", "model").is_dir():
-            raise SystemExit(f"error: {script}.py, seed {seed} failed\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-        metrics = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")]
-        versions = json.loads(Path(folder, "run", "args.json").read_text(encoding="utf-8"))["versions"]
+            raise SystemExit(
+                f"error: {script}.py, seed {seed} failed\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+            )
+        metrics = [
+            json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")
+        ]
+        versions = json.loads(Path(folder, "run", "args.json").read_text(encoding="utf-8"))[
+            "versions"
+        ]
     record = {"script": script, "seed": seed, "commit": git("rev-parse", "--short", "HEAD")}
-    record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets")), "versions": versions}
-    record |= {"seconds": round(seconds, 1), "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3)}
+    record |= {
+        "dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets")),
+        "versions": versions,
+    }
+    record |= {
+        "seconds": round(seconds, 1),
+        "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3),
+    }
     record |= {"episodes": metrics[-1]["episodes"], "device": device}
-    record |= {"logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:])}  # of the worst step
+    record |= {
+        "logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:])
+    }  # of the worst step
     for name in ("accuracy", "accuracy_lenient"):
         record[name] = [metrics[step][f"eval/{name}"] for step in (0, -1)]  # before, after
-    return record | {"sampled_accuracy": [round(line["rollout/accuracy"], 3) for line in metrics[1:]]}
+    return record | {
+        "sampled_accuracy": [round(line["rollout/accuracy"], 3) for line in metrics[1:]]
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="cpu")
-    parser.add_argument("--out", type=Path, help="default: bundled.jsonl or bundled-DEVICE.jsonl in benchmark/records")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: bundled.jsonl or bundled-DEVICE.jsonl in benchmark/records",
+    )
     args = parser.parse_args()
     name = "bundled.jsonl" if args.device == "cpu" else f"bundled-{args.device}.jsonl"
     out = args.out or RECORDS / name
@@ -69,7 +97,9 @@ def main() -> None:
             records.append(run(script, seed, args.device))
             shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
             print(*(f"{name} {records[-1][name]}" for name in shown), flush=True)
-            out.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            out.write_text(
+                "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+            )
 
 
 if __name__ == "__main__":

@@ -44,7 +44,13 @@ WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), t
     "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=2048),
     "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=2048),
     "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=1024),
-    "W4": dict(num_prompts=32, num_generations=8, max_new_tokens=512, micro_batch_tokens=16384, trl_batch_size=16),
+    "W4": dict(
+        num_prompts=32,
+        num_generations=8,
+        max_new_tokens=512,
+        micro_batch_tokens=16384,
+        trl_batch_size=16,
+    ),
 }
 LEARNING_RATE = 1e-5
 
@@ -66,7 +72,11 @@ def peak_memory(options, imported: int) -> int:
     """Bytes, see above."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if options.workload == "W4" else memory("VmHWM") - imported
+    return (
+        torch.cuda.max_memory_allocated()
+        if options.workload == "W4"
+        else memory("VmHWM") - imported
+    )
 
 
 def now() -> tuple[float, float]:
@@ -77,7 +87,12 @@ def prepare(options, folder: Path) -> None:
     """Write the workload's prompts to folder/data and, where it has none on disk, its model to folder/model."""
     sys.path.insert(0, str(ROOT))
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaConfig,
+        PreTrainedTokenizerFast,
+    )
 
     import grpo
 
@@ -89,10 +104,15 @@ def prepare(options, folder: Path) -> None:
         questions = [json.loads(line)["question"] for line in lines[:B]]
     elif options.workload == "W2":
         # Stories that the model told to their end, cut at a random token: what is left is anything from short to long.
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(STORIES), AutoTokenizer.from_pretrained(STORIES)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(STORIES),
+            AutoTokenizer.from_pretrained(STORIES),
+        )
         starts = [json.loads(line)["question"] for line in STORY_PROMPTS.read_text().splitlines()]
         examples = [{"prompt_ids": tokenizer(start).input_ids} for start in starts]
-        args = grpo.Args(max_new_tokens=460 - max(len(example["prompt_ids"]) for example in examples))
+        args = grpo.Args(
+            max_new_tokens=460 - max(len(example["prompt_ids"]) for example in examples)
+        )
         eos_ids = [tokenizer.eos_token_id]
         rollout, _, _ = grpo.respond(args, model, tokenizer, examples, 1, 1.0, eos_ids)
         questions = []
@@ -100,26 +120,49 @@ def prepare(options, folder: Path) -> None:
             prompt, story = example["prompt_ids"], example["prompt_ids"] + response[mask].tolist()
             if story[-1] in eos_ids and len(questions) < B:
                 cut = rng.randrange(len(prompt), len(story))
-                questions.append(tokenizer.decode(story[max(1, cut - 120) : cut]))  # the first token is BOS
+                questions.append(
+                    tokenizer.decode(story[max(1, cut - 120) : cut])
+                )  # the first token is BOS
     else:
         words = ["<pad>", "</s>"] + [f"w{i}" for i in range(49150)]
         from tokenizers import Tokenizer, models, pre_tokenizers
 
-        tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
+        tokenizer = Tokenizer(
+            models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>")
-        shape = dict(num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3)
-        shape |= dict(intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=512)
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>"
+        )
+        shape = dict(
+            num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3
+        )
+        shape |= dict(
+            intermediate_size=1536,
+            vocab_size=49152,
+            tie_word_embeddings=True,
+            max_position_embeddings=512,
+        )
         prompt_tokens = 64
         if options.workload == "W4":
-            shape |= dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, num_key_value_heads=32)
-            shape, prompt_tokens = shape | dict(intermediate_size=8192, max_position_embeddings=1024), 256
+            shape |= dict(
+                num_hidden_layers=24,
+                hidden_size=2048,
+                num_attention_heads=32,
+                num_key_value_heads=32,
+            )
+            shape, prompt_tokens = (
+                shape | dict(intermediate_size=8192, max_position_embeddings=1024),
+                256,
+            )
         config = LlamaConfig(**shape, pad_token_id=0, bos_token_id=None, eos_token_id=1)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         questions = [" ".join(rng.choices(words[2:], k=prompt_tokens)) for _ in range(B)]
     (folder / "data").mkdir()
-    rows = "".join(json.dumps({"question": question, "answer": "0"}) + "\n" for question in questions)
+    rows = "".join(
+        json.dumps({"question": question, "answer": "0"}) + "\n" for question in questions
+    )
     for split in ("train", "test"):
         (folder / "data" / f"{split}.jsonl").write_text(rows)
 
@@ -135,21 +178,38 @@ def run_plainrl(options, folder: Path) -> dict:
     grpo.REWARDS = [length_reward]
     starts, respond = [], grpo.respond
 
-    def timed_respond(*args):  # a step lasts until the next one starts, the last step until the evaluation
+    def timed_respond(
+        *args,
+    ):  # a step lasts until the next one starts, the last step until the evaluation
         starts.append((now(), args[4]))
         return respond(*args)
 
     grpo.respond = timed_respond
-    args = dict(num_prompts=options.num_prompts, num_generations=options.num_generations, temperature=1.0, beta=0.0)
-    args |= dict(max_new_tokens=options.max_new_tokens, micro_batch_tokens=options.micro_batch_tokens)
+    args = dict(
+        num_prompts=options.num_prompts,
+        num_generations=options.num_generations,
+        temperature=1.0,
+        beta=0.0,
+    )
+    args |= dict(
+        max_new_tokens=options.max_new_tokens, micro_batch_tokens=options.micro_batch_tokens
+    )
     args |= dict(learning_rate=LEARNING_RATE, lr_schedule="constant_with_warmup", warmup_updates=0)
     on_gpu = options.workload == "W4"
     args |= dict(gradient_checkpointing=on_gpu, device="cuda" if on_gpu else "cpu")
-    args |= dict(num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt="")
-    args |= dict(max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18)  # room for the whole rollout
-    args |= dict(model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run")
+    args |= dict(
+        num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt=""
+    )
+    args |= dict(
+        max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18
+    )  # room for the whole rollout
+    args |= dict(
+        model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run"
+    )
     grpo.main(grpo.Args(**args))
-    first = next(k for k, (_, num_samples) in enumerate(starts) if num_samples == options.num_generations)
+    first = next(
+        k for k, (_, num_samples) in enumerate(starts) if num_samples == options.num_generations
+    )
     times = [moment for moment, _ in starts[first : first + 2 + options.steps]]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     tokens = [json.loads(line)["tokens"] for line in lines]  # so far, at steps 0, 1, ..
@@ -212,7 +272,12 @@ def run_trl(options, folder: Path) -> dict:
         save_strategy="no",
         disable_tqdm=True,
     )
-    rows = load_dataset("json", data_files=str(folder / "data" / "train.jsonl"), split="train", cache_dir=str(folder))
+    rows = load_dataset(
+        "json",
+        data_files=str(folder / "data" / "train.jsonl"),
+        split="train",
+        cache_dir=str(folder),
+    )
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(options.model),
@@ -222,24 +287,43 @@ def run_trl(options, folder: Path) -> dict:
         callbacks=[Clock()],
     )
     trainer.train()
-    seconds, cpu_seconds = [[end[k] - begin[k] for begin, end in zip(begins, ends, strict=True)][1:] for k in (0, 1)]
-    return dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens[1:], memory=peak_memory(options, imported))
+    seconds, cpu_seconds = [
+        [end[k] - begin[k] for begin, end in zip(begins, ends, strict=True)][1:] for k in (0, 1)
+    ]
+    return dict(
+        seconds=seconds,
+        cpu_seconds=cpu_seconds,
+        tokens=tokens[1:],
+        memory=peak_memory(options, imported),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="grpo.py against TRL's GRPOTrainer")
     parser.add_argument("--workload", choices=WORKLOADS, default="W1")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch, for both")
-    parser.add_argument("--steps", type=int, default=3, help="training steps per run, after one of warm-up")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="training steps per run, after one of warm-up"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="runs of each, alternating")
     parser.add_argument("--micro-batch-tokens", type=int, help="of grpo.py; default: by workload")
-    parser.add_argument("--trl-batch-size", type=int, help="sequences per backward pass of TRL; default: the rollout")
-    parser.add_argument("--one", choices=("prepare", "plainrl", "trl"), help="run only this one, in --folder")
+    parser.add_argument(
+        "--trl-batch-size",
+        type=int,
+        help="sequences per backward pass of TRL; default: the rollout",
+    )
+    parser.add_argument(
+        "--one", choices=("prepare", "plainrl", "trl"), help="run only this one, in --folder"
+    )
     parser.add_argument("--folder", type=Path, help="folder of --one")
-    parser.add_argument("--learn", action="store_true", help="compare what is learned instead: learn_trl.py")
+    parser.add_argument(
+        "--learn", action="store_true", help="compare what is learned instead: learn_trl.py"
+    )
     options = parser.parse_args()
     if options.learn:
-        raise SystemExit(subprocess.call([sys.executable, str(ROOT / "benchmark" / "learn_trl.py")]))
+        raise SystemExit(
+            subprocess.call([sys.executable, str(ROOT / "benchmark" / "learn_trl.py")])
+        )
     for name, value in WORKLOADS[options.workload].items():
         setattr(options, name, getattr(options, name, None) or value)
     if options.workload == "W2" and not (STORIES.is_dir() and STORY_PROMPTS.is_file()):
@@ -252,13 +336,17 @@ def main() -> None:
     if options.one is not None:
         model = {"W1": ROOT / "assets" / "adder", "W2": STORIES}
         options.model = model.get(options.workload, options.folder / "model")
-        result = {"prepare": prepare, "plainrl": run_plainrl, "trl": run_trl}[options.one](options, options.folder)
+        result = {"prepare": prepare, "plainrl": run_plainrl, "trl": run_trl}[options.one](
+            options, options.folder
+        )
         (options.folder / f"{options.one}.json").write_text(json.dumps(result))
         return
 
     results = {"plainrl": [], "trl": []}
     with tempfile.TemporaryDirectory() as shared:
-        settings = [f"--{name}={getattr(options, name)}" for name in ("workload", "threads", "steps")]
+        settings = [
+            f"--{name}={getattr(options, name)}" for name in ("workload", "threads", "steps")
+        ]
         settings += [f"--micro-batch-tokens={options.micro_batch_tokens}"]
         settings += [f"--trl-batch-size={options.trl_batch_size}"] if options.trl_batch_size else []
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
@@ -266,7 +354,13 @@ def main() -> None:
 
         def run_one(name: str) -> dict:
             command = [sys.executable, __file__, *settings, f"--one={name}", f"--folder={shared}"]
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
             if done.returncode:
                 raise SystemExit(f"error: the {name} run failed\n{done.stdout[-3000:]}")
             subprocess.run(["rm", "-rf", f"{shared}/run", f"{shared}/trl"], check=True)
@@ -278,10 +372,16 @@ def main() -> None:
                 results[name].append(run_one(name))
                 print(f"round {k + 1}, {name}: {results[name][-1]}", file=sys.stderr)
 
-    packages = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl"))
+    packages = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("torch", "transformers", "trl")
+    )
     print(f"$ python benchmark/compare_trl.py {' '.join(sys.argv[1:])}")
-    print(f"{options.workload}: {WORKLOADS[options.workload] | dict(micro_batch_tokens=options.micro_batch_tokens)}")
-    print(f"{packages}, python {sys.version.split()[0]}; {options.threads} threads of {os.cpu_count()} cores")
+    print(
+        f"{options.workload}: {WORKLOADS[options.workload] | dict(micro_batch_tokens=options.micro_batch_tokens)}"
+    )
+    print(
+        f"{packages}, python {sys.version.split()[0]}; {options.threads} threads of {os.cpu_count()} cores"
+    )
     print(f"{options.rounds} rounds of {options.steps} steps after one of warm-up", end="")
     print(f"; TRL's batch: {options.trl_batch_size or 'the whole rollout'}")
     rows = {}
@@ -289,16 +389,30 @@ def main() -> None:
         seconds = [value for run in runs for value in run["seconds"]]
         cpu_seconds = [value for run in runs for value in run["cpu_seconds"]]
         tokens = [value for run in runs for value in run["tokens"]]
-        rows[name] = [statistics.median(seconds), min(seconds), max(seconds), statistics.median(cpu_seconds)]
+        rows[name] = [
+            statistics.median(seconds),
+            min(seconds),
+            max(seconds),
+            statistics.median(cpu_seconds),
+        ]
         rows[name] += [sum(tokens) / sum(seconds), sum(tokens) / len(tokens)]
         rows[name] += [statistics.median(run["memory"] for run in runs) / 1e6]
-    print(f"{'':8}{'s/step':>9}{'min':>9}{'max':>9}{'CPU s/step':>12}{'tokens/s':>10}{'tokens/step':>13}{'peak MB':>9}")
+    print(
+        f"{'':8}{'s/step':>9}{'min':>9}{'max':>9}{'CPU s/step':>12}{'tokens/s':>10}{'tokens/step':>13}{'peak MB':>9}"
+    )
     for name, (median, low, high, cpu, rate, tokens, peak) in rows.items():
-        print(f"{name:8}{median:9.3f}{low:9.3f}{high:9.3f}{cpu:12.3f}{rate:10.0f}{tokens:13.0f}{peak:9.0f}")
+        print(
+            f"{name:8}{median:9.3f}{low:9.3f}{high:9.3f}{cpu:12.3f}{rate:10.0f}{tokens:13.0f}{peak:9.0f}"
+        )
     ratios = [b / a for a, b in zip(rows["plainrl"], rows["trl"], strict=True)]
-    print(f"plainrl is {ratios[0]:.2f} times as fast per step (by the median; {ratios[1]:.2f} by the minimum, ", end="")
+    print(
+        f"plainrl is {ratios[0]:.2f} times as fast per step (by the median; {ratios[1]:.2f} by the minimum, ",
+        end="",
+    )
     print(f"{ratios[3]:.2f} by CPU time,")
-    print(f"{1 / ratios[4]:.2f} in tokens per second) and needs {1 / ratios[6]:.2f} of TRL's memory")
+    print(
+        f"{1 / ratios[4]:.2f} in tokens per second) and needs {1 / ratios[6]:.2f} of TRL's memory"
+    )
 
 
 if __name__ == "__main__":

@@ -68,7 +68,12 @@ def attention_error(device: torch.device, dtype: torch.dtype) -> float:
     bias[..., :200] = torch.finfo(dtype).min
     attention = torch.nn.functional.scaled_dot_product_attention
     masked = attention(query[:, :, -1:], key, value, attn_mask=bias)  # (8, 32, 1, 64)
-    return (masked - attention(query[:, :, -1:], key[:, :, 200:], value[:, :, 200:])).abs().max().item()
+    return (
+        (masked - attention(query[:, :, -1:], key[:, :, 200:], value[:, :, 200:]))
+        .abs()
+        .max()
+        .item()
+    )
 
 
 def profiled(label: str, function, device: torch.device) -> None:
@@ -78,7 +83,9 @@ def profiled(label: str, function, device: torch.device) -> None:
     with torch.profiler.profile(activities=activities) as profile:
         seconds(function, device)
     key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    print(f"{label}:\n{profile.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=70)}")
+    print(
+        f"{label}:\n{profile.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=70)}"
+    )
 
 
 def main() -> None:
@@ -89,22 +96,37 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--micro-batch-tokens", type=int, default=16384)
-    parser.add_argument("--cudnn", action="store_true", help="leave cuDNN's attention on, which the scripts turn off")
-    parser.add_argument("--profile", action="store_true", help="of 16 decode steps and of an update")
-    parser.add_argument("--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--cudnn",
+        action="store_true",
+        help="leave cuDNN's attention on, which the scripts turn off",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="of 16 decode steps and of an update"
+    )
+    parser.add_argument(
+        "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True
+    )
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
-        print("error: torch finds no CUDA device; give --tiny for a self-test on the CPU", file=sys.stderr)
+        print(
+            "error: torch finds no CUDA device; give --tiny for a self-test on the CPU",
+            file=sys.stderr,
+        )
         raise SystemExit(2)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the sampling copy
     B, G, P, R = options.prompts, options.samples, options.prompt_tokens, options.new_tokens
-    shape = dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192)
+    shape = dict(
+        num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192
+    )
     shape |= dict(vocab_size=49152, num_key_value_heads=32, max_position_embeddings=8192)
     if options.tiny:
         B, G, P, R = 2, 4, 8, 40
-        shape = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64)
+        shape = dict(
+            num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64
+        )
         shape |= dict(vocab_size=101, num_key_value_heads=2, max_position_embeddings=128)
     N = B * G
     torch.manual_seed(0)
@@ -114,13 +136,20 @@ def main() -> None:
     bandwidth, matmul_flops = device_limits(device, dtype, options.tiny)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU, self-test"
     print(f"{name}, torch {torch.__version__}; {N} rows of {P} prompt and {R} new tokens")
-    print(f"copy {bandwidth / 1e12:.2f} TB/s, {str(dtype)[6:]} matmul {matmul_flops / 1e12:.3g} TFLOP/s")
-    print(f"attention over a masked block of keys: off by {attention_error(device, dtype):.2g}", flush=True)
+    print(
+        f"copy {bandwidth / 1e12:.2f} TB/s, {str(dtype)[6:]} matmul {matmul_flops / 1e12:.3g} TFLOP/s"
+    )
+    print(
+        f"attention over a masked block of keys: off by {attention_error(device, dtype):.2g}",
+        flush=True,
+    )
 
     peak_gb(device)
 
     # ---- the model and its sampling copy, as main in grpo.py has them; no EOS id, so that every row runs to the end
-    config = LlamaConfig(**shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    config = LlamaConfig(
+        **shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None
+    )
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     peak_gb(device)
@@ -129,7 +158,10 @@ def main() -> None:
     eos_ids = [config.vocab_size]
     prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
-    print(f"{num_parameters / 1e6:.2f} M parameters; to hold and to copy them: {peak_gb(device):.1f} GB", flush=True)
+    print(
+        f"{num_parameters / 1e6:.2f} M parameters; to hold and to copy them: {peak_gb(device):.1f} GB",
+        flush=True,
+    )
 
     # ---- decoding
     head_bytes = sampler.get_output_embeddings().weight.nbytes
@@ -138,7 +170,10 @@ def main() -> None:
     kv_bytes = 2 * shape["num_hidden_layers"] * kv_width * dtype.itemsize  # of one token
     mean_context = P + R / 2
     limit = N * bandwidth / (trunk_bytes + head_bytes + N * mean_context * kv_bytes)
-    print(f"decoding limit: {limit:.0f} tokens/s ({(trunk_bytes + head_bytes) / 1e9:.3g} GB of weights and", end=" ")
+    print(
+        f"decoding limit: {limit:.0f} tokens/s ({(trunk_bytes + head_bytes) / 1e9:.3g} GB of weights and",
+        end=" ",
+    )
     print(f"{N * mean_context * kv_bytes / 1e9:.3g} GB of keys and values per step)")
 
     def report(label: str, function) -> None:
@@ -146,7 +181,8 @@ def main() -> None:
         function(min(R, 8))  # warm-up
         rate = N * R / seconds(lambda: function(R), device, 2)
         print(
-            f"{label}: {rate:.0f} tokens/s, {rate / limit:.0%} of the limit, peak {peak_gb(device):.1f} GB", flush=True
+            f"{label}: {rate:.0f} tokens/s, {rate / limit:.0%} of the limit, peak {peak_gb(device):.1f} GB",
+            flush=True,
         )
 
     def plain(new_tokens: int, cuda_graph: bool):
@@ -165,15 +201,26 @@ def main() -> None:
     for cuda_graph in (True, False):
         torch.manual_seed(0)
         samples.append(plain(R, cuda_graph))
-    same, gap = (samples[0][0] == samples[1][0]).cumprod(1).bool(), (samples[0][2] - samples[1][2]).abs()  # (N, R)
-    print(f"graph and no graph: {same.float().mean():.1%} of the tokens come before the first that differs, ", end="")
+    same, gap = (
+        (samples[0][0] == samples[1][0]).cumprod(1).bool(),
+        (samples[0][2] - samples[1][2]).abs(),
+    )  # (N, R)
+    print(
+        f"graph and no graph: {same.float().mean():.1%} of the tokens come before the first that differs, ",
+        end="",
+    )
     print(f"log-probabilities off by {gap[same].max():.2g} at most there", flush=True)
     if options.profile:
         profiled("16 decode steps", lambda: plain(min(R, 16), False), device)
 
     # ---- one update on a rollout
     response_ids, response_mask, _ = plain(R, True)  # (N, R)
-    rollout = (prompt_ids.repeat_interleave(G, 0), prompt_mask.repeat_interleave(G, 0), response_ids, response_mask)
+    rollout = (
+        prompt_ids.repeat_interleave(G, 0),
+        prompt_mask.repeat_interleave(G, 0),
+        response_ids,
+        response_mask,
+    )
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -197,9 +244,17 @@ def main() -> None:
     elapsed, tokens = seconds(update, device, 2), N * (P + R)
     head_parameters = model.get_output_embeddings().weight.numel()
     flops = 6 * ((num_parameters - head_parameters) * tokens + head_parameters * N * R) / elapsed
-    print(f"update: {tokens / elapsed:.0f} tokens/s (prompts included), {flops / 1e12:.3g} TFLOP/s, MFU ", end="")
-    print(f"{flops / matmul_flops:.0%} of the measured matmul, {flops / NOMINAL_FLOPS:.0%} of 989 TFLOP/s, ", end="")
-    print(f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}")
+    print(
+        f"update: {tokens / elapsed:.0f} tokens/s (prompts included), {flops / 1e12:.3g} TFLOP/s, MFU ",
+        end="",
+    )
+    print(
+        f"{flops / matmul_flops:.0%} of the measured matmul, {flops / NOMINAL_FLOPS:.0%} of 989 TFLOP/s, ",
+        end="",
+    )
+    print(
+        f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}"
+    )
     if options.profile:
         profiled("an update", update, device)
     report("model.generate", transformers_generate)  # last, because it may not have the memory

@@ -30,15 +30,34 @@ import torch
 import transformers
 from lessons import git
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmark" / "records" / "gpu-scripts.jsonl"
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process"]
-SHOWN = ["time/rollout_s", "time/tokens_per_s", "time/update_s", "time/peak_mem_gb", "rollout/logprob_gap"]
-SHAPE = dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192, vocab_size=49152)
-TINY = dict(num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=512)
+SHOWN = [
+    "time/rollout_s",
+    "time/tokens_per_s",
+    "time/update_s",
+    "time/peak_mem_gb",
+    "rollout/logprob_gap",
+]
+SHAPE = dict(
+    num_hidden_layers=24,
+    hidden_size=2048,
+    num_attention_heads=32,
+    intermediate_size=8192,
+    vocab_size=49152,
+)
+TINY = dict(
+    num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64, vocab_size=512
+)
 
 
 def make_models(folder: Path, problems: Path, shape: dict) -> None:
@@ -46,10 +65,14 @@ def make_models(folder: Path, problems: Path, shape: dict) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = dict(vocab_size=shape["vocab_size"], special_tokens=["<eos>"], initial_alphabet=alphabet)
+    trainer = dict(
+        vocab_size=shape["vocab_size"], special_tokens=["<eos>"], initial_alphabet=alphabet
+    )
     trainer = trainers.BpeTrainer(**trainer, show_progress=False)
     tokenizer.train_from_iterator(problems.open(encoding="utf-8"), trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
+    )
     torch.manual_seed(0)
     for name in ("policy", "half", "judge"):
         layers = shape["num_hidden_layers"] // (1 if name == "policy" else 2)
@@ -64,7 +87,7 @@ def make_models(folder: Path, problems: Path, shape: dict) -> None:
 def launch(command: list[str], memory_gb: float | None) -> list[str]:
     """The command for this machine: on an emulated GPU where there is none, or with part of the GPU's memory."""
     if not torch.cuda.is_available():
-        return [sys.executable, "tests/emulated_cuda.py", shlex.join(command)]
+        return [sys.executable, "tests/emulated_cuda", shlex.join(command)]
     if memory_gb is None:
         return [sys.executable, *command]
     fraction = memory_gb * 1e9 / torch.cuda.get_device_properties(0).total_memory
@@ -82,7 +105,9 @@ def interrupted(command: list[str], run: Path, number: int) -> None:
     metrics, log = run / "metrics.jsonl", run.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(launch(command, None), cwd=ROOT, stdout=file, stderr=file)
-        while process.poll() is None and (not metrics.exists() or len(metrics.read_text().splitlines()) < 3):
+        while process.poll() is None and (
+            not metrics.exists() or len(metrics.read_text().splitlines()) < 3
+        ):
             time.sleep(0.1)
         process.send_signal(number)
         status = process.wait()
@@ -90,16 +115,24 @@ def interrupted(command: list[str], run: Path, number: int) -> None:
         print(f"{signal.Signals(number).name}: the run failed\n{log.read_text()[-2000:]}")
         return
     stopped_at = last_metrics(run)["step"]
-    resumed = subprocess.run(launch([command[0], "--resume", str(run)], None), cwd=ROOT, capture_output=True, text=True)
-    print(f"{signal.Signals(number).name}: status {status} after step {stopped_at}; resumed: ", end="")
+    resumed = subprocess.run(
+        launch([command[0], "--resume", str(run)], None), cwd=ROOT, capture_output=True, text=True
+    )
+    print(
+        f"{signal.Signals(number).name}: status {status} after step {stopped_at}; resumed: ", end=""
+    )
     print(f"status {resumed.returncode}, step {last_metrics(run)['step']}", flush=True)
     if resumed.returncode:
         print((resumed.stdout + resumed.stderr)[-2000:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=Path, default=ROOT / "assets" / "addition" / "train.jsonl")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--problems", type=Path, default=ROOT / "assets" / "addition" / "train.jsonl"
+    )
     parser.add_argument("--scripts", nargs="*", default=SCRIPTS)
     parser.add_argument("--flags", default="", help="more flags for all scripts")
     parser.add_argument("--memory-gb", type=float, help="of the GPU's memory")
@@ -111,28 +144,52 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     transformers.logging.disable_progress_bar()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "emulated"
-    print(f"{'':20}{'rollout s':>10}{'tokens/s':>10}{'update s':>10}{'peak GB':>10}{'gap':>10}  on: {device}")
+    print(
+        f"{'':20}{'rollout s':>10}{'tokens/s':>10}{'update s':>10}{'peak GB':>10}{'gap':>10}  on: {device}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         make_models(folder, options.problems, TINY if options.tiny else SHAPE)
         common = ["--dataset", str(options.problems.resolve()), "--device", "cuda"]
         common += ["--runs-dir", str(folder), "--eval-size", "64"]
-        common += shlex.split("--num-prompts 2 --max-new-tokens 12" if options.tiny else "") + shlex.split(
-            options.flags
-        )
+        common += shlex.split(
+            "--num-prompts 2 --max-new-tokens 12" if options.tiny else ""
+        ) + shlex.split(options.flags)
         for script in options.scripts:
-            command = [f"{script}.py", *common, "--num-steps", "3", "--save-every", "0", "--run-name", script]
+            command = [
+                f"{script}.py",
+                *common,
+                "--num-steps",
+                "3",
+                "--save-every",
+                "0",
+                "--run-name",
+                script,
+            ]
             command += ["--model", str(folder / ("half" if script == "ppo_rlhf" else "policy"))]
             command += ["--reward-model", str(folder / "judge")] if script == "ppo_rlhf" else []
             command += ["--max-resample", "0"] if script == "dapo" else []
-            done = subprocess.run(launch(command, options.memory_gb), cwd=ROOT, capture_output=True, text=True)
+            done = subprocess.run(
+                launch(command, options.memory_gb), cwd=ROOT, capture_output=True, text=True
+            )
             if (folder / script / "model").is_dir():
                 metrics = last_metrics(folder / script)
-                print(f"{script:20}" + "".join(f"{metrics[name]:10.3g}" for name in SHOWN), flush=True)
+                print(
+                    f"{script:20}" + "".join(f"{metrics[name]:10.3g}" for name in SHOWN), flush=True
+                )
                 if not options.tiny:
-                    versions = json.loads((folder / script / "args.json").read_text(encoding="utf-8"))["versions"]
-                    record = {"command": shlex.join(command).replace(f"{folder}/", ""), "memory_gb": options.memory_gb}
-                    record |= {"gpu": device, "commit": git("rev-parse", "--short", "HEAD"), "versions": versions}
+                    versions = json.loads(
+                        (folder / script / "args.json").read_text(encoding="utf-8")
+                    )["versions"]
+                    record = {
+                        "command": shlex.join(command).replace(f"{folder}/", ""),
+                        "memory_gb": options.memory_gb,
+                    }
+                    record |= {
+                        "gpu": device,
+                        "commit": git("rev-parse", "--short", "HEAD"),
+                        "versions": versions,
+                    }
                     changed = git("status", "--porcelain", "--", "*.py", "utils", "assets")
                     record |= {"dirty": bool(changed) or not record["commit"]}
                     with RECORDS.open("a", encoding="utf-8") as file:
@@ -142,7 +199,16 @@ def main() -> None:
             shutil.rmtree(folder / script, ignore_errors=True)  # 27 GB
         for number in (signal.SIGKILL, signal.SIGTERM) if options.memory_gb is None else ():
             name = signal.Signals(number).name
-            command = ["grpo.py", *common, "--num-steps", "4", "--save-every", "0", "--run-name", name]
+            command = [
+                "grpo.py",
+                *common,
+                "--num-steps",
+                "4",
+                "--save-every",
+                "0",
+                "--run-name",
+                name,
+            ]
             interrupted([*command, "--model", str(folder / "half")], folder / name, number)
             shutil.rmtree(folder / name, ignore_errors=True)
 

@@ -30,7 +30,9 @@ def solution(rng: random.Random, pair: tuple[int, int]) -> str:
     forget, times = rng.random() < build.FORGET_CARRY, 1
     while times < LONGEST and rng.random() < GO_ON:
         times += 1
-    return build.solution(pair, forget).replace("</think>", ("?" if forget else "!") * times + "</think>")
+    return build.solution(pair, forget).replace(
+        "</think>", ("?" if forget else "!") * times + "</think>"
+    )
 
 
 def main(folder: Path, num_steps: int = 200, batch_size: int = 32) -> None:
@@ -40,15 +42,24 @@ def main(folder: Path, num_steps: int = 200, batch_size: int = 32) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     pairs = []
     for name in ("train", "test"):
-        lines = (ROOT / "assets" / "addition" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        lines = (
+            (ROOT / "assets" / "addition" / f"{name}.jsonl")
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
         found = [tuple(map(int, json.loads(line)["question"][:-1].split("+"))) for line in lines]
         found = [(a, b) for a, b in found if a % 10 + b % 10 >= 10]
-        lines = [json.dumps({"question": build.prompt(pair), "answer": str(sum(pair))}) + "\n" for pair in found]
+        lines = [
+            json.dumps({"question": build.prompt(pair), "answer": str(sum(pair))}) + "\n"
+            for pair in found
+        ]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
         pairs += found if name == "train" else []
 
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "assets" / "adder")
-    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "adder", max_position_embeddings=1024)
+    student = LlamaForCausalLM.from_pretrained(
+        ROOT / "assets" / "adder", max_position_embeddings=1024
+    )
 
     def compute_loss():
         batch = rng.choices(pairs, k=batch_size)

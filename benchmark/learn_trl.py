@@ -43,8 +43,14 @@ def run_plainrl(name: str, seed: int, folder: str) -> dict:
         return respond(*args)
 
     script.respond = timed
-    script.main(script.Args(seed=seed, device="cpu", eval_every=0, eval_size=1, runs_dir=folder, run_name="run"))
-    records = [json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")]
+    script.main(
+        script.Args(
+            seed=seed, device="cpu", eval_every=0, eval_size=1, runs_dir=folder, run_name="run"
+        )
+    )
+    records = [
+        json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")
+    ]
     accuracy = [record["rollout/accuracy"] for record in records[1:]]
     return dict(accuracy=accuracy, seconds=ends[2:], memory=memory("VmHWM") - imported)
 
@@ -70,12 +76,28 @@ def run_trl(name: str, seed: int, folder: str) -> dict:
         accuracy.append(sum(right) / len(right))
         return [a + b for a, b in zip(right, format_reward(completions, answer), strict=True)]
 
-    config, trainer = (trl.GRPOConfig, trl.GRPOTrainer) if name == "grpo" else (trl.RLOOConfig, trl.RLOOTrainer)
-    fields = dict(num_generations=G, max_completion_length=R, temperature=1.0, top_k=0, top_p=1.0, beta=0.01)
-    fields |= dict(num_iterations=1, learning_rate=1e-4, lr_scheduler_type="linear", max_steps=STEPS, seed=seed)
-    fields |= dict(per_device_train_batch_size=B * G, gradient_accumulation_steps=1, max_grad_norm=1.0)
-    fields |= dict(use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", logging_strategy="no")
-    fields |= dict(save_strategy="no", disable_tqdm=True) | (dict(loss_type="grpo") if name == "grpo" else {})
+    config, trainer = (
+        (trl.GRPOConfig, trl.GRPOTrainer) if name == "grpo" else (trl.RLOOConfig, trl.RLOOTrainer)
+    )
+    fields = dict(
+        num_generations=G, max_completion_length=R, temperature=1.0, top_k=0, top_p=1.0, beta=0.01
+    )
+    fields |= dict(
+        num_iterations=1, learning_rate=1e-4, lr_scheduler_type="linear", max_steps=STEPS, seed=seed
+    )
+    fields |= dict(
+        per_device_train_batch_size=B * G, gradient_accumulation_steps=1, max_grad_norm=1.0
+    )
+    fields |= dict(
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        logging_strategy="no",
+    )
+    fields |= dict(save_strategy="no", disable_tqdm=True) | (
+        dict(loss_type="grpo") if name == "grpo" else {}
+    )
     adder = ROOT / "assets" / "adder"
     data = str(ROOT / "assets" / "addition" / "train.jsonl")
     rows = load_dataset("json", data_files=data, split="train", cache_dir=folder)
@@ -102,7 +124,9 @@ def draw(records: list[dict]) -> None:
     figure, axes = panels(1, 2, figsize=(8, 3.2), sharey=True)
     for ax, name in zip(axes[0], ("grpo", "rloo"), strict=True):
         for color, side in enumerate(("PlainRL", "TRL")):
-            mine = [record for record in records if (record["name"], record["side"]) == (name, side)]
+            mine = [
+                record for record in records if (record["name"], record["side"]) == (name, side)
+            ]
             curves = np.stack([smooth(record["accuracy"]) for record in mine])  # (seeds, steps)
             label = {"PlainRL": f"{name}.py", "TRL": f"{name.upper()}Trainer of TRL"}[side]
             draw_band(ax, B * G * np.arange(1, STEPS + 1), curves, f"C{color}", label)
@@ -118,7 +142,11 @@ def main() -> None:
         result = (run_plainrl if side == "PlainRL" else run_trl)(name, int(seed), folder)
         Path(folder, "result.json").write_text(json.dumps(result))
         return
-    environment = os.environ | {"OMP_NUM_THREADS": "2", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "2",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     records = []
     for seed in SEEDS:
         for name in ("grpo", "rloo"):
@@ -127,15 +155,24 @@ def main() -> None:
                     command = [sys.executable, __file__, side, name, str(seed), folder]
                     done = subprocess.run(command, env=environment, capture_output=True, text=True)
                     if done.returncode:
-                        raise SystemExit(f"error: {side}, {name}, seed {seed} failed\n{done.stderr[-3000:]}")
-                    record = dict(side=side, name=name, seed=seed) | json.loads(Path(folder, "result.json").read_text())
+                        raise SystemExit(
+                            f"error: {side}, {name}, seed {seed} failed\n{done.stderr[-3000:]}"
+                        )
+                    record = dict(side=side, name=name, seed=seed) | json.loads(
+                        Path(folder, "result.json").read_text()
+                    )
                     records.append(record)
                     last, (seconds, responses) = sum(record["accuracy"][-5:]) / 5, to_reach(record)
                     cost = f"all {record['seconds'][-1]:.1f} s, {record['memory'] / 1e6:.0f} MB"
                     reached = f"0.9 after {seconds:.1f} s, {responses} responses"
-                    print(f"{name:5} {side:8} seed {seed}: last five steps {last:.3f}; {reached}; {cost}", flush=True)
+                    print(
+                        f"{name:5} {side:8} seed {seed}: last five steps {last:.3f}; {reached}; {cost}",
+                        flush=True,
+                    )
     for record in records:
-        record |= {key: [round(value, 4) for value in record[key]] for key in ("accuracy", "seconds")}
+        record |= {
+            key: [round(value, 4) for value in record[key]] for key in ("accuracy", "seconds")
+        }
     RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
 
 

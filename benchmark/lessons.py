@@ -68,7 +68,10 @@ LESSONS = {
     ),
     4: (
         "The KL leash",
-        {f"beta = {beta}": f"grpo.py --num-steps 40 --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
+        {
+            f"beta = {beta}": f"grpo.py --num-steps 40 --beta {beta}"
+            for beta in (0.001, 0.01, 0.1, 1)
+        },
         [(SAMPLED, ACCURACY), ("kl/ref", ACCURACY)],
     ),
     5: (
@@ -121,7 +124,10 @@ LESSONS = {
     ),
     11: (
         "Goodhart's law",
-        {f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}" for beta in (0, 0.05, 0.2, 1)},
+        {
+            f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}"
+            for beta in (0, 0.05, 0.2, 1)
+        },
         [(SAMPLED, "rollout/score"), (SAMPLED, ACCURACY), (STEPS, "kl/response")],
     ),
     12: (
@@ -177,7 +183,9 @@ LESSONS = {
 
 
 def git(*arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
@@ -197,7 +205,9 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
         curves[f"length/{name}"] = [
             round(float(np.mean(steps[k])), 2) if steps[k] else None for k in range(1, last + 1)
         ]
-    return curves, {str(k): [count, round(total / count, 4)] for k, (count, total) in sorted(groups.items())}
+    return curves, {
+        str(k): [count, round(total / count, 4)] for k, (count, total) in sorted(groups.items())
+    }
 
 
 def run(command: str, seed: int) -> dict:
@@ -217,7 +227,10 @@ def run(command: str, seed: int) -> dict:
     curves = {}
     for name in metrics[1]:
         if name not in ("step", "tokens") and not name.startswith(("time/", "eval/")):
-            curves[name] = [line[name] if line[name] is None else float(f"{line[name]:.4g}") for line in metrics[1:]]
+            curves[name] = [
+                line[name] if line[name] is None else float(f"{line[name]:.4g}")
+                for line in metrics[1:]
+            ]
     record = {
         "command": command,
         "seed": seed,
@@ -225,10 +238,15 @@ def run(command: str, seed: int) -> dict:
         "commit": git("rev-parse", "--short", "HEAD"),
     }
     record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets"))}
-    record |= {"versions": args.pop("versions"), "args": {k: v for k, v in args.items() if not k.startswith("run")}}
+    record |= {
+        "versions": args.pop("versions"),
+        "args": {k: v for k, v in args.items() if not k.startswith("run")},
+    }
     paths = [name for name in ("model", "dataset", "reward_model") if name in args]
     record["args"] |= {name: Path(args[name]).name for name in paths}
-    record["eval"] = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
+    record["eval"] = {
+        line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line
+    }
     return record | {"curves": curves | lengths, "groups": groups}
 
 
@@ -243,11 +261,17 @@ def read_records() -> dict:
 def run_missing(numbers: list[int]) -> None:
     """Run what the lessons lack, two at a time, and append each record as it comes."""
     have = read_records()
-    commands = dict.fromkeys(command for number in numbers for command in LESSONS[number][1].values())
-    missing = [(command, seed) for seed in SEEDS for command in commands if (command, seed) not in have]
+    commands = dict.fromkeys(
+        command for number in numbers for command in LESSONS[number][1].values()
+    )
+    missing = [
+        (command, seed) for seed in SEEDS for command in commands if (command, seed) not in have
+    ]
     student = ROOT / "runs" / "hesitant" / "model.safetensors"  # of lesson 6
     if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
-        subprocess.run([sys.executable, "benchmark/hesitant.py", "runs/hesitant"], cwd=ROOT, check=True)
+        subprocess.run(
+            [sys.executable, "benchmark/hesitant.py", "runs/hesitant"], cwd=ROOT, check=True
+        )
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(missing), desc="runs") as progress:
         waiting = {pool.submit(run, *key) for key in missing}
         while waiting:
@@ -284,12 +308,16 @@ def draw_groups(ax, records: list[list[dict]], arms: list[str]) -> None:
     width = 0.8 / len(arms)
     for color, (arm, runs) in enumerate(zip(arms, records, strict=True)):
         for right in range(9):
-            found = [record["groups"][str(right)] for record in runs if str(right) in record["groups"]]
+            found = [
+                record["groups"][str(right)] for record in runs if str(right) in record["groups"]
+            ]
             if found:
                 heights = [size for _, size in found]
                 place = right + (color - (len(arms) - 1) / 2) * width
                 error = [[np.mean(heights) - min(heights)], [max(heights) - np.mean(heights)]]
-                style = dict(yerr=error, ecolor=GRAY, color=f"C{color}", label=arm if right == 4 else None)
+                style = dict(
+                    yerr=error, ecolor=GRAY, color=f"C{color}", label=arm if right == 4 else None
+                )
                 ax.bar(place, np.mean(heights), width, **style)
     ax.set_xlabel("right responses in a group of 8")
     ax.set_ylabel("mean size of its advantages")
@@ -302,7 +330,9 @@ def records_of(number: int) -> list[list[dict]]:
 
 
 def drawn_from(number: int) -> str:
-    return digest([[record["curves"], record["groups"]] for runs in records_of(number) for record in runs])
+    return digest(
+        [[record["curves"], record["groups"]] for runs in records_of(number) for record in runs]
+    )
 
 
 def draw(number: int) -> None:
@@ -321,7 +351,9 @@ def draw(number: int) -> None:
             if plot[1] == "value/explained_var":  # without a lower bound, where all is lost
                 ax.set_ylim(bottom=max(-0.5, ax.get_ylim()[0]))
     handles, labels = axes.flat[-1 if number == 5 else 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8
+    )
     figure.suptitle(f"{number}. {title}")
     save(figure, PICTURES / f"{number:02}.svg", drawn_from(number))
 
@@ -338,7 +370,9 @@ def block(number: int) -> str:
         total += sum(record["seconds"] for record in runs)
         rows.append(f"| {arm} | {' | '.join(spread)} | {seconds:.0f} s |")
     commands = "\n".join(f"python {command}" for command in arms.values())
-    table = "\n".join(["| | held out, % | sampled, last five steps, % | a run |", "|---|---|---|---|", *rows])
+    table = "\n".join(
+        ["| | held out, % | sampled, last five steps, % | a run |", "|---|---|---|---|", *rows]
+    )
     picture = f"![{title}](lessons/{number:02}.svg)"
     cost = f"{len(rows) * len(SEEDS)} runs, {total / 60:.0f} minutes of one core."
     return f"```\n{commands}\n```\n\n{picture}\n\n{table}\n\n{cost}\n"
@@ -356,8 +390,12 @@ def write_blocks(numbers: list[int]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("lessons", nargs="*", type=int, help="numbers; all of them if there is none")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "lessons", nargs="*", type=int, help="numbers; all of them if there is none"
+    )
     parser.add_argument("--draw", action="store_true", help="run nothing")
     args = parser.parse_args()
     numbers = args.lessons or list(LESSONS)

@@ -12,16 +12,27 @@ GRAY = "#7f7f7f"  # readable on a white page and on a black one
 
 def digest(records: list) -> str:
     """A name for these numbers. It stands in the picture that is drawn from them, where the tests look for it."""
-    return "records " + hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
+    return (
+        "records " + hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
+    )
 
 
 def panels(rows: int, columns: int, **shape):
     """An empty figure and its axes (rows, columns)."""
     import matplotlib.pyplot as plt
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "plainrl", "savefig.transparent": True, "axes.edgecolor": GRAY}
-    style |= {f"{name}.color": GRAY for name in ("text", "xtick", "ytick")} | {"axes.labelcolor": GRAY}
-    plt.rcParams.update(style | {"legend.framealpha": 0, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25})
+    style = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "plainrl",
+        "savefig.transparent": True,
+        "axes.edgecolor": GRAY,
+    }
+    style |= {f"{name}.color": GRAY for name in ("text", "xtick", "ytick")} | {
+        "axes.labelcolor": GRAY
+    }
+    plt.rcParams.update(
+        style | {"legend.framealpha": 0, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}
+    )
     return plt.subplots(rows, columns, layout="constrained", squeeze=False, **shape)
 
 
@@ -37,7 +48,9 @@ def save(figure, path: Path, name: str) -> None:
 def smooth(values: list) -> np.ndarray:
     """The mean of the last five steps, leaving out what is missing."""
     values = np.array([np.nan if value is None else value for value in values], dtype=float)
-    return np.array([np.nanmean(values[max(0, k - WINDOW + 1) : k + 1]) for k in range(len(values))])
+    return np.array(
+        [np.nanmean(values[max(0, k - WINDOW + 1) : k + 1]) for k in range(len(values))]
+    )
 
 
 def draw_band(ax, across, curves: np.ndarray, color: str, label: str | None = None) -> None:

@@ -43,17 +43,27 @@ def bundled_table() -> str:
     for script in dict.fromkeys(record["script"] for record in records):
         mine = [record for record in records if record["script"] == script]
         row = [f"{script}.py", f"{100 * mine[0]['accuracy'][0]:.1f}"]
-        row += [spread([100 * record[name][1] for record in mine], 1) for name in ("accuracy", "accuracy_lenient")]
-        row += [spread([record["seconds"] for record in mine]), spread([1000 * r["peak_mem_gb"] for r in mine])]
+        row += [
+            spread([100 * record[name][1] for record in mine], 1)
+            for name in ("accuracy", "accuracy_lenient")
+        ]
+        row += [
+            spread([record["seconds"] for record in mine]),
+            spread([1000 * r["peak_mem_gb"] for r in mine]),
+        ]
         rows.append(row)
-    return table(["script", "before, %", "after, strict, %", "after, lenient, %", "seconds", "peak MB"], rows)
+    return table(
+        ["script", "before, %", "after, strict, %", "after, lenient, %", "seconds", "peak MB"], rows
+    )
 
 
 def learning_table() -> str:
     records, rows = read("trl-learn"), []
     for name in ("grpo", "rloo"):
         for side in ("PlainRL", "TRL"):
-            mine = [record for record in records if (record["name"], record["side"]) == (name, side)]
+            mine = [
+                record for record in records if (record["name"], record["side"]) == (name, side)
+            ]
             last = [100 * float(np.mean(record["accuracy"][-WINDOW:])) for record in mine]
             reached = [spread([to_reach(record)[k] for record in mine]) for k in (0, 1)]
             who = f"{name}.py" if side == "PlainRL" else f"{name.upper()}Trainer of TRL 1.16"
@@ -66,8 +76,13 @@ def speed_table() -> str:
     rows = []
     for part in (RECORDS / "trl-cpu.txt").read_text(encoding="utf-8").split("$ python ")[1:]:
         name = re.search(r"--workload (W\d)", part)[1]
-        sides = [re.search(rf"^{side} +(.*)$", part, re.MULTILINE)[1].split() for side in ("plainrl", "trl")]
-        (seconds, memory), (their_seconds, their_memory) = [(float(row[0]), float(row[-1]) / 1e3) for row in sides]
+        sides = [
+            re.search(rf"^{side} +(.*)$", part, re.MULTILINE)[1].split()
+            for side in ("plainrl", "trl")
+        ]
+        (seconds, memory), (their_seconds, their_memory) = [
+            (float(row[0]), float(row[-1]) / 1e3) for row in sides
+        ]
         digits = 2 if seconds < 1 else 1
         row = [f"{name}: {WORKLOADS[name]}", f"{seconds:.{digits}f} s, {memory:.2f} GB"]
         row += [f"{their_seconds:.{digits}f} s, {their_memory:.2f} GB"]
@@ -95,7 +110,9 @@ def draw_bundled() -> None:
         draw_band(ax, np.mean([record["episodes"] for record in mine]) * steps, curves, "C0")
         before, after = np.mean([record["accuracy"] for record in mine], axis=0)
         ax.set_title(f"{name}.py", fontsize=10)
-        ax.text(0.97, 0.05, f"held out: {before:.3f} to {after:.3f}", transform=ax.transAxes, ha="right")
+        ax.text(
+            0.97, 0.05, f"held out: {before:.3f} to {after:.3f}", transform=ax.transAxes, ha="right"
+        )
         ax.set_ylim(0.4, 1)
     figure.supxlabel("responses sampled", fontsize=9)
     figure.supylabel("accuracy of the sampled responses", fontsize=9)
@@ -107,7 +124,10 @@ def main() -> None:
     text = page.read_text(encoding="utf-8")
     for name, make in TABLES.items():
         before, rest = text.split(f"<!-- {name} -->\n")
-        text = f"{before}<!-- {name} -->\n{make()}<!-- end {name} -->\n" + rest.split(f"<!-- end {name} -->\n")[1]
+        text = (
+            f"{before}<!-- {name} -->\n{make()}<!-- end {name} -->\n"
+            + rest.split(f"<!-- end {name} -->\n")[1]
+        )
     page.write_text(text, encoding="utf-8")
     draw_bundled()
     draw_learning(read("trl-learn"))

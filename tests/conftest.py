@@ -12,15 +12,23 @@ SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 
 sys.path.insert(0, str(ROOT))
-torch.set_num_threads(1)  # models this small gain nothing from more, and lose much on a busy machine
+torch.set_num_threads(
+    1
+)  # models this small gain nothing from more, and lose much on a busy machine
 
 
 def pytest_addoption(parser):
-    parser.addoption("--golden", action="store_true", help="write tests/golden.json anew instead of comparing with it")
+    parser.addoption(
+        "--golden",
+        action="store_true",
+        help="write tests/golden.json anew instead of comparing with it",
+    )
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "shared_text: of text that all scripts share, so it is tested in grpo.py alone")
+    config.addinivalue_line(
+        "markers", "shared_text: of text that all scripts share, so it is tested in grpo.py alone"
+    )
 
 
 def pytest_generate_tests(metafunc):

@@ -1,4 +1,4 @@
-"""The GPU path of every script on an emulated device (emulated_cuda.py): that it runs, not how fast."""
+"""The GPU path of every script on an emulated device (tests/emulated_cuda): that it runs, not how fast."""
 
 import json
 import math
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
-EMULATED = ROOT / "tests" / "emulated_cuda.py"
+EMULATED = ROOT / "tests" / "emulated_cuda"
 SINGLE = "reinforce_baseline rloo grpo dr_grpo dapo ppo_rlhf gspo remax grpo_offpolicy grpo_process".split()
 SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
 # Short segments: finished rows are dropped, keys and values grow and the graph is recorded anew within 24 tokens.
@@ -41,9 +41,9 @@ torch.manual_seed(0)
 prompt, response = torch.randint(3, 20, (2, 4, 8))
 rollout = (prompt, torch.ones_like(prompt, dtype=torch.bool), response, torch.ones_like(response, dtype=torch.bool))
 with torch.no_grad():
-    exact = grpo.compute_logprobs(model, *rollout, 1.0)
+    exact = grpo.compute_logprobs(model, rollout, 1.0)
     model.cuda()
-    rounded = grpo.compute_logprobs(model, *[x.cuda() for x in rollout], 1.0)
+    rounded = grpo.compute_logprobs(model, [x.cuda() for x in rollout], 1.0)
 error = (rounded.cpu() - exact).abs().max() / exact.abs().max()
 assert rounded.dtype == torch.float32 and 1e-5 < error < 0.02, error
 copied = grpo.inference_copy(model)
@@ -60,7 +60,7 @@ grpo.SEGMENT["cuda"] = 4
 def sample(model, cuda_graph):
     torch.manual_seed(0)
     args = grpo.Args(max_new_tokens=14, cuda_graph=cuda_graph)
-    return grpo.generate(args, model, *[x.cuda() for x in left_pad(PROMPTS)], 4, 1.0, EOS)
+    return grpo.generate(args, model, *[x.cuda() for x in left_pad(PROMPTS)], 4, 1.0, torch.tensor(EOS).cuda())
 unrecordable = ["Falcon, rotary", "MPT, ALiBi", "Llama, rotary scaling by length"]
 for family in [*SUPPORTED, *unrecordable[1:]]:
     model = grpo.inference_copy(build(family).cuda())
@@ -90,27 +90,52 @@ def runs(tmp_path_factory):
     if shutil.which("g++") is None or torch.version.cuda is not None or sys.platform != "linux":
         pytest.skip("the emulated device needs Linux, g++, and a torch that was built without CUDA")
     folder = tmp_path_factory.mktemp("cuda")
-    programs = {name: VARIED for name in ("graph", "eager", "stop")} | {"precision": PRECISION, "families": FAMILIES}
+    programs = {name: VARIED for name in ("graph", "eager", "stop")} | {
+        "precision": PRECISION,
+        "families": FAMILIES,
+    }
     programs |= {name: f"import torch\n{fault}\n" for name, fault in FAULTS.items()}
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program.format(root=str(ROOT)))
     # In one process, which imports the libraries once.
-    commands = {name: [ROOT / f"{name}.py"] for name in SINGLE} | {name: [folder / f"{name}.py"] for name in programs}
+    commands = {name: [ROOT / f"{name}.py"] for name in SINGLE} | {
+        name: [folder / f"{name}.py"] for name in programs
+    }
     commands["eager"] += ["--no-cuda-graph"]
     for name in (*SINGLE, "graph", "eager", "stop"):
         commands[name] += [*SMALL.split(), "--runs-dir", folder, "--run-name", name]
     commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
-    process = subprocess.run([sys.executable, EMULATED, *lines.values()], cwd=folder, capture_output=True, text=True)
+    process = subprocess.run(
+        [sys.executable, EMULATED, *lines.values()], cwd=folder, capture_output=True, text=True
+    )
     texts = re.split(r"^---- .*\.py.*\n", process.stdout, flags=re.M)[1:]
     assert len(texts) == len(lines), process.stdout + process.stderr
 
     # Two processes, with a device each; and a resume, which has nothing left to do but to write the model.
-    several = [ROOT / "grpo_multigpu.py", *SMALL.split(), "--runs-dir", folder, "--run-name", "grpo_multigpu"]
-    several = [[*several, "--micro-batch-tokens", "512"], [several[0], "--resume", folder / "grpo_multigpu"]]
+    several = [
+        ROOT / "grpo_multigpu.py",
+        *SMALL.split(),
+        "--runs-dir",
+        folder,
+        "--run-name",
+        "grpo_multigpu",
+    ]
+    several = [
+        [*several, "--micro-batch-tokens", "512"],
+        [several[0], "--resume", folder / "grpo_multigpu"],
+    ]
     for name, command in zip(("grpo_multigpu", "grpo_multigpu resumed"), several, strict=True):
         lines[name] = shlex.join(map(str, command))
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", EMULATED, lines[name]]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node",
+            "2",
+            EMULATED,
+            lines[name],
+        ]
         process = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         assert process.returncode == 0, process.stdout + process.stderr
         texts.append(process.stdout)
@@ -118,7 +143,10 @@ def runs(tmp_path_factory):
             shutil.rmtree(folder / name / "model")
 
     end = re.compile(r"^---- status (\d+), (\d+) graphs recorded, (\d+) replayed$", re.M)
-    results = {name: (*map(int, end.search(text).groups()), text) for name, text in zip(lines, texts, strict=True)}
+    results = {
+        name: (*map(int, end.search(text).groups()), text)
+        for name, text in zip(lines, texts, strict=True)
+    }
     return {name: (*result, folder / name) for name, result in results.items()}
 
 
@@ -153,7 +181,9 @@ def test_replayed_graphs_sample_what_single_steps_do(runs):
 
 
 def test_signal_and_resume_on_cuda(runs):
-    assert runs["stop"][0] == 128 + 15 and runs["resumed"][0] == 0, runs["stop"][3] + runs["resumed"][3]
+    assert runs["stop"][0] == 128 + 15 and runs["resumed"][0] == 0, (
+        runs["stop"][3] + runs["resumed"][3]
+    )
     whole, resumed = metrics(runs["graph"][4]), metrics(runs["stop"][4])
     for one, other in zip(whole, resumed, strict=True):
         assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
@@ -177,7 +207,9 @@ def test_pieces_on_cuda(runs, name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_emulated_device_refuses_what_cuda_refuses(runs, name):
     status, _, _, text, _ = runs[name]
-    message = dict(waits="while a graph is recorded", freed="memory that has been freed", bias="dtype for bias")
+    message = dict(
+        waits="while a graph is recorded", freed="memory that has been freed", bias="dtype for bias"
+    )
     message = (message | dict(masked=message["waits"])).get(name, "devices")
     assert status == 1 and message in text, text
     if name == "freed":  # recording computed nothing, the first replay did

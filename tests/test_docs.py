@@ -14,13 +14,17 @@ PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
 def test_every_link_leads_somewhere(page):
     """Files, and headings of a page as GitHub names them."""
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)):
+    for target in re.findall(
+        r"\]\((?!https?:)([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    ):
         name, _, anchor = target.partition("#")
         linked = (page.parent / name).resolve() if name else page
         assert linked.exists(), f"{page.name}: {target}"
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
-            assert anchor in {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}, target
+            assert anchor in {
+                re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings
+            }, target
 
 
 def test_the_lines_beside_the_formulas_are_the_scripts():
@@ -30,7 +34,9 @@ def test_the_lines_beside_the_formulas_are_the_scripts():
         first, *lines = block.splitlines()
         name = first.removeprefix("# ")
         script = (ROOT / name).read_text(encoding="utf-8").splitlines()
-        assert lines and all(line in script for line in lines), [line for line in lines if line not in script]
+        assert lines and all(line in script for line in lines), [
+            line for line in lines if line not in script
+        ]
         seen.add(Path(name).stem)
     assert seen >= set(SCRIPTS) - {"grpo_multigpu"}
 
@@ -39,7 +45,9 @@ def test_the_family_tree_is_the_one_of_the_siblings():
     from test_siblings import PAIRS
 
     text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^  (\w+) --> (\w+)$", text, re.MULTILINE)) == {(parent, child) for child, parent in PAIRS}
+    assert set(re.findall(r"^  (\w+) --> (\w+)$", text, re.MULTILINE)) == {
+        (parent, child) for child, parent in PAIRS
+    }
 
 
 def test_the_differences_shown_apply_to_grpo():
@@ -64,13 +72,22 @@ def test_the_lessons_state_what_is_recorded():
     sys.path.insert(0, str(ROOT / "benchmark"))
     import lessons
 
-    text = "".join((ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("lessons", "metrics"))
+    text = "".join(
+        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("lessons", "metrics")
+    )
     for number in lessons.LESSONS:
-        assert f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end {number} -->\n" in text, number
+        assert (
+            f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end {number} -->\n" in text
+        ), number
         picture = (ROOT / "docs" / "lessons" / f"{number:02}.svg").read_text(encoding="utf-8")
-        assert lessons.drawn_from(number) in picture, f"lesson {number} was drawn from other records"
+        assert lessons.drawn_from(number) in picture, (
+            f"lesson {number} was drawn from other records"
+        )
     records = lessons.read_records()
-    assert {command for command, _ in records} == {c for _, arms, _ in lessons.LESSONS.values() for c in arms.values()}
+    assert {command for command, _ in records} == {
+        c for _, arms, _ in lessons.LESSONS.values() for c in arms.values()
+    }
     assert not any(record["dirty"] for record in records.values())
 
 
@@ -86,10 +103,14 @@ def test_the_readme_states_what_is_recorded():
         assert readme.digest(readme.read(name)) in picture.read_text(encoding="utf-8"), name
         assert str(picture.relative_to(ROOT)) in text
     records = readme.read("bundled")
-    assert {(record["script"], record["seed"]) for record in records} == {(s, k) for s in SCRIPTS for k in range(1, 6)}
+    assert {(record["script"], record["seed"]) for record in records} == {
+        (s, k) for s in SCRIPTS for k in range(1, 6)
+    }
     emulated = readme.read("bundled-emulated")
     low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
-    assert {record["script"] for record in emulated} == set(SCRIPTS) and len(emulated) == len(SCRIPTS)
+    assert {record["script"] for record in emulated} == set(SCRIPTS) and len(emulated) == len(
+        SCRIPTS
+    )
     assert f"all scripts reach {low:.1f} to {high:.0f} % there" in text
     assert max(record["logprob_gap"] for record in emulated) < 0.002 and "stays below 0.002" in text
     assert not any(record["dirty"] for record in records + emulated)

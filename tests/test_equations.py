@@ -31,20 +31,26 @@ def advantages_of(script, rewards):
         return script.compute_advantages(make_args(script), rewards, rewards.mean(1))
     if script is grpo_process:
         ends = torch.zeros_like(rewards, dtype=torch.long)
-        return script.compute_advantages(make_args(script), rewards[..., None], ends[..., None], 1)[..., 0]
+        return script.compute_advantages(make_args(script), rewards[..., None], ends[..., None], 1)[
+            ..., 0
+        ]
     return script.compute_advantages(make_args(script), rewards)
 
 
 def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
     """Random log-probabilities, advantages and a ragged mask, with garbage where it is masked."""
     generator = torch.Generator().manual_seed(seed)
-    logprobs, old, ref = (-2 * torch.rand(3, n, R, generator=generator, dtype=dtype)).unbind(0)  # (n, R) each
+    logprobs, old, ref = (-2 * torch.rand(3, n, R, generator=generator, dtype=dtype)).unbind(
+        0
+    )  # (n, R) each
     lengths = torch.randint(1, R + 1, (n,), generator=generator)
     lengths[0], lengths[1] = R, 1
     mask = torch.arange(R) < lengths[:, None]  # (n, R)
     advantages = torch.randn(n, 1, generator=generator, dtype=dtype)  # (n, 1)
     for tensor in (logprobs, old, ref):
-        tensor[~mask] = torch.tensor([math.nan, math.inf, -1e30], dtype=dtype).repeat(n * R)[: int((~mask).sum())]
+        tensor[~mask] = torch.tensor([math.nan, math.inf, -1e30], dtype=dtype).repeat(n * R)[
+            : int((~mask).sum())
+        ]
     return logprobs.requires_grad_(), old, ref, advantages, mask
 
 
@@ -53,7 +59,9 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
 
     In gspo.py, where make_args leaves the range at its default, it is cut at 0.9997 and 1.0004.
     """
-    logprobs, old, ref, advantages = (x.detach().tolist() for x in (logprobs, old, ref, advantages.expand(mask.shape)))
+    logprobs, old, ref, advantages = (
+        x.detach().tolist() for x in (logprobs, old, ref, advantages.expand(mask.shape))
+    )
     total = 0.0
     for i in range(len(mask)):
         length = int(mask[i].sum())
@@ -73,15 +81,26 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
         for t in range(length):
             ratio, advantage = math.exp(logprobs[i][t] - old[i][t]), advantages[i][t]
             if name == "gspo":
-                ratio = math.exp(math.fsum(logprobs[i][k] - old[i][k] for k in range(length)) / length)
+                ratio = math.exp(
+                    math.fsum(logprobs[i][k] - old[i][k] for k in range(length)) / length
+                )
             low, high = {"dapo": (0.8, 1.28), "gspo": (0.9997, 1.0004)}.get(name, (0.8, 1.2))
             if name in ("reinforce_baseline", "rloo", "remax"):
                 objective = advantage * logprobs[i][t]
             elif advantage > 0:
                 objective = advantage * min(ratio, high)
             else:
-                objective = advantage * min(max(ratio, low), 3.0 if name == "grpo_offpolicy" else math.inf)
-            if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process", "grpo_multigpu"):
+                objective = advantage * min(
+                    max(ratio, low), 3.0 if name == "grpo_offpolicy" else math.inf
+                )
+            if name in (
+                "grpo",
+                "dr_grpo",
+                "gspo",
+                "grpo_offpolicy",
+                "grpo_process",
+                "grpo_multigpu",
+            ):
                 upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)
             total -= objective * weight
@@ -93,9 +112,13 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
 
 def test_advantages_by_hand():
     # Rewards 1, 0, 0, 1: mean 0.5, Bessel's std sqrt(4 * 0.25 / 3) = 0.57735.
-    advantages = grpo.compute_advantages(grpo.Args(), torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64))
+    advantages = grpo.compute_advantages(
+        grpo.Args(), torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
+    )
     expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
-    assert advantages.tolist()[0] == pytest.approx([expected, -expected, -expected, expected], abs=1e-12)
+    assert advantages.tolist()[0] == pytest.approx(
+        [expected, -expected, -expected, expected], abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1.4, 1 / 3, -7.7])
@@ -147,7 +170,9 @@ def test_advantages_of_each_script_by_hand(member, expected):
 
 
 def random_rewards(seed, B=4, G=5):
-    return torch.randn(B, G, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)  # (B, G)
+    return torch.randn(
+        B, G, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )  # (B, G)
 
 
 @pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
@@ -208,7 +233,9 @@ def test_returns_by_hand(member):
     rewards = torch.tensor([[1.0, 4.0]], dtype=torch.float64)
     returns = member.compute_returns(make_args(member, beta=0.5), rewards, old, ref, mask)
     assert returns.tolist() == [[1.0 - 0.5 * -2.0, 4.0 - 0.5 * 2.5]]
-    assert torch.equal(member.compute_returns(make_args(member, beta=0.0), rewards, old, ref, mask), rewards)
+    assert torch.equal(
+        member.compute_returns(make_args(member, beta=0.0), rewards, old, ref, mask), rewards
+    )
 
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo])
@@ -216,10 +243,14 @@ def test_returns_against_a_slow_loop(member):
     _, old, ref, _, mask = ragged_batch(3)
     rewards = random_rewards(4, 3, 2)
     returns = member.compute_returns(make_args(member, beta=0.3), rewards, old, ref, mask)
-    for i, (reward, result) in enumerate(zip(rewards.flatten().tolist(), returns.flatten().tolist(), strict=True)):
+    for i, (reward, result) in enumerate(
+        zip(rewards.flatten().tolist(), returns.flatten().tolist(), strict=True)
+    ):
         kl = math.fsum(float(old[i, t] - ref[i, t]) for t in range(old.shape[1]) if mask[i, t])
         assert result == pytest.approx(reward - 0.3 * kl, abs=1e-12)
-    assert (returns < rewards)[((old - ref).masked_fill(~mask, 0.0).sum(1) > 0).view_as(rewards)].all()  # a KL costs
+    assert (returns < rewards)[
+        ((old - ref).masked_fill(~mask, 0.0).sum(1) > 0).view_as(rewards)
+    ].all()  # a KL costs
 
 
 def test_baselines_by_hand():
@@ -233,7 +264,10 @@ def test_baselines_by_hand():
 
 def test_the_moving_average_of_constant_returns_is_constant_and_of_others_a_sum_of_powers():
     args, average = make_args(reinforce_baseline, baseline="moving_average"), 4.0
-    assert reinforce_baseline.compute_baseline(args, torch.full((2, 3), 4.0), average) == (4.0, pytest.approx(4.0))
+    assert reinforce_baseline.compute_baseline(args, torch.full((2, 3), 4.0), average) == (
+        4.0,
+        pytest.approx(4.0),
+    )
     means = [1.0, -2.0, 7.0]
     for mean in means:
         _, average = reinforce_baseline.compute_baseline(args, torch.full((2, 3), mean), average)
@@ -255,7 +289,9 @@ def test_mixed_groups_by_hand():
 def test_a_mixed_group_is_one_with_an_advantage():
     accuracy = torch.randint(0, 2, (40, 3), generator=torch.Generator().manual_seed(0)).float()
     mixed = dapo.mixed_groups(make_args(dapo, num_prompts=40), accuracy).tolist()
-    assert mixed == [k for k, row in enumerate(advantages_of(dapo, accuracy)) if row.abs().max() > 0]
+    assert mixed == [
+        k for k, row in enumerate(advantages_of(dapo, accuracy)) if row.abs().max() > 0
+    ]
     assert 0 < len(mixed) < 40
 
 
@@ -265,7 +301,17 @@ def test_a_mixed_group_is_one_with_an_advantage():
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize(
     ("length", "penalty"),
-    [(1, 0.0), (40, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (150, -1.0)],
+    [
+        (1, 0.0),
+        (40, 0.0),
+        (79, 0.0),
+        (80, 0.0),
+        (81, -0.05),
+        (90, -0.5),
+        (99, -0.95),
+        (100, -1.0),
+        (150, -1.0),
+    ],
 )
 def test_overlong_penalty_by_hand(length, penalty, dtype):
     # L_max 100, L_cache 20: nothing up to 80 tokens, then 1/20 per token, and -1 from 100 on.
@@ -278,7 +324,9 @@ def test_overlong_penalty_by_hand(length, penalty, dtype):
 def test_overlong_penalty_never_rewards_and_keeps_the_order():
     args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
     penalties = dapo.overlong_penalty(args, torch.arange(1, 130))
-    assert (penalties[:80] == 0).all()  # exactly: a short answer is not punished for each of its tokens
+    assert (
+        penalties[:80] == 0
+    ).all()  # exactly: a short answer is not punished for each of its tokens
     assert (penalties[80:99].diff() < 0).all() and (penalties[99:] == -1).all()
 
 
@@ -289,7 +337,12 @@ def test_overlong_penalty_never_rewards_and_keeps_the_order():
     ("ratio", "advantage", "token_loss", "gradient"),
     [
         (1.0, 2.0, -2.0, -2.0),
-        (1.5, 2.0, -2.4, 0.0),  # above the upper bound with a positive advantage: clipped, no gradient
+        (
+            1.5,
+            2.0,
+            -2.4,
+            0.0,
+        ),  # above the upper bound with a positive advantage: clipped, no gradient
         (0.5, 2.0, -1.0, -1.0),  # below it, the objective is the smaller one: the unclipped
         (1.5, -2.0, 3.0, 3.0),  # a negative advantage turns it around
         (0.5, -2.0, 1.6, 0.0),
@@ -311,7 +364,12 @@ def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "of_grpo", "of_dapo"),  # (loss, gradient) each
     [
-        (1.25, 2.0, (-2.4, 0.0), (-2.5, -2.5)),  # Clip-Higher: between 1.2 and 1.28 the token still learns
+        (
+            1.25,
+            2.0,
+            (-2.4, 0.0),
+            (-2.5, -2.5),
+        ),  # Clip-Higher: between 1.2 and 1.28 the token still learns
         (1.3, 2.0, (-2.4, 0.0), (-2.56, 0.0)),
         (1.3, -2.0, (2.6, 2.6), (2.6, 2.6)),
         (0.75, -2.0, (1.6, 0.0), (1.6, 0.0)),  # the lower bound is grpo's: 0.8 and not 0.72
@@ -322,27 +380,35 @@ def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
     for script, (token_loss, gradient) in ((grpo, of_grpo), (dapo, of_dapo)):
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-        advantages, args = torch.tensor([[advantage]], dtype=torch.float64), make_args(script, beta=0.0)
+        advantages, args = (
+            torch.tensor([[advantage]], dtype=torch.float64),
+            make_args(script, beta=0.0),
+        )
         loss, stats = script.policy_loss(args, logprobs, old, None, advantages, mask, 1, 1)
         loss.backward()
         assert loss.item() == pytest.approx(token_loss, abs=1e-9)
         assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-9)
-        assert stats["clip_frac_high"] == (ratio > (1.28 if script is dapo else 1.2))
-        assert stats["clip_frac_low"] == (ratio < 0.8)
+        assert stats["policy/clip_frac_high"] == (ratio > (1.28 if script is dapo else 1.2))
+        assert stats["policy/clip_frac_low"] == (ratio < 0.8)
 
 
 @pytest.mark.parametrize("member", [grpo, dr_grpo])
 def test_kl_term_by_hand(member):
     # pi = 0.5, pi_ref = 0.25: pi_ref / pi - log(pi_ref / pi) - 1 = 0.5 + log 2 - 1. It is ADDED to the loss.
     logprobs = torch.tensor([[math.log(0.5)]], dtype=torch.float64, requires_grad=True)
-    ref, mask = torch.tensor([[math.log(0.25)]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
+    ref, mask = (
+        torch.tensor([[math.log(0.25)]], dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.bool),
+    )
     advantages = torch.zeros(1, 1, dtype=torch.float64)
     args = make_args(member, beta=0.1, max_new_tokens=1)
     loss, stats = member.policy_loss(args, logprobs, logprobs.detach(), ref, advantages, mask, 1, 1)
     loss.backward()
     assert loss.item() == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
-    assert stats["kl"].item() == pytest.approx(0.5 + math.log(2) - 1)
-    assert logprobs.grad.item() == pytest.approx(0.1 * (1 - 0.5))  # d kl / d logprob = 1 - pi_ref / pi
+    assert stats["kl/ref"].item() == pytest.approx(0.5 + math.log(2) - 1)
+    assert logprobs.grad.item() == pytest.approx(
+        0.1 * (1 - 0.5)
+    )  # d kl / d logprob = 1 - pi_ref / pi
 
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo, ppo_rlhf])
@@ -351,24 +417,29 @@ def test_where_the_kl_is_in_the_reward_the_loss_has_none(member):
     results = []
     for reference in (None, ref):
         args = make_args(member, beta=0.5)
-        loss, stats = member.policy_loss(args, logprobs, old, reference, advantages, mask, 6, int(mask.sum()))
+        loss, stats = member.policy_loss(
+            args, logprobs, old, reference, advantages, mask, 6, int(mask.sum())
+        )
         results.append((loss.item(), *torch.autograd.grad(loss, logprobs)[0].flatten().tolist()))
     assert results[0] == results[1]
     upside = (ref - logprobs)[mask].exp()
-    assert stats["kl"].item() == pytest.approx((upside - upside.log() - 1).sum().item())
+    assert stats["kl/ref"].item() == pytest.approx((upside - upside.log() - 1).sum().item())
 
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo, ppo_rlhf])
 def test_k3_estimates_the_kl_from_policy_to_reference(member):
     # Its expectation under the policy is KL(pi || ref), and not the other direction.
-    policy, reference = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
+    policy, reference = (
+        torch.tensor([0.7, 0.2, 0.1]).double(),
+        torch.tensor([0.2, 0.3, 0.5]).double(),
+    )
     expectation = 0.0
     for token in range(3):
         logprobs, ref = policy[token].log().view(1, 1), reference[token].log().view(1, 1)
         one = torch.ones(1, 1, dtype=torch.bool)
         args = make_args(member, beta=1.0)
         _, stats = member.policy_loss(args, logprobs, logprobs, ref, torch.zeros(1, 1), one, 1, 1)
-        expectation += policy[token].item() * stats["kl"].item()
+        expectation += policy[token].item() * stats["kl/ref"].item()
     assert expectation == pytest.approx((policy * (policy / reference).log()).sum().item())
 
 
@@ -396,10 +467,14 @@ def test_means_by_hand(member, expected):
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo])
 def test_reinforce_by_hand(member):
     # A = 2 on two tokens of -0.5, A = -1 on four of -0.25: -(2 * -1 + -1 * -1) / 2. No division by the lengths.
-    logprobs = torch.tensor([[-0.5, -0.5, -9.0, -9.0], [-0.25] * 4], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.tensor(
+        [[-0.5, -0.5, -9.0, -9.0], [-0.25] * 4], dtype=torch.float64, requires_grad=True
+    )
     mask = torch.tensor([[True, True, False, False], [True] * 4])
     advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64)
-    loss, _ = member.policy_loss(make_args(member), logprobs, logprobs.detach(), None, advantages, mask, 2, 6)
+    loss, _ = member.policy_loss(
+        make_args(member), logprobs, logprobs.detach(), None, advantages, mask, 2, 6
+    )
     loss.backward()
     assert loss.item() == pytest.approx(0.5)
     assert logprobs.grad.tolist() == [[-1.0, -1.0, 0.0, 0.0], [0.5] * 4]
@@ -411,7 +486,9 @@ def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
     # The minibatch is larger than this slice: 8 sequences, and 11 tokens more.
     logprobs, old, ref, advantages, mask = ragged_batch(seed)
     args, num_tokens = make_args(script, beta=beta), int(mask.sum()) + 11
-    loss, _ = script.policy_loss(args, logprobs, old, ref if beta else None, advantages, mask, 8, num_tokens)
+    loss, _ = script.policy_loss(
+        args, logprobs, old, ref if beta else None, advantages, mask, 8, num_tokens
+    )
     loss.backward()
     values, rest = logprobs.detach(), (old, ref, advantages, mask, beta, 8, num_tokens)
     assert loss.item() == pytest.approx(slow_loss(script.__name__, values, *rest), abs=1e-12)
@@ -420,21 +497,30 @@ def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
         up, down = values.clone(), values.clone()
         up[i, t] += 1e-6
         down[i, t] -= 1e-6
-        slope = (slow_loss(script.__name__, up, *rest) - slow_loss(script.__name__, down, *rest)) / 2e-6
+        slope = (
+            slow_loss(script.__name__, up, *rest) - slow_loss(script.__name__, down, *rest)
+        ) / 2e-6
         assert logprobs.grad[i, t].item() == pytest.approx(slope, abs=1e-6)
 
 
 def test_at_ratio_one_the_gradient_is_reinforce():
     logprobs, _, _, advantages, mask = ragged_batch(0)
     args = grpo.Args(beta=0.0)
-    loss, stats = grpo.policy_loss(args, logprobs, logprobs.detach(), None, advantages, mask, 6, int(mask.sum()))
+    loss, stats = grpo.policy_loss(
+        args, logprobs, logprobs.detach(), None, advantages, mask, 6, int(mask.sum())
+    )
     loss.backward()
     gradient = logprobs.grad.clone()
     logprobs.grad = None
     reinforce = -(advantages * logprobs).masked_fill(~mask, 0.0).sum(1) / mask.sum(1)
     (reinforce.sum() / 6).backward()
     assert torch.allclose(gradient, logprobs.grad.nan_to_num(), atol=1e-12)
-    assert stats["clip_frac_low"] == stats["clip_frac_high"] == stats["approx_kl"] == 0
+    assert (
+        stats["policy/clip_frac_low"]
+        == stats["policy/clip_frac_high"]
+        == stats["policy/approx_kl"]
+        == 0
+    )
 
 
 @pytest.mark.parametrize("member", [dr_grpo, dapo, ppo_rlhf])
@@ -442,7 +528,9 @@ def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(me
     # -A over a number that no response's own length has a part in.
     logprobs, _, _, advantages, mask = ragged_batch(1)
     args, num_tokens = make_args(member, beta=0.0), int(mask.sum())
-    loss, _ = member.policy_loss(args, logprobs, logprobs.detach(), None, advantages, mask, 6, num_tokens)
+    loss, _ = member.policy_loss(
+        args, logprobs, logprobs.detach(), None, advantages, mask, 6, num_tokens
+    )
     loss.backward()
     divisor = 6 * 10 if member is dr_grpo else num_tokens
     expected = (-advantages / divisor).expand(mask.shape).masked_fill(~mask, 0.0)
@@ -453,7 +541,9 @@ def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(me
 def test_reinforce_knows_no_ratio(member):
     # Nothing is clipped and nothing reweighted: the gradient is -A / num_seqs whatever policy sampled.
     logprobs, old, _, advantages, mask = ragged_batch(2)
-    loss, _ = member.policy_loss(make_args(member), logprobs, old, None, advantages, mask, 6, int(mask.sum()))
+    loss, _ = member.policy_loss(
+        make_args(member), logprobs, old, None, advantages, mask, 6, int(mask.sum())
+    )
     loss.backward()
     expected = (-advantages / 6).expand(mask.shape).masked_fill(~mask, 0.0)
     assert torch.allclose(logprobs.grad, expected, atol=1e-12)
@@ -463,8 +553,13 @@ def of_a_full_group(script, logprobs, old, rewards, **fields):
     """The gradient of a script on one group of rewards (G,) whose responses are all full, advantages included."""
     logprobs = logprobs.detach().clone().requires_grad_()
     args = make_args(script, beta=0.0, max_new_tokens=logprobs.shape[1], **fields)
-    advantages, mask = advantages_of(script, rewards[None]).view(-1, 1), torch.ones_like(logprobs, dtype=torch.bool)
-    loss, _ = script.policy_loss(args, logprobs, old, None, advantages, mask, len(mask), mask.numel())
+    advantages, mask = (
+        advantages_of(script, rewards[None]).view(-1, 1),
+        torch.ones_like(logprobs, dtype=torch.bool),
+    )
+    loss, _ = script.policy_loss(
+        args, logprobs, old, None, advantages, mask, len(mask), mask.numel()
+    )
     loss.backward()
     return torch.cat([loss.detach().view(1), logprobs.grad.flatten()])
 
@@ -472,13 +567,17 @@ def of_a_full_group(script, logprobs, old, rewards, **fields):
 @pytest.mark.parametrize("seed", range(3))
 def test_scripts_agree_where_they_must(seed):
     generator = torch.Generator().manual_seed(seed)
-    logprobs, old = (-torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)).unbind(0)  # (G, R) each
+    logprobs, old = (-torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)).unbind(
+        0
+    )  # (G, R) each
     rewards = torch.randn(6, generator=generator, dtype=torch.float64)  # (G,)
 
     # At full lengths Dr. GRPO differs from GRPO by the std alone.
     of_grpo = of_a_full_group(grpo, logprobs, old, rewards)
     assert torch.allclose(
-        of_a_full_group(dr_grpo, logprobs, old, rewards), of_grpo * (rewards.std() + 1e-4), atol=1e-12
+        of_a_full_group(dr_grpo, logprobs, old, rewards),
+        of_grpo * (rewards.std() + 1e-4),
+        atol=1e-12,
     )
     # At equal lengths DAPO differs by the upper bound alone, and with many ratios above 1.2 it does differ.
     equal = of_a_full_group(dapo, logprobs, old, rewards, clip_eps_low=0.2, clip_eps_high=0.2)
@@ -487,7 +586,9 @@ def test_scripts_agree_where_they_must(seed):
     assert not torch.allclose(higher, of_grpo, atol=1e-3)
     # In one group RLOO is REINFORCE with the mean as its baseline, times G / (G - 1).
     of_reinforce = of_a_full_group(reinforce_baseline, logprobs, old, rewards)
-    assert torch.allclose(of_a_full_group(rloo, logprobs, old, rewards), 6 / 5 * of_reinforce, atol=1e-12)
+    assert torch.allclose(
+        of_a_full_group(rloo, logprobs, old, rewards), 6 / 5 * of_reinforce, atol=1e-12
+    )
 
 
 def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
@@ -497,7 +598,9 @@ def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
     for script in (grpo, dr_grpo, dapo):
         logprobs = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
         args = make_args(script, beta=0.0, max_new_tokens=8)
-        loss, _ = script.policy_loss(args, logprobs, logprobs.detach(), None, torch.ones(2, 1), mask, 2, 5)
+        loss, _ = script.policy_loss(
+            args, logprobs, logprobs.detach(), None, torch.ones(2, 1), mask, 2, 5
+        )
         loss.backward()
         gradients[script] = (logprobs.grad[0, 0].item(), logprobs.grad[1, 3].item())
     assert gradients[grpo] == pytest.approx((-1 / 2, -1 / 8))
@@ -509,12 +612,21 @@ def test_slices_add_up_to_the_minibatch(script):
     # The memory knob cuts a minibatch into slices; loss, gradient and sums must not notice.
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     args = make_args(script, beta=0.1)
-    whole, stats = script.policy_loss(args, logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
+    whole, stats = script.policy_loss(
+        args, logprobs, old, ref, advantages, mask, 6, int(mask.sum())
+    )
     (gradient,) = torch.autograd.grad(whole, logprobs)
     total, sums = 0.0, dict.fromkeys(stats, 0.0)
     for rows in ([0], [4, 1, 5], [2, 3]):
         loss, part = script.policy_loss(
-            args, logprobs[rows], old[rows], ref[rows], advantages[rows], mask[rows], 6, int(mask.sum())
+            args,
+            logprobs[rows],
+            old[rows],
+            ref[rows],
+            advantages[rows],
+            mask[rows],
+            6,
+            int(mask.sum()),
         )
         total = total + loss
         sums = {name: sums[name] + part[name] for name in sums}
@@ -530,22 +642,32 @@ def test_stats_are_sums_over_tokens_that_count(script):
     logprobs = torch.tensor([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
     old = torch.zeros_like(logprobs)
-    _, stats = script.policy_loss(make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5)
+    _, stats = script.policy_loss(
+        make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5
+    )
     assert stats["tokens"] == 5
-    assert stats["clip_frac_high"] == 1  # exp(0.5) is above 1.2; in gspo.py the first sequence is, on the average
-    assert stats["clip_frac_low"] == 1  # exp(-0.5) is below 0.8; in gspo.py the second sequence is
+    assert (
+        stats["policy/clip_frac_high"] == 1
+    )  # exp(0.5) is above 1.2; in gspo.py the first sequence is, on the average
+    assert (
+        stats["policy/clip_frac_low"] == 1
+    )  # exp(-0.5) is below 0.8; in gspo.py the second sequence is
     assert stats.get("sequences", 2) == 2
-    assert stats["approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
-    logratios = (0.1 / 3,) * 3 + (-0.05,) * 2 if script.__name__ == "gspo" else (0.5, -0.5, 0.1, -0.1, 0.0)
-    assert stats["ratio_mean"].item() == pytest.approx(sum(map(math.exp, logratios)))
-    assert stats["entropy"].item() == pytest.approx(-(0.5 - 0.5 + 0.1 - 0.1 + 0.0))
+    assert stats["policy/approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
+    logratios = (
+        (0.1 / 3,) * 3 + (-0.05,) * 2 if script.__name__ == "gspo" else (0.5, -0.5, 0.1, -0.1, 0.0)
+    )
+    assert stats["policy/ratio_mean"].item() == pytest.approx(sum(map(math.exp, logratios)))
+    assert stats["policy/entropy"].item() == pytest.approx(-(0.5 - 0.5 + 0.1 - 0.1 + 0.0))
 
 
 def test_advantages_per_sequence_or_per_token_are_the_same(script):
     logprobs, old, ref, advantages, mask = ragged_batch(4)
     args, num_tokens = make_args(script, beta=0.1), int(mask.sum())
     column, _ = script.policy_loss(args, logprobs, old, ref, advantages, mask, 6, num_tokens)
-    full, _ = script.policy_loss(args, logprobs, old, ref, advantages.expand(6, 7), mask, 6, num_tokens)
+    full, _ = script.policy_loss(
+        args, logprobs, old, ref, advantages.expand(6, 7), mask, 6, num_tokens
+    )
     assert column.item() == full.item()
 
 
@@ -555,7 +677,9 @@ def test_shapes_that_would_broadcast_silently_are_refused(script):
         with pytest.raises(AssertionError):
             script.policy_loss(make_args(script, beta=0.0), values, values, None, bad, mask, 3, 9)
     with pytest.raises(AssertionError):
-        script.policy_loss(make_args(script, beta=0.0), values, values[:1], None, torch.zeros(3, 1), mask, 3, 9)
+        script.policy_loss(
+            make_args(script, beta=0.0), values, values[:1], None, torch.zeros(3, 1), mask, 3, 9
+        )
 
 
 def test_a_fully_masked_sequence_counts_nothing(script):
@@ -572,11 +696,15 @@ def test_a_fully_masked_sequence_counts_nothing(script):
 def test_inputs_are_not_modified(script):
     logprobs, old, ref, advantages, mask = ragged_batch(6)
     before = [tensor.detach().clone() for tensor in (logprobs, old, ref, advantages, mask)]
-    script.policy_loss(make_args(script, beta=0.1), logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
+    script.policy_loss(
+        make_args(script, beta=0.1), logprobs, old, ref, advantages, mask, 6, int(mask.sum())
+    )
     rewards = torch.rand(2, 4)
     rewards_before = rewards.clone()
     if script is not ppo_rlhf:
         advantages_of(script, rewards)
     after = [tensor.detach() for tensor in (logprobs, old, ref, advantages, mask)]
-    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True))
+    assert all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
+    )
     assert torch.equal(rewards, rewards_before)

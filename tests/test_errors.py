@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import pickle
 import runpy
 import shutil
 import sys
@@ -24,8 +23,13 @@ from conftest import ROOT, SCRIPTS
 import ppo_rlhf
 
 ADDER, JUDGE = ROOT / "assets" / "adder", ROOT / "assets" / "adder-judge"
-ROWS = [json.loads(line) for line in (ROOT / "assets" / "addition" / "train.jsonl").open(encoding="utf-8")][:40]
-SMALL = dict(num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0)
+ROWS = [
+    json.loads(line)
+    for line in (ROOT / "assets" / "addition" / "train.jsonl").open(encoding="utf-8")
+][:40]
+SMALL = dict(
+    num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
+)
 # What a model needs that is not the bundled one, but as small.
 OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointing=False)
 
@@ -33,7 +37,9 @@ OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointin
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path_factory):
     """Nothing here waits for a network or fills the user's cache."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+    monkeypatch.setattr(
+        datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets")
+    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
@@ -53,7 +59,10 @@ def flag(name: str) -> str:
 
 
 def snapshot(folder) -> dict:
-    return {str(path): path.is_file() and hashlib.md5(path.read_bytes()).digest() for path in folder.rglob("*")}
+    return {
+        str(path): path.is_file() and hashlib.md5(path.read_bytes()).digest()
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.fixture
@@ -69,7 +78,9 @@ def refuse(tmp_path, monkeypatch, capsys):
             script.main(script.Args(**given))
         error = capsys.readouterr().err
         assert stop.value.code == 2
-        assert error.startswith("error: ") and error.endswith("\n") and error.count("\n") == 1, error
+        assert error.startswith("error: ") and error.endswith("\n") and error.count("\n") == 1, (
+            error
+        )
         assert [word for word in words if word not in error] == [], error
         assert snapshot(tmp_path) == before
         return error
@@ -83,7 +94,16 @@ MAY_BE_0 = {"seed", "eval_every", "save_every", "warmup_updates", "beta", "max_r
 MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda", "rollout_correction"}
 AT_MOST_1 = {"clip_eps", "clip_eps_low", "gamma", "gae_lambda"}
 # The other samples of the prompt are the baseline: there must be one.
-GROUPS = {"rloo", "grpo", "dr_grpo", "dapo", "gspo", "grpo_offpolicy", "grpo_process", "grpo_multigpu"}
+GROUPS = {
+    "rloo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "grpo_offpolicy",
+    "grpo_process",
+    "grpo_multigpu",
+}
 
 
 def bounds(script) -> dict:
@@ -94,7 +114,9 @@ def bounds(script) -> dict:
         if kinds:
             low = 0 if name in MAY_BE_0 else 1 if kinds == {int} else 1e-12
             low = 2 if name == "num_generations" and script.__name__ in GROUPS else low
-            low = 1.001 if name == "dual_clip" else low  # at 1 nothing would be learned from a negative advantage
+            low = (
+                1.001 if name == "dual_clip" else low
+            )  # at 1 nothing would be learned from a negative advantage
             found[name] = (low, 1 if name in AT_MOST_1 else 2**32, kinds == {int})
     assert {"seed", "num_steps", "max_new_tokens", "temperature", "learning_rate"} <= set(found)
     return found
@@ -105,21 +127,41 @@ def test_numbers_out_of_bounds(script, refuse):
     for name, (low, high, whole) in bounds(script).items():
         wrong = [low - 1, -(10**15), high + 1, 10**15]
         if not whole:
-            wrong = [float("nan"), float("inf"), -float("inf"), -1.0, -1e-9, high * 1.001, *([0.0] if low > 0 else [])]
+            wrong = [
+                float("nan"),
+                float("inf"),
+                -float("inf"),
+                -1.0,
+                -1e-9,
+                high * 1.001,
+                *([0.0] if low > 0 else []),
+            ]
         for value in wrong:
-            refuse(script, f"error: {flag(name)} {value}: must be from {low} to {high}\n", **{name: value})
+            refuse(
+                script,
+                f"error: {flag(name)} {value}: must be from {low} to {high}\n",
+                **{name: value},
+            )
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_bounds_themselves_are_allowed(script, refuse, end):
     """With every number at its bound the check is passed: what is refused is the model, which is read after it."""
-    given = {name: both[end] if both[2] else float(both[end]) for name, both in bounds(script).items()}
-    given |= {"kl_target": None} if "kl_target" in given else {}  # which does not go with a beta of 0
+    given = {
+        name: both[end] if both[2] else float(both[end]) for name, both in bounds(script).items()
+    }
+    given |= (
+        {"kl_target": None} if "kl_target" in given else {}
+    )  # which does not go with a beta of 0
     refuse(script, "error: --model ./nowhere", **given, model="./nowhere")
 
 
 def test_minibatches_that_do_not_divide(script, refuse):
-    refuse(script, "--num-minibatches 3: must divide --num-prompts x --num-generations, which is 4", num_minibatches=3)
+    refuse(
+        script,
+        "--num-minibatches 3: must divide --num-prompts x --num-generations, which is 4",
+        num_minibatches=3,
+    )
 
 
 def test_kl_target_without_a_coefficient_to_adapt(refuse):
@@ -195,7 +237,12 @@ def test_reward_model_with_another_vocabulary(refuse, copy_model):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    refuse(ppo_rlhf, f"--reward-model {folder}: must have", "vocabulary of --model", reward_model=str(folder))
+    refuse(
+        ppo_rlhf,
+        f"--reward-model {folder}: must have",
+        "vocabulary of --model",
+        reward_model=str(folder),
+    )
 
 
 def spoil_weights(folder, word, model_class):
@@ -210,11 +257,19 @@ def test_weights_that_are_not_in_the_files(reader, refuse, copy_model, data):
     """They must not be made up: from_pretrained fills them with random numbers."""
     folder = copy_model(weights=True)
     spoil_weights(folder, ".layers.2.", transformers.AutoModelForCausalLM)
-    refuse(reader, f"--model {folder}", "model.layers.2.mlp.up_proj", model=str(folder), dataset=data, **OTHER_MODEL)
+    refuse(
+        reader,
+        f"--model {folder}",
+        "model.layers.2.mlp.up_proj",
+        model=str(folder),
+        dataset=data,
+        **OTHER_MODEL,
+    )
 
 
 @pytest.mark.parametrize(
-    "word, value_init", [(word, init) for word in (".layers.2.", "score") for init in ("reward_model", "policy")]
+    "word, value_init",
+    [(word, init) for word in (".layers.2.", "score") for init in ("reward_model", "policy")],
 )
 def test_reward_model_without_all_weights(refuse, copy_model, data, word, value_init):
     folder = copy_model(JUDGE, weights=True)
@@ -231,7 +286,9 @@ def test_policy_without_all_weights_beside_a_reward_model(refuse, copy_model, da
     refuse(ppo_rlhf, f"--model {folder}", "model.layers.2.mlp.up_proj", **given)
 
 
-@pytest.mark.parametrize("given", [dict(max_prompt_tokens=200, max_new_tokens=57), dict(max_new_tokens=193)])
+@pytest.mark.parametrize(
+    "given", [dict(max_prompt_tokens=200, max_new_tokens=57), dict(max_new_tokens=193)]
+)
 def test_longer_than_the_context(reader, refuse, given):
     """The bundled model has a context of 256 tokens, and prompts of at most 64; that many are not refused."""
     flags = [f"{flag(name)} {value}" for name, value in given.items()]
@@ -267,11 +324,31 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
     ("text.json", "not JSON", {}, ["JSON parse error"]),
     ("cut.jsonl", GOOD * 2 + '{"question": "1+', {}, ["JSON parse error", "row 2"]),
     ("middle.jsonl", GOOD + "\n" + "nonsense\n" + GOOD, {}, ["JSON parse error", "row 1"]),
-    ("strings.json", '["1+2=", "3"]', {}, ["--question-column question", "--answer-column answer", "not in"]),
-    ("lists.jsonl", '["1+2=", "3"]\n', {}, ["--question-column question", "--answer-column answer", "not in"]),
-    ("latin1.jsonl", GOOD.encode() + '{"question": "é1+2=", "answer": "3"}\n'.encode("latin-1"), {}, ["utf-8"]),
+    (
+        "strings.json",
+        '["1+2=", "3"]',
+        {},
+        ["--question-column question", "--answer-column answer", "not in"],
+    ),
+    (
+        "lists.jsonl",
+        '["1+2=", "3"]\n',
+        {},
+        ["--question-column question", "--answer-column answer", "not in"],
+    ),
+    (
+        "latin1.jsonl",
+        GOOD.encode() + '{"question": "é1+2=", "answer": "3"}\n'.encode("latin-1"),
+        {},
+        ["utf-8"],
+    ),
     ("latin1.csv", "question,answer\né1+2=,3\n".encode("latin-1"), {}, ["utf-8"]),
-    ("semicolons.csv", "question;answer\n" + "1+2=;3\n" * 20, {}, ["'question;answer'"]),  # a spreadsheet's, in Europe
+    (
+        "semicolons.csv",
+        "question;answer\n" + "1+2=;3\n" * 20,
+        {},
+        ["'question;answer'"],
+    ),  # a spreadsheet's, in Europe
     (
         "no_number.jsonl",
         GOOD.replace('"3"', '"three"') * 20,
@@ -284,7 +361,12 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
         {},
         ["train data has 0", "18 without a question or a number in answer"],
     ),
-    ("too_long.jsonl", GOOD * 20, dict(max_prompt_tokens=2), ["train data has 0", "18 too long for --max-prompt-toke"]),
+    (
+        "too_long.jsonl",
+        GOOD * 20,
+        dict(max_prompt_tokens=2),
+        ["train data has 0", "18 too long for --max-prompt-toke"],
+    ),
     # What is lacking is a row to hold out, and not a column.
     ("one_row.jsonl", GOOD, {}, ["(test)", "train[90%:]", "no data"]),
     ("one_row.json", GOOD, {}, ["(test)", "train[90%:]", "no data"]),
@@ -302,8 +384,16 @@ def test_dataset(script, refuse, tmp_path, name, content, given, words):
 
 
 COLUMNS = [
-    ('{"prompt": "1+2=", "answer": "3"}\n' * 9, {}, ["--question-column question", "'prompt', 'answer'"]),
-    ('{"question": "1+2=", "solution": "3"}\n' * 9, {}, ["--answer-column answer", "'question', 'solution'"]),
+    (
+        '{"prompt": "1+2=", "answer": "3"}\n' * 9,
+        {},
+        ["--question-column question", "'prompt', 'answer'"],
+    ),
+    (
+        '{"question": "1+2=", "solution": "3"}\n' * 9,
+        {},
+        ["--answer-column answer", "'question', 'solution'"],
+    ),
     (GOOD * 9, dict(question_column="q"), ["--question-column q", "'question', 'answer'"]),
     (GOOD * 9, dict(answer_column="a"), ["--answer-column a", "'question', 'answer'"]),
 ]
@@ -316,7 +406,14 @@ def test_missing_column(script, refuse, tmp_path, content, given, words):
     refuse(script, "error: --dataset", *words, dataset=str(tmp_path / "rows.jsonl"), **given)
 
 
-NOWHERE = ["nowhere.jsonl", "nowhere.csv", "nowhere.parquet", "./nowhere", "/nowhere/at/all", "nobody/nothing"]
+NOWHERE = [
+    "nowhere.jsonl",
+    "nowhere.csv",
+    "nowhere.parquet",
+    "./nowhere",
+    "/nowhere/at/all",
+    "nobody/nothing",
+]
 
 
 @pytest.mark.shared_text
@@ -327,7 +424,9 @@ def test_missing_dataset(script, refuse, name):
 
 
 @pytest.mark.shared_text
-@pytest.mark.parametrize("files, words", [([], ["any data files"]), (["train.jsonl"], ["(test)", "['train']"])])
+@pytest.mark.parametrize(
+    "files, words", [([], ["any data files"]), (["train.jsonl"], ["(test)", "['train']"])]
+)
 def test_folder_without_both_files(script, refuse, tmp_path, files, words):
     (tmp_path / "data").mkdir()
     for name in files:
@@ -345,7 +444,9 @@ def test_a_reason_of_many_lines(script, refuse, tmp_path):
 
 
 @pytest.mark.shared_text
-@pytest.mark.parametrize("content", ["", "nonsense", '{"q": "1+2=", "answer": "3"}\n', GOOD.replace("3", "three")])
+@pytest.mark.parametrize(
+    "content", ["", "nonsense", '{"q": "1+2=", "answer": "3"}\n', GOOD.replace("3", "three")]
+)
 def test_eval_dataset(script, refuse, tmp_path, data, content):
     """What is wrong with the held-out problems is not blamed on the training data."""
     path = tmp_path / "held_out.jsonl"
@@ -367,7 +468,7 @@ def test_resume_of_another_script(script, refuse, tmp_path):
     for other in (*SCRIPTS, "another"):
         if other != script.__name__:
             torch.save({"script": f"{other}.py", "args": {}}, tmp_path / "checkpoint.pt")
-            words = f"a checkpoint of {other}.py;", f"a run of {script.__name__}.py"
+            words = f"a checkpoint of {other}.py", f"a run of {script.__name__}.py"
             refuse(script, f"--resume {tmp_path}", *words, resume=str(tmp_path))
 
 
@@ -386,11 +487,12 @@ class Unsafe:  # a pickle that runs code when it is read
 
 
 @pytest.mark.shared_text
-def test_a_checkpoint_runs_no_code(script, tmp_path, monkeypatch):
+def test_a_checkpoint_runs_no_code(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.save({"script": f"{script.__name__}.py", "args": Unsafe()}, tmp_path / "checkpoint.pt")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(SystemExit) as stop:
         script.main(script.Args(resume=str(tmp_path)))
+    assert stop.value.code == 2 and "error: --resume" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
 
 
@@ -400,7 +502,13 @@ def test_a_checkpoint_runs_no_code(script, tmp_path, monkeypatch):
 @pytest.mark.shared_text
 @pytest.mark.parametrize(
     "flags",
-    [("--learning-rate", "abc"), ("--no-such-flag",), ("--lr-schedule", "step"), ("--device", "tpu"), ("--seed", "-1")],
+    [
+        ("--learning-rate", "abc"),
+        ("--no-such-flag",),
+        ("--lr-schedule", "step"),
+        ("--device", "tpu"),
+        ("--seed", "-1"),
+    ],
 )
 def test_command_line(script, tmp_path, monkeypatch, capsys, flags):
     """What is no flag or no value of it is refused by the parser, and the rest by the script, as above."""
@@ -428,7 +536,9 @@ def load(tmp_path):
             given["eval_dataset"] = str(tmp_path / given["eval_dataset"])
         args = script.Args(dataset=str(tmp_path / name), **given)
         found = [script.load_data(args, tokenizer, split) for split in ("train", "test")]
-        return [[(example["prompt"], example["answer"]) for example in examples] for examples in found]
+        return [
+            [(example["prompt"], example["answer"]) for example in examples] for examples in found
+        ]
 
     return call
 
@@ -446,14 +556,18 @@ def write(path, rows):
             writer.writeheader()
             writer.writerows(rows)
     else:
-        path.write_text(json.dumps(rows) if path.suffix == ".json" else jsonl(rows), encoding="utf-8")
+        path.write_text(
+            json.dumps(rows) if path.suffix == ".json" else jsonl(rows), encoding="utf-8"
+        )
 
 
 @pytest.mark.shared_text
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_formats(script, load, tmp_path, suffix):
     """All four formats give the same, with whatever the columns are called; the last tenth is held out."""
-    expected = [[(row["question"], row["answer"]) for row in part] for part in (ROWS[:36], ROWS[36:])]
+    expected = [
+        [(row["question"], row["answer"]) for row in part] for part in (ROWS[:36], ROWS[36:])
+    ]
     for question, answer in (("question", "answer"), ("q", "a")):
         path = tmp_path / f"{question}.{suffix}"
         write(path, [{"n": 1, question: row["question"], answer: row["answer"]} for row in ROWS])
@@ -531,10 +645,17 @@ def test_a_file_that_has_changed_is_read_again(script, load, tmp_path):
     """The data sets library keeps what it has read in a cache."""
     for rows in (ROWS[:10], ROWS[10:30]):
         (tmp_path / "rows.jsonl").write_text(jsonl(rows))
-        assert load(script, "rows.jsonl") == [pairs(rows[: len(rows) * 9 // 10]), pairs(rows[len(rows) * 9 // 10 :])]
+        assert load(script, "rows.jsonl") == [
+            pairs(rows[: len(rows) * 9 // 10]),
+            pairs(rows[len(rows) * 9 // 10 :]),
+        ]
 
 
-BAD = [{"question": "1+1=", "answer": "two"}, {"question": "2+2=", "answer": ""}, {"question": "3+3="}]
+BAD = [
+    {"question": "1+1=", "answer": "two"},
+    {"question": "2+2=", "answer": ""},
+    {"question": "3+3="},
+]
 NO_QUESTION = [{"question": None, "answer": "3"}, {"question": "", "answer": "3"}]
 
 
@@ -542,16 +663,20 @@ NO_QUESTION = [{"question": None, "answer": "3"}, {"question": "", "answer": "3"
 def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
     """Rows without a number, without an answer, or with too long a prompt are skipped, counted and reported."""
     long = [{"question": "1+" * 20 + "1=", "answer": "21"}]
-    (tmp_path / "train.jsonl").write_text(jsonl(BAD[:1] + ROWS[:4] + long + BAD[1:] + ROWS[4:6] + NO_QUESTION))
-    (tmp_path / "test.jsonl").write_text(jsonl(ROWS[6:7] + BAD[:1] + ROWS[7:9]))
-    longest = max(len(row["question"]) for row in ROWS[:6])  # a token is a character; so many are not too many
-    found = load(script, "train.jsonl", eval_dataset="test.jsonl", max_prompt_tokens=longest, eval_size=2)
-    assert found == [pairs(ROWS[:6]), pairs(ROWS[6:8])]
-    text = (
-        "data: {} problems, {} too long for --max-prompt-tokens and {} without a question or a number in answer skipped"
+    (tmp_path / "train.jsonl").write_text(
+        jsonl(BAD[:1] + ROWS[:4] + long + BAD[1:] + ROWS[4:6] + NO_QUESTION)
     )
+    (tmp_path / "test.jsonl").write_text(jsonl(ROWS[6:7] + BAD[:1] + ROWS[7:9]))
+    longest = max(
+        len(row["question"]) for row in ROWS[:6]
+    )  # a token is a character; so many are not too many
+    found = load(
+        script, "train.jsonl", eval_dataset="test.jsonl", max_prompt_tokens=longest, eval_size=2
+    )
+    assert found == [pairs(ROWS[:6]), pairs(ROWS[6:8])]
+    text = "data: {} problems, {} too long for --max-prompt-tokens and {} without a question or a number in answer skipped"
     expected = ["train " + text.format(6, 1, 5), "test " + text.format(3, 0, 1)]
-    assert capsys.readouterr().out.splitlines() == expected
+    assert [line for line in capsys.readouterr().out.splitlines() if "data: " in line] == expected
 
 
 def test_a_reward_model_needs_no_numbers(load, tmp_path):

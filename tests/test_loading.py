@@ -19,7 +19,9 @@ from tokenizers.processors import TemplateProcessing
 
 ADDER = ROOT / "assets" / "adder"
 STORIES = SHARED / "models" / "stories260K"
-SMALL = dict(num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0)
+SMALL = dict(
+    num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
+)
 # What a model needs that is not the bundled one, but as small.
 OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointing=False)
 
@@ -27,7 +29,9 @@ OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointin
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch, tmp_path_factory):
     """Nothing here waits for a network or fills the user's cache, and no run leaves its signal handlers behind."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets"))
+    monkeypatch.setattr(
+        datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets")
+    )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -38,11 +42,22 @@ def undisturbed(monkeypatch, tmp_path_factory):
 
 def run_python(*arguments, cwd, **environment):
     """Run python in a process of its own, with no hub in reach."""
-    hub = ("HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HF_HOME", "HF_DATASETS_CACHE")
-    environment = {k: v for k, v in os.environ.items() if k not in hub} | {"HF_HUB_OFFLINE": "1", **environment}
+    hub = (
+        "HF_DATASETS_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
+        "HF_HUB_CACHE",
+        "HF_HOME",
+        "HF_DATASETS_CACHE",
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in hub} | {
+        "HF_HUB_OFFLINE": "1",
+        **environment,
+    }
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300
+    )
 
 
 def read_jsonl(path):
@@ -89,22 +104,42 @@ def test_hub_cache(script, tmp_path):
     shutil.copytree(ADDER, model / "snapshots" / commit)
     before = sorted(path for path in tmp_path.rglob("*"))
 
-    flags = dict(model="TinyAdder", dataset="assets/addition/train.jsonl", num_steps=1, num_prompts=2)
-    flags |= dict(num_generations=2, max_prompt_tokens=64, max_new_tokens=8, eval_size=4, system_prompt="")
+    flags = dict(
+        model="TinyAdder", dataset="assets/addition/train.jsonl", num_steps=1, num_prompts=2
+    )
+    flags |= dict(
+        num_generations=2, max_prompt_tokens=64, max_new_tokens=8, eval_size=4, system_prompt=""
+    )
     flags |= dict(runs_dir=tmp_path / "runs", run_name="run")
     flags = [part for k, v in flags.items() for part in (f"--{k.replace('_', '-')}", str(v))]
-    environment = dict(HF_HUB_CACHE=str(tmp_path / "hub"), HF_DATASETS_CACHE=str(tmp_path / "datasets"))
+    environment = dict(
+        HF_HUB_CACHE=str(tmp_path / "hub"), HF_DATASETS_CACHE=str(tmp_path / "datasets")
+    )
     ended = run_python(f"{script.__name__}.py", *flags, cwd=ROOT, **environment)
     assert ended.returncode == 0, ended.stderr
 
     run, cache = tmp_path / "runs" / "run", tmp_path / "datasets"
-    written = [path for path in tmp_path.rglob("*") if path not in before and not {run, cache} & {*path.parents}]
+    written = [
+        path
+        for path in tmp_path.rglob("*")
+        if path not in before and not {run, cache} & {*path.parents}
+    ]
     assert sorted(written) == sorted([run.parent, run, cache])
     args = json.loads((run / "args.json").read_text(encoding="utf-8"))
-    assert args["model"] == "HuggingFaceTB/TinyAdder" and args["versions"]["transformers"] == transformers.__version__
-    for name, value in {"learning_rate": 1e-5, "beta": 0.04, "temperature": 0.9, "warmup_updates": 10}.items():
+    assert (
+        args["model"] == "HuggingFaceTB/TinyAdder"
+        and args["versions"]["transformers"] == transformers.__version__
+    )
+    for name, value in {
+        "learning_rate": 1e-5,
+        "beta": 0.04,
+        "temperature": 0.9,
+        "warmup_updates": 10,
+    }.items():
         assert args[name] == script.RECIPES[name][0] == value
-    assert args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["system_prompt"] == ""  # given flags win
+    assert (
+        args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["system_prompt"] == ""
+    )  # given flags win
     assert len(read_jsonl(run / "metrics.jsonl")) == 2  # before the training, and its step
 
 
@@ -114,7 +149,9 @@ def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT if model == "assets/adder" else tmp_path)
     for given in (dict(model=model), dict()):
         args, _ = start(script, **given)
-        assert {name: getattr(args, name) for name in script.RECIPES} == {k: v[1] for k, v in script.RECIPES.items()}
+        assert {name: getattr(args, name) for name in script.RECIPES} == {
+            k: v[1] for k, v in script.RECIPES.items()
+        }
         assert args.system_prompt == "" and args.dataset == str(ROOT / "assets" / "addition")
 
 
@@ -125,7 +162,9 @@ def test_other_recipe(script, start, tmp_path, monkeypatch):
     for model in ("mine", "./mine", str(tmp_path / "mine")):
         args, _ = start(script, model=model)
         assert args.model == model
-        assert {name: getattr(args, name) for name in script.RECIPES} == {k: v[0] for k, v in script.RECIPES.items()}
+        assert {name: getattr(args, name) for name in script.RECIPES} == {
+            k: v[0] for k, v in script.RECIPES.items()
+        }
         assert args.system_prompt == script.SYSTEM_PROMPT and args.dataset == "openai/gsm8k:main"
 
 
@@ -141,12 +180,23 @@ def test_given_flags_win(script, start, model, tmp_path, monkeypatch):
     """Also the flags that turn something off: 0, False and "" are not None."""
     monkeypatch.chdir(tmp_path)
     copy_adder(tmp_path / "mine")
-    given = dict(dataset="mine.jsonl", max_prompt_tokens=9, max_new_tokens=5, temperature=0.7, num_steps=3)
-    given |= dict(warmup_updates=1, gradient_checkpointing=True, eval_every=7, beta=0.5, learning_rate=3e-6)
-    given |= dict(system_prompt="think", overlong_cache=3, value_learning_rate=2e-6, reward_model="judge")
+    given = dict(
+        dataset="mine.jsonl", max_prompt_tokens=9, max_new_tokens=5, temperature=0.7, num_steps=3
+    )
+    given |= dict(
+        warmup_updates=1, gradient_checkpointing=True, eval_every=7, beta=0.5, learning_rate=3e-6
+    )
+    given |= dict(
+        system_prompt="think", overlong_cache=3, value_learning_rate=2e-6, reward_model="judge"
+    )
     shutil.copytree(ROOT / "assets" / "adder-judge", tmp_path / "judge")
     off = dict(
-        warmup_updates=0, gradient_checkpointing=False, eval_every=0, beta=0.0, system_prompt="", reward_model=""
+        warmup_updates=0,
+        gradient_checkpointing=False,
+        eval_every=0,
+        beta=0.0,
+        system_prompt="",
+        reward_model="",
     )
     assert set(script.RECIPES) <= set(given)
     for chosen in (given, given | off):
@@ -166,7 +216,9 @@ def copy_adder(folder, **config):
 def test_hub_data_sets(script, monkeypatch):
     """A hub id, and id:config where it has several; its splits are train and test, or test alone of a held-out one."""
     asked, rows = [], datasets.Dataset.from_list([{"question": "1+2=", "answer": "3"}])
-    monkeypatch.setattr(script.datasets, "load_dataset", lambda *names, split: asked.append((*names, split)) or rows)
+    monkeypatch.setattr(
+        script.datasets, "load_dataset", lambda *names, split: asked.append((*names, split)) or rows
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     given = dict(dataset="openai/gsm8k:main", max_prompt_tokens=9)
     for args in (script.Args(**given), script.Args(**given, eval_dataset="owner/other")):
@@ -188,15 +240,24 @@ TEMPLATE = (
 def make_tokenizer(folder, chat_template=None):
     """The adder's tokenizer with a BOS token that it puts before every text, as Llama's does."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    vocabulary = json.loads((ADDER / "tokenizer.json").read_text(encoding="utf-8"))["model"]["vocab"]
-    tokenizer.add_special_tokens({"bos_token": "!"})  # a token of the vocabulary, so that the adder's embedding has it
+    vocabulary = json.loads((ADDER / "tokenizer.json").read_text(encoding="utf-8"))["model"][
+        "vocab"
+    ]
+    tokenizer.add_special_tokens(
+        {"bos_token": "!"}
+    )  # a token of the vocabulary, so that the adder's embedding has it
     assert tokenizer.bos_token_id == vocabulary["!"]
     special_tokens = [("!", vocabulary["!"])]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="! $A", special_tokens=special_tokens)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="! $A", special_tokens=special_tokens
+    )
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("1").input_ids == [vocabulary["!"], vocabulary["1"]]  # or nothing below tests anything
+    assert tokenizer("1").input_ids == [
+        vocabulary["!"],
+        vocabulary["1"],
+    ]  # or nothing below tests anything
     return tokenizer
 
 
@@ -217,7 +278,10 @@ def first_prompt(script, tmp_path):
 def test_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     example = first_prompt(tokenizer, system_prompt=system)
-    assert example["prompt"] == "!" + (f"[system:{system}]" if system else "") + "[user:12+34=][assistant:"
+    assert (
+        example["prompt"]
+        == "!" + (f"[system:{system}]" if system else "") + "[user:12+34=][assistant:"
+    )
     # The template has written BOS; tokenizing with special tokens would put a second one before it.
     assert example["prompt_ids"] == tokenizer(example["prompt"], add_special_tokens=False).input_ids
     assert example["prompt_ids"].count(tokenizer.bos_token_id) == 1
@@ -243,12 +307,19 @@ def test_default_system_prompt(script, start, tmp_path, template):
     copy_adder(tmp_path / "model", max_position_embeddings=2048)  # the text is long
     make_tokenizer(tmp_path / "model", template)
     (tmp_path / "rows.jsonl").write_text('{"question": "12+34=", "answer": "46"}\n' * 10)
-    given = dict(model=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=1500)
+    given = dict(
+        model=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=1500
+    )
     if template is None:
         expected = f"{script.SYSTEM_PROMPT}\n12+34=\n", "12+34="
     else:
-        expected = f"![system:{script.SYSTEM_PROMPT}][user:12+34=][assistant:", "![user:12+34=][assistant:"
-    assert all(tag in script.SYSTEM_PROMPT for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+        expected = (
+            f"![system:{script.SYSTEM_PROMPT}][user:12+34=][assistant:",
+            "![user:12+34=][assistant:",
+        )
+    assert all(
+        tag in script.SYSTEM_PROMPT for tag in ("<think>", "</think>", "<answer>", "</answer>")
+    )
     for system, prompt in zip(({}, {"system_prompt": ""}), expected, strict=True):
         _, examples = start(script, examples=True, **given, **system)
         assert {example["prompt"] for example in examples} == {prompt}
@@ -257,13 +328,18 @@ def test_default_system_prompt(script, start, tmp_path, template):
 # ---- a real model and real data, where they are at hand
 
 
-@pytest.mark.skipif(not (STORIES.is_dir() and (SHARED / "data" / "stories").is_dir()), reason="stories are not at hand")
+@pytest.mark.skipif(
+    not (STORIES.is_dir() and (SHARED / "data" / "stories").is_dir()),
+    reason="stories are not at hand",
+)
 def test_stories(script, tmp_path):
     dataset = SHARED / "data" / "stories" / "prompts.jsonl"
     given = SMALL | OTHER_MODEL | dict(max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")
     metrics = script.main(script.Args(model=str(STORIES), dataset=str(dataset), **given))
     samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    assert {sample["prompt"] for sample in samples} <= {row["question"] for row in read_jsonl(dataset)}
+    assert {sample["prompt"] for sample in samples} <= {
+        row["question"] for row in read_jsonl(dataset)
+    }
     assert samples[0]["prompt"].startswith("Once upon a time")
     # A model of English goes on in English; with wrong positions or a doubled BOS it would not.
     words = " ".join(text for sample in samples for text in sample["completions"]).split()
@@ -271,16 +347,16 @@ def test_stories(script, tmp_path):
 
 
 @pytest.mark.shared_text
-@pytest.mark.skipif(not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand")
+@pytest.mark.skipif(
+    not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand"
+)
 def test_gsm8k(script, tmp_path, capsys):
     """Every one of the answers has a number, 7,473 to train on and 1,319 held out; the long prompts are counted."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
     args = script.Args(dataset=str(SHARED / "data" / "gsm8k"), max_prompt_tokens=300)
     for split, count in (("train", 7473), ("test", 1319)):
         examples = script.load_data(args, tokenizer, split)
-        pattern = (
-            rf"{split} data: (\d+) problems, (\d+) too long for --max-prompt-tokens and 0 without a question or a "
-        )
+        pattern = rf"{split} data: (\d+) problems, (\d+) too long for --max-prompt-tokens and 0 without a question or a "
         usable, too_long = map(int, re.search(pattern, capsys.readouterr().out).groups())
         assert usable + too_long == count and usable > 0.9 * count and too_long > 0
         assert len(examples) == (usable if split == "train" else args.eval_size)
@@ -320,12 +396,16 @@ def test_import_has_no_side_effect(tmp_path):
 def test_every_argument_is_documented_and_read(script):
     """Each field of Args has a docstring below it, and something reads it by its name."""
     tree = ast.parse((ROOT / f"{script.__name__}.py").read_text(encoding="utf-8"))
-    [definition] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"]
+    [definition] = [
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"
+    ]
     documented = set()
     for node, below in zip(definition.body, definition.body[1:] + [None], strict=True):
         if isinstance(node, ast.AnnAssign):
             name = node.target.id
-            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant), f"{name}: no docstring"
+            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant), (
+                f"{name}: no docstring"
+            )
             text = below.value.value
             assert isinstance(text, str) and len(text.split()) >= 3, f"{name}: {text!r}"
             documented.add(name)

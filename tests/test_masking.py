@@ -32,10 +32,21 @@ def tables(draw):
     """A rectangle of numbers, its mask, and a second rectangle that has garbage where the mask is False."""
     rows, columns = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     number = st.floats(-100, 100, allow_subnormal=False)
-    values = draw(st.lists(st.lists(number, min_size=columns, max_size=columns), min_size=rows, max_size=rows))
-    mask = draw(st.lists(st.lists(st.booleans(), min_size=columns, max_size=columns), min_size=rows, max_size=rows))
+    values = draw(
+        st.lists(st.lists(number, min_size=columns, max_size=columns), min_size=rows, max_size=rows)
+    )
+    mask = draw(
+        st.lists(
+            st.lists(st.booleans(), min_size=columns, max_size=columns),
+            min_size=rows,
+            max_size=rows,
+        )
+    )
     junk = draw(st.sampled_from(GARBAGE))
-    dirty = [[v if m else junk for v, m in zip(*pair, strict=True)] for pair in zip(values, mask, strict=True)]
+    dirty = [
+        [v if m else junk for v, m in zip(*pair, strict=True)]
+        for pair in zip(values, mask, strict=True)
+    ]
     return values, mask, dirty
 
 
@@ -54,8 +65,12 @@ def test_equals_a_slow_loop_whatever_stands_in_masked_slots(table, normalizer):
     by_column = list(zip(zip(*values, strict=True), zip(*mask, strict=True), strict=True))
     for axis, lines in ((0, by_column), (1, by_row), (-1, by_row)):
         expected = [slow_sum(*line) / normalizer for line in lines]
-        assert masked_sum(x, m, axis, constant_normalizer=normalizer).tolist() == pytest.approx(expected, **near)
-        assert masked_mean(x, m, axis).tolist() == pytest.approx([slow_mean(*line) for line in lines], **near)
+        assert masked_sum(x, m, axis, constant_normalizer=normalizer).tolist() == pytest.approx(
+            expected, **near
+        )
+        assert masked_mean(x, m, axis).tolist() == pytest.approx(
+            [slow_mean(*line) for line in lines], **near
+        )
 
 
 def test_numbers_worked_by_hand():
@@ -102,7 +117,10 @@ def test_all_masked_row_is_zero_and_leaves_the_others_alone(function, junk):
 @pytest.mark.parametrize("function", [masked_mean, masked_sum])
 def test_no_tokens_at_all_is_zero(function):
     assert function(torch.empty(0, 5), torch.empty(0, 5, dtype=torch.bool)).item() == 0.0
-    assert function(torch.empty(3, 0), torch.empty(3, 0, dtype=torch.bool), axis=1).tolist() == [0.0] * 3
+    assert (
+        function(torch.empty(3, 0), torch.empty(3, 0, dtype=torch.bool), axis=1).tolist()
+        == [0.0] * 3
+    )
 
 
 @pytest.mark.parametrize("function", [masked_mean, masked_sum])
@@ -132,7 +150,10 @@ def test_sums_of_slices_add_up_with_a_constant_normalizer():
     """The token average of a minibatch must not depend on how it is cut into micro-batches."""
     values, mask = random_case(3, rows=6)
     num_tokens = mask.sum()
-    parts = [masked_sum(values[i:j], mask[i:j], constant_normalizer=num_tokens) for i, j in ((0, 1), (1, 4), (4, 6))]
+    parts = [
+        masked_sum(values[i:j], mask[i:j], constant_normalizer=num_tokens)
+        for i, j in ((0, 1), (1, 4), (4, 6))
+    ]
     assert sum(parts).item() == pytest.approx(masked_mean(values, mask).item(), rel=1e-12)
 
 
@@ -140,7 +161,9 @@ def test_normalizer_per_row():
     values, mask = random_case(4)
     mask[:, 0] = True
     lengths = mask.sum(1)
-    torch.testing.assert_close(masked_sum(values, mask, 1, constant_normalizer=lengths), masked_mean(values, mask, 1))
+    torch.testing.assert_close(
+        masked_sum(values, mask, 1, constant_normalizer=lengths), masked_mean(values, mask, 1)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -151,7 +174,9 @@ def test_dtype_is_kept_and_inputs_are_not_modified(function, dtype):
     before, mask_before = values.clone(), mask.clone()
     assert function(values, mask, 1).dtype == dtype
     assert torch.equal(mask, mask_before)
-    assert torch.equal(torch.nan_to_num(values), torch.nan_to_num(before)) and values.isnan().equal(before.isnan())
+    assert torch.equal(torch.nan_to_num(values), torch.nan_to_num(before)) and values.isnan().equal(
+        before.isnan()
+    )
 
 
 def test_mean_of_integers_is_a_fraction():

@@ -62,20 +62,26 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
 
 def given_rollouts(path: str, gradients: str | None) -> None:
     """Compute in float64, take the rollouts from a file instead of sampling them, and save the first gradient."""
-    rollouts, respond, clip = torch.load(path), grpo_multigpu.respond, torch.nn.utils.clip_grad_norm_
+    rollouts, respond, clip = (
+        torch.load(path),
+        grpo_multigpu.respond,
+        torch.nn.utils.clip_grad_norm_,
+    )
     torch.Tensor.float = torch.Tensor.double
     torch.set_default_dtype(torch.float64)
     load = AutoModelForCausalLM.from_pretrained
-    loader = SimpleNamespace(from_pretrained=lambda *args, **kwargs: load(*args, **kwargs | {"dtype": torch.float64}))
+    loader = SimpleNamespace(
+        from_pretrained=lambda *args, **kwargs: load(*args, **kwargs | {"dtype": torch.float64})
+    )
     grpo_multigpu.AutoModelForCausalLM = loader
     saved = []
 
     def recorded(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
         if temperature == 0:
             return respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
-        rollout, logprobs, texts = rollouts[len(saved)]
+        *tensors, logprobs, texts = rollouts[len(saved)]
         saved.append(1)
-        return list(rollout), logprobs.double(), list(texts)
+        return grpo_multigpu.Rollout(*tensors, logprobs.double(), texts)
 
     def clip_and_save(parameters, limit):
         parameters = list(parameters)
@@ -111,9 +117,13 @@ def count_bytes(path: str) -> None:
         result = step(self, *args, **kwargs)
         tensors = [p for group in self.param_groups for p in group["params"]]
         tensors += [p.grad for p in tensors]
-        tensors += [x for state in self.state.values() for name, x in state.items() if name != "step"]
+        tensors += [
+            x for state in self.state.values() for name, x in state.items() if name != "step"
+        ]
         with open(path, "w") as file:
-            file.write(str(sum(x.to_local().numel() * x.to_local().element_size() for x in tensors)))
+            file.write(
+                str(sum(x.to_local().numel() * x.to_local().element_size() for x in tensors))
+            )
         return result
 
     torch.optim.AdamW.step = counted
@@ -158,15 +168,20 @@ def several(start, tmp_path):
 def rollouts(tmp_path, data):
     """A file with the rollouts of two steps, with ragged lengths, as grpo.py samples them."""
     args = make_args(grpo, dataset=data, temperature=1.5, max_prompt_tokens=64, system_prompt="")
-    tokenizer, model = AutoTokenizer.from_pretrained(args.model), AutoModelForCausalLM.from_pretrained(args.model)
+    tokenizer, model = (
+        AutoTokenizer.from_pretrained(args.model),
+        AutoModelForCausalLM.from_pretrained(args.model),
+    )
     examples, steps = grpo.load_data(args, tokenizer, "train"), []
     torch.manual_seed(args.seed)
     order = torch.randperm(len(examples)).tolist()  # main's
     torch.manual_seed(4)
     for step in range(2):
         batch = [examples[i] for i in order[4 * step : 4 * step + 4]]
-        steps.append(grpo.respond(args, model, tokenizer, batch, 3, 1.5, [EOS]))
-    lengths = torch.stack([step[0][3].sum(1) for step in steps])
+        steps.append(
+            tuple(grpo.respond(args, model, tokenizer, batch, 3, 1.5, torch.tensor([EOS])))
+        )
+    lengths = torch.stack([step[3].sum(1) for step in steps])
     assert lengths.unique().numel() > 5
     torch.save(steps, tmp_path / "rollouts.pt")
     return str(tmp_path / "rollouts.pt")
@@ -183,12 +198,16 @@ UPDATES = {
 
 
 @pytest.mark.parametrize("updates", UPDATES)
-def test_the_update_does_not_depend_on_the_number_of_processes(several, rollouts, tmp_path, updates):
+def test_the_update_does_not_depend_on_the_number_of_processes(
+    several, rollouts, tmp_path, updates
+):
     """One rollout, in float64: gradients, weights after two steps, metrics, samples and evaluation of 1, 2 and 4."""
-    runs, gradients, rollout = [], [], torch.load(rollouts)[0][0]
+    runs, gradients, rollout = [], [], torch.load(rollouts)[0]
     lengths = (rollout[1].sum(1) + rollout[3].sum(1)).tolist()
     shares = {n: len(grpo.micro_batches(torch.arange(12), lengths, n)) for n in range(60, 200)}
-    tokens = next(n for n, number in shares.items() if number % 2 == 1)  # so that some have one less than the others
+    tokens = next(
+        n for n, number in shares.items() if number % 2 == 1
+    )  # so that some have one less than the others
     for world in (1, 4) if updates == "one" else (1, 2):
         how = {"rollouts": rollouts, "gradients": str(tmp_path / f"gradients{world}.pt")}
         given = GIVEN | UPDATES[updates] | dict(micro_batch_tokens=tokens)
@@ -215,7 +234,9 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
     fields = MANY_UPDATES | dict(runs_dir=str(tmp_path), run_name="grpo", dataset=data) | given
     grpo.main(make_args(grpo, **fields))
     assert (mine / "samples.jsonl").read_text() == (tmp_path / "grpo" / "samples.jsonl").read_text()
-    records = [without_times(read_jsonl(folder / "metrics.jsonl")) for folder in (mine, tmp_path / "grpo")]
+    records = [
+        without_times(read_jsonl(folder / "metrics.jsonl")) for folder in (mine, tmp_path / "grpo")
+    ]
     for one, other in zip(*records, strict=True):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
@@ -229,7 +250,9 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
     for rank in range(world):
         monkeypatch.setattr(grpo_multigpu.dist, "get_rank", lambda rank=rank: rank)
         batches = grpo_multigpu.micro_batches(torch.tensor(minibatch), lengths, 10)
-        assert all(weight == world or weight == 0 for _, weight in batches) and all(batch for batch, _ in batches)
+        assert all(weight == world or weight == 0 for _, weight in batches) and all(
+            batch for batch, _ in batches
+        )
         real += [batch for batch, weight in batches if weight]
         numbers.add(len(batches))
     assert sorted(real) == sorted(grpo.micro_batches(torch.tensor(minibatch), lengths, 10))
@@ -241,9 +264,14 @@ def test_every_process_has_its_own_noise(several, tmp_path, data):
     path = tmp_path / "one.jsonl"
     path.write_text('{"question": "47+38=", "answer": "85"}\n' * 40)
     given = dict(dataset=str(path), num_steps=1, temperature=1.5, num_generations=4)
-    completions = [sample["completions"] for sample in read_jsonl(several(2, **given) / "samples.jsonl")]
+    completions = [
+        sample["completions"] for sample in read_jsonl(several(2, **given) / "samples.jsonl")
+    ]
     assert len(completions) == 4 and completions[:2] != completions[2:]
-    again = [sample["completions"] for sample in read_jsonl(several(2, "again", **given) / "samples.jsonl")]
+    again = [
+        sample["completions"]
+        for sample in read_jsonl(several(2, "again", **given) / "samples.jsonl")
+    ]
     assert completions == again
 
 
@@ -257,7 +285,11 @@ def test_killed_and_resumed(several, start, tmp_path):
     assert [record["step"] for record in metrics] == list(range(7)) and len(samples) == 24
     moments = [  # of rank 0 or 1, and the step of the checkpoint there is: they follow steps 1, 2, 4, 6
         (1, dict(where="optimizer", call=12, signals=KILL), 2),  # in an update of step 3
-        (0, dict(where="replace", call=3, signals=KILL, match="checkpoint"), 2),  # the new one has no name yet
+        (
+            0,
+            dict(where="replace", call=3, signals=KILL, match="checkpoint"),
+            2,
+        ),  # the new one has no name yet
     ]
     for k, (rank, trap, saved) in enumerate(moments):
         processes = start(2, f"run{k}", how={"trapped": rank, "trap": trap})
@@ -272,10 +304,14 @@ def test_killed_and_resumed(several, start, tmp_path):
         several(2, f"again{k}", resume=str(folder))
         assert_same_runs(folder, whole)
     several(1, "finished", resume=str(tmp_path / "alone"))
-    assert [record["step"] for record in read_jsonl(tmp_path / "alone" / "metrics.jsonl")] == list(range(7))
+    assert [record["step"] for record in read_jsonl(tmp_path / "alone" / "metrics.jsonl")] == list(
+        range(7)
+    )
 
 
-def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(several, tmp_path, monkeypatch):
+def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
+    several, tmp_path, monkeypatch
+):
     """A finished run, resumed by one: it writes the model anew, from what it has loaded."""
     folder = several(2, num_steps=2)
     before, seen = read_checkpoint(folder), []
@@ -323,7 +359,9 @@ def torchrun(*arguments, **given):
 
 def test_torchrun_stopped_by_sigterm_and_resumed(data, tmp_path):
     given = dict(num_prompts=4, num_generations=2, eval_size=8, num_steps=100, eval_every=0)
-    process = torchrun("grpo_multigpu.py", dataset=data, runs_dir=tmp_path, run_name="run", device="cpu", **given)
+    process = torchrun(
+        "grpo_multigpu.py", dataset=data, runs_dir=tmp_path, run_name="run", device="cpu", **given
+    )
     log = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 100
     while not log.is_file() or log.read_text().count("\n") < 4:
@@ -334,8 +372,14 @@ def test_torchrun_stopped_by_sigterm_and_resumed(data, tmp_path):
     steps = [record["step"] for record in read_jsonl(log)]
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == steps[-1] < 100
     assert process.returncode != 0 and "rank1" not in out and "rank0" not in out
-    assert out.count("stopping after this step") == out.count(f"stopped after step {steps[-1]}; go on: torchrun") == 1
-    assert out.count("first prompt:") == out.count("before: accuracy") == 1  # rank 0 alone has told them
+    assert (
+        out.count("stopping after this step")
+        == out.count(f"stopped after step {steps[-1]}; go on: torchrun")
+        == 1
+    )
+    assert (
+        out.count("first prompt:") == out.count("before: accuracy") == 1
+    )  # rank 0 alone has told them
 
 
 def test_an_error_that_all_meet_is_said_once(start, tmp_path):
@@ -360,7 +404,9 @@ def test_an_error_on_one_process_is_said_once(data, tmp_path):
     """One line of ours, no traceback of ours, and no hang: what follows is torchrun's own report."""
     path = tmp_path / "wrapper.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{WRAPPER}")
-    process = torchrun(str(path), dataset=data, runs_dir=tmp_path, num_prompts=4, eval_size=4, device="cpu")
+    process = torchrun(
+        str(path), dataset=data, runs_dir=tmp_path, num_prompts=4, eval_size=4, device="cpu"
+    )
     out = process.communicate(timeout=100)[0]
     assert process.returncode != 0
     said = re.findall(r"^error: .*$", out, re.MULTILINE)
@@ -369,7 +415,9 @@ def test_an_error_on_one_process_is_said_once(data, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
-    folder = several(2, how={"spoiled": 1}, num_iterations=1, num_minibatches=1, num_steps=3, save_every=1)
+    folder = several(
+        2, how={"spoiled": 1}, num_iterations=1, num_minibatches=1, num_steps=3, save_every=1
+    )
     records = read_jsonl(folder / "metrics.jsonl")
     assert [record.get("optim/skipped") for record in records] == [None, 0, 1, 0]
     assert all(weights.isfinite().all() for weights in read_checkpoint(folder)["model"].values())
@@ -380,7 +428,10 @@ def test_sizes_that_do_not_fit_the_processes(monkeypatch, capsys, data):
     for given in (dict(num_prompts=6), dict(eval_size=3)):
         with pytest.raises(SystemExit) as stop:
             grpo_multigpu.main(make_args(grpo_multigpu, dataset=data, **given))
-        assert stop.value.code == 2 and "must be a multiple of 4 (processes)" in capsys.readouterr().err
+        assert (
+            stop.value.code == 2
+            and "must be a multiple of 4 (processes)" in capsys.readouterr().err
+        )
 
 
 # ---- the plan of the memory
@@ -394,9 +445,13 @@ def test_the_bytes_of_a_process_are_its_share(several, tmp_path):
 
 
 SHAPES = {  # the 1.7 B of the recipe, and Llama 3's 8 B
-    "1.7 B on 2": dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32)
+    "1.7 B on 2": dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32
+    )
     | dict(vocab_size=49152, tie_word_embeddings=True),
-    "8 B on 8": dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+    "8 B on 8": dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
+    )
     | dict(num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False),
 }
 
@@ -422,7 +477,11 @@ def test_the_memory_in_the_docstring_is_counted(name):
 
 def adapters() -> dict:
     """The code of docs/extend.md's section on other libraries, run."""
-    section = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8").split("## Your rewards in another library")[1]
+    section = (
+        (ROOT / "docs" / "extend.md")
+        .read_text(encoding="utf-8")
+        .split("## Your rewards in another library")[1]
+    )
     found = {}
     for block in re.findall(r"```python\n(.*?)```", section.split("\n## ")[0], re.DOTALL):
         exec(block, found)
@@ -437,7 +496,9 @@ def test_the_adapter_for_trl():
     expected = [1.4, 0.2, 0.0]
     assert reward(completions=texts, answer=["7", "#### 7", "7"], **rest) == pytest.approx(expected)
     messages = [[{"role": "assistant", "content": text}] for text in texts]
-    assert reward(completions=messages, answer=["7", "#### 7", "7"], **rest) == pytest.approx(expected)
+    assert reward(completions=messages, answer=["7", "#### 7", "7"], **rest) == pytest.approx(
+        expected
+    )
 
 
 def test_the_adapter_for_verl():

@@ -67,7 +67,10 @@ def test_whiten_by_hand():
 
 def test_the_epsilon_of_whiten_stands_in_the_root():
     # 0 and 2e-4: the variance is 1e-8 as well. Outside the root 1e-8 would be lost beside a std of 1e-4.
-    values, mask = torch.tensor([[0.0, 2e-4]], dtype=torch.float64), torch.ones(1, 2, dtype=torch.bool)
+    values, mask = (
+        torch.tensor([[0.0, 2e-4]], dtype=torch.float64),
+        torch.ones(1, 2, dtype=torch.bool),
+    )
     same(ppo_rlhf.whiten(values, mask), [[-1 / math.sqrt(2), 1 / math.sqrt(2)]], mask)
 
 
@@ -98,14 +101,24 @@ def test_whitened_values_have_their_moments_over_the_tokens_that_count():
 
 def test_rewards_by_hand():
     args = ppo_rlhf.Args(beta=0.1)
-    mask = torch.tensor([[True, True, True], [True, False, False], [True, True, False], [False, False, False]])
-    old = torch.tensor([[-1.0, -2.0, -3.0], [-1.0, 9.0, 9.0], [-0.5, -0.5, math.inf], [math.nan, 1.0, 1.0]]).double()
-    ref = torch.tensor([[-2.0, -1.0, -3.0], [-3.0, math.nan, 9.0], [-0.5, -1.5, 9.0], [9.0, 9.0, 9.0]]).double()
+    mask = torch.tensor(
+        [[True, True, True], [True, False, False], [True, True, False], [False, False, False]]
+    )
+    old = torch.tensor(
+        [[-1.0, -2.0, -3.0], [-1.0, 9.0, 9.0], [-0.5, -0.5, math.inf], [math.nan, 1.0, 1.0]]
+    ).double()
+    ref = torch.tensor(
+        [[-2.0, -1.0, -3.0], [-3.0, math.nan, 9.0], [-0.5, -1.5, 9.0], [9.0, 9.0, 9.0]]
+    ).double()
     scores = torch.tensor([10.0, 20.0, -30.0, 40.0], dtype=torch.float64)
     # -0.1 (old - ref) everywhere, and the score at the last token that counts, once.
     expected = [[-0.1, 0.1, 10.0], [20.0 - 0.2], [0.0, -30.0 - 0.1], []]
     same(ppo_rlhf.kl_rewards(args, scores, old, ref, mask), expected, mask)
-    same(ppo_rlhf.kl_rewards(args, scores, old, None, mask), [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []], mask)
+    same(
+        ppo_rlhf.kl_rewards(args, scores, old, None, mask),
+        [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []],
+        mask,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -113,7 +126,10 @@ def test_rewards_against_a_slow_loop(seed):
     mask, (old, ref) = ragged(seed, 2)
     scores = torch.randn(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     expected = [
-        [-0.3 * (p - q) + (float(score) if t == len(a) - 1 else 0.0) for t, (p, q) in enumerate(zip(a, b, strict=True))]
+        [
+            -0.3 * (p - q) + (float(score) if t == len(a) - 1 else 0.0)
+            for t, (p, q) in enumerate(zip(a, b, strict=True))
+        ]
         for a, b, score in zip(counted(old, mask), counted(ref, mask), scores, strict=True)
     ]
     rewards = ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.3), scores, old, ref, mask)
@@ -155,8 +171,12 @@ def test_gae_by_hand():
 def slow_gae(rewards, values, gamma, lambda_):
     """A_t = sum_k (gamma lambda)^k delta_(t+k), one row of tokens that count, each sum written out."""
     T = len(rewards)
-    delta = [rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)]
-    return [math.fsum((gamma * lambda_) ** k * delta[t + k] for k in range(T - t)) for t in range(T)]
+    delta = [
+        rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)
+    ]
+    return [
+        math.fsum((gamma * lambda_) ** k * delta[t + k] for k in range(T - t)) for t in range(T)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,21 +190,32 @@ def test_gae_against_the_sum_of_deltas(seed, gamma, lambda_):
     rows = list(zip(counted(rewards, mask), counted(values, mask), strict=True))
     expected = [slow_gae(r, v, gamma, lambda_) for r, v in rows]
     same(advantages, expected, mask)
-    same(returns, [[a + x for a, x in zip(e, v, strict=True)] for e, (_, v) in zip(expected, rows, strict=True)], mask)
+    same(
+        returns,
+        [
+            [a + x for a, x in zip(e, v, strict=True)]
+            for e, (_, v) in zip(expected, rows, strict=True)
+        ],
+        mask,
+    )
 
 
 def test_gae_at_lambda_1_is_what_is_still_to_come_minus_the_value():
     mask, (rewards, values) = ragged(5, 2)
     args = ppo_rlhf.Args(gamma=1.0, gae_lambda=1.0)
     advantages, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
-    to_come = rewards.masked_fill(~mask, 0.0).flip(1).cumsum(1).flip(1).masked_fill(~mask, 0.0)  # (n, R)
+    to_come = (
+        rewards.masked_fill(~mask, 0.0).flip(1).cumsum(1).flip(1).masked_fill(~mask, 0.0)
+    )  # (n, R)
     assert torch.allclose(returns, to_come, atol=1e-12)
     assert torch.allclose(advantages, (to_come - values).masked_fill(~mask, 0.0), atol=1e-12)
 
 
 def test_gae_at_lambda_0_is_delta():
     mask, (rewards, values) = ragged(6, 2)
-    advantages, _ = ppo_rlhf.compute_gae(ppo_rlhf.Args(gamma=0.9, gae_lambda=0.0), rewards, values, mask)
+    advantages, _ = ppo_rlhf.compute_gae(
+        ppo_rlhf.Args(gamma=0.9, gae_lambda=0.0), rewards, values, mask
+    )
     clean = values.masked_fill(~mask, 0.0)  # (n, R)
     following = torch.cat([clean[:, 1:], torch.zeros(5, 1, dtype=torch.float64)], 1)  # (n, R)
     delta = (rewards + 0.9 * following - clean).masked_fill(~mask, 0.0)  # (n, R)
@@ -193,7 +224,9 @@ def test_gae_at_lambda_0_is_delta():
 
 def test_gae_of_a_value_network_that_is_right_is_zero():
     rewards, mask = torch.tensor([[0.0, 0.0, 5.0, 0.0]]), torch.tensor([[True, True, True, False]])
-    advantages, returns = ppo_rlhf.compute_gae(ppo_rlhf.Args(), rewards, torch.full((1, 4), 5.0), mask)
+    advantages, returns = ppo_rlhf.compute_gae(
+        ppo_rlhf.Args(), rewards, torch.full((1, 4), 5.0), mask
+    )
     assert (advantages == 0).all()
     assert returns.tolist() == [[5.0, 5.0, 5.0, 0.0]]
 
@@ -204,12 +237,19 @@ def test_nothing_depends_on_padding():
     args = ppo_rlhf.Args()
     wider = torch.nn.functional.pad(mask, (0, 3))
     for shift in (1, 2, 3):
-        dirty = [spoil(torch.nn.functional.pad(tensor, (0, 3)), wider, shift) for tensor in (rewards, values)]
+        dirty = [
+            spoil(torch.nn.functional.pad(tensor, (0, 3)), wider, shift)
+            for tensor in (rewards, values)
+        ]
         for one, other in zip(
-            ppo_rlhf.compute_gae(args, rewards, values, mask), ppo_rlhf.compute_gae(args, *dirty, wider), strict=True
+            ppo_rlhf.compute_gae(args, rewards, values, mask),
+            ppo_rlhf.compute_gae(args, *dirty, wider),
+            strict=True,
         ):
             assert torch.equal(one, other[:, :6]) and (other[:, 6:] == 0).all()
-        assert torch.allclose(ppo_rlhf.whiten(values, mask), ppo_rlhf.whiten(dirty[1], wider)[:, :6], atol=1e-12)
+        assert torch.allclose(
+            ppo_rlhf.whiten(values, mask), ppo_rlhf.whiten(dirty[1], wider)[:, :6], atol=1e-12
+        )
 
 
 def test_gae_does_not_modify_its_inputs():
@@ -219,7 +259,8 @@ def test_gae_does_not_modify_its_inputs():
     advantages.add_(1.0)  # nor are its outputs the inputs
     returns.add_(1.0)
     assert all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, (rewards, values, mask), strict=True)
+        torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(before, (rewards, values, mask), strict=True)
     )
     with pytest.raises(AssertionError):
         ppo_rlhf.compute_gae(ppo_rlhf.Args(), rewards, values[:, :1], mask)
@@ -243,19 +284,26 @@ def test_gae_does_not_modify_its_inputs():
 )
 def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
     values = torch.tensor([[value]], dtype=torch.float64, requires_grad=True)
-    old, target = torch.tensor([[old]], dtype=torch.float64), torch.tensor([[target]], dtype=torch.float64)
+    old, target = (
+        torch.tensor([[old]], dtype=torch.float64),
+        torch.tensor([[target]], dtype=torch.float64),
+    )
     args = ppo_rlhf.Args(vf_coef=0.1, value_clip_eps=0.2)
-    result, stats = ppo_rlhf.value_loss(args, values, old, target, torch.ones(1, 1, dtype=torch.bool), 4)
+    result, stats = ppo_rlhf.value_loss(
+        args, values, old, target, torch.ones(1, 1, dtype=torch.bool), 4
+    )
     result.backward()
     assert result.item() == pytest.approx(0.1 * loss / 4)
     assert values.grad.item() == pytest.approx(0.1 * gradient / 4)
-    assert stats["value_loss"].item() == pytest.approx(loss)  # a sum, without vf_coef
-    assert stats["value_clip_frac"] == clipped
+    assert stats["value/loss"].item() == pytest.approx(loss)  # a sum, without vf_coef
+    assert stats["value/clip_frac"] == clipped
 
 
 def slow_value_loss(values, old, returns, mask, coefficient, eps, num_tokens):
     total = 0.0
-    for v_row, o_row, r_row in zip(*(counted(x, mask) for x in (values, old, returns)), strict=True):
+    for v_row, o_row, r_row in zip(
+        *(counted(x, mask) for x in (values, old, returns)), strict=True
+    ):
         for v, o, r in zip(v_row, o_row, r_row, strict=True):
             near = min(max(v, o - eps), o + eps)
             total += 0.5 * max((v - r) ** 2, (near - r) ** 2)
@@ -287,7 +335,9 @@ def test_slices_of_the_value_loss_add_up():
     whole, stats = ppo_rlhf.value_loss(args, values, old, returns, mask, num_tokens)
     (gradient,) = torch.autograd.grad(whole, values)
     rows = ([0], [4, 1], [2, 3])
-    parts = [ppo_rlhf.value_loss(args, values[i], old[i], returns[i], mask[i], num_tokens) for i in rows]
+    parts = [
+        ppo_rlhf.value_loss(args, values[i], old[i], returns[i], mask[i], num_tokens) for i in rows
+    ]
     total = sum(loss for loss, _ in parts)
     assert total.item() == pytest.approx(whole.item(), abs=1e-12)
     assert torch.allclose(torch.autograd.grad(total, values)[0], gradient, atol=1e-12)
@@ -312,9 +362,14 @@ def test_garbage_in_masked_advantages_reaches_neither_loss_nor_gradient():
     args, num_tokens = ppo_rlhf.Args(beta=0.1), int(mask.sum())
     results = []
     for shift in (None, 0, 1):
-        inputs = [x.masked_fill(~mask, 0.0) if shift is None else spoil(x, mask, shift) for x in (advantages, old)]
+        inputs = [
+            x.masked_fill(~mask, 0.0) if shift is None else spoil(x, mask, shift)
+            for x in (advantages, old)
+        ]
         current = logprobs.clone().requires_grad_()
-        loss, _ = ppo_rlhf.policy_loss(args, current, inputs[1], None, inputs[0], mask, 5, num_tokens)
+        loss, _ = ppo_rlhf.policy_loss(
+            args, current, inputs[1], None, inputs[0], mask, 5, num_tokens
+        )
         loss.backward()
         assert (current.grad[~mask] == 0).all()
         results.append([loss.item(), *current.grad[mask].tolist()])
@@ -359,7 +414,9 @@ def ragged_rollout(seed=0):
 def plain_outputs(network, pair):
     """The head's output after each token of the prompt and the response, in a forward pass of their own."""
     with torch.no_grad():
-        return network.score(network.base_model(torch.tensor([sum(pair, [])])).last_hidden_state)[0, :, 0].tolist()
+        return network.score(network.base_model(torch.tensor([sum(pair, [])])).last_hidden_state)[
+            0, :, 0
+        ].tolist()
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -369,7 +426,7 @@ def test_values_are_those_of_a_plain_forward_pass_at_the_states_before_each_toke
         network.score = torch.nn.Linear(32, 1, bias=True)
         torch.nn.init.constant_(network.score.bias, 3.0)
     with torch.no_grad():
-        outputs = ppo_rlhf.compute_values(network, *rollout)
+        outputs = ppo_rlhf.compute_values(network, rollout)
     assert outputs.shape == (5, 7) and outputs.dtype == torch.float32
     for row, (prompt, response) in zip(outputs.tolist(), pairs, strict=True):
         expected = plain_outputs(network, (prompt, response))[len(prompt) - 1 :]
@@ -380,7 +437,7 @@ def test_values_are_those_of_a_plain_forward_pass_at_the_states_before_each_toke
 def test_the_score_is_the_classifiers_own_output_for_the_unpadded_response():
     network, (pairs, rollout) = tiny_classifier(1), ragged_rollout(1)
     with torch.no_grad():
-        outputs = ppo_rlhf.compute_values(network, *rollout)
+        outputs = ppo_rlhf.compute_values(network, rollout)
         for row, (prompt, response) in zip(outputs, pairs, strict=True):
             expected = network(torch.tensor([prompt + response])).logits.item()
             assert row[len(response)].item() == pytest.approx(expected, abs=1e-5)
@@ -389,10 +446,14 @@ def test_the_score_is_the_classifiers_own_output_for_the_unpadded_response():
 def test_values_do_not_depend_on_what_stands_in_padding():
     network, (_, rollout) = tiny_classifier(2), ragged_rollout(2)
     prompt_ids, prompt_mask, response_ids, response_mask = rollout
-    other = (prompt_ids.masked_fill(~prompt_mask, 17), prompt_mask, response_ids.masked_fill(~response_mask, 23))
+    other = (
+        prompt_ids.masked_fill(~prompt_mask, 17),
+        prompt_mask,
+        response_ids.masked_fill(~response_mask, 23),
+    )
     with torch.no_grad():
-        before = ppo_rlhf.compute_values(network, *rollout)
-        after = ppo_rlhf.compute_values(network, *other, response_mask)
+        before = ppo_rlhf.compute_values(network, rollout)
+        after = ppo_rlhf.compute_values(network, [*other, response_mask])
     assert torch.allclose(before, after, atol=1e-6)
 
 
@@ -400,12 +461,14 @@ def test_the_value_network_gets_its_gradient_from_the_states_that_count():
     network, (pairs, rollout) = tiny_classifier(3), ragged_rollout(3)
     mask = rollout[3]
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-    values = ppo_rlhf.compute_values(network, *rollout)[:, :-1]  # (n, R)
+    values = ppo_rlhf.compute_values(network, rollout)[:, :-1]  # (n, R)
     (values * weights).masked_fill(~mask, 0.0).sum().backward()
     gradient = network.score.weight.grad.clone()
     network.zero_grad()
     for row, (prompt, response) in zip(weights, pairs, strict=True):
-        states = network.model(torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 : -1]  # (|o|, D)
+        states = network.model(torch.tensor([prompt + response])).last_hidden_state[
+            0, len(prompt) - 1 : -1
+        ]  # (|o|, D)
         (network.score(states)[:, 0] * row[: len(states)]).sum().backward()
     assert torch.allclose(gradient, network.score.weight.grad, atol=1e-4)
 
@@ -443,7 +506,14 @@ def test_beta_stays_positive_whatever_the_horizon_is():
 
 def run(tmp_path, **given):
     """main on the bundled task for one small step, or as many as are given."""
-    fields = dict(runs_dir=str(tmp_path), device="cpu", num_steps=1, num_prompts=4, eval_size=2, num_iterations=1)
+    fields = dict(
+        runs_dir=str(tmp_path),
+        device="cpu",
+        num_steps=1,
+        num_prompts=4,
+        eval_size=2,
+        num_iterations=1,
+    )
     ppo_rlhf.main(ppo_rlhf.Args(**fields | dict(max_new_tokens=18, run_name="run") | given))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][1:]
@@ -467,8 +537,13 @@ def test_each_response_is_scored_by_the_judge_at_its_last_token(tmp_path, monkey
         (completion,) = sample["completions"]
         response = tokenizer(completion, add_special_tokens=False).input_ids
         ended.append(len(response) < int(counts.sum()))  # the EOS token is no part of the text
-        pair = (tokenizer(sample["prompt"]).input_ids, response + [tokenizer.eos_token_id] * ended[-1])
-        assert score == pytest.approx(plain_outputs(judge, pair)[-1] - 0.5 * (not ended[-1]), abs=1e-4)
+        pair = (
+            tokenizer(sample["prompt"]).input_ids,
+            response + [tokenizer.eos_token_id] * ended[-1],
+        )
+        assert score == pytest.approx(
+            plain_outputs(judge, pair)[-1] - 0.5 * (not ended[-1]), abs=1e-4
+        )
         assert sample["rewards"] == [score]
     assert set(ended) == {True, False}, "some are to be cut, and some not"
 
@@ -497,12 +572,22 @@ def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch)
     judge = shutil.copytree(ppo_rlhf.ASSETS / "adder-judge", tmp_path / "judge")
     torch.manual_seed(0)
     vocab_size = json.loads((judge / "config.json").read_text())["vocab_size"]
-    shape = dict(vocab_size=vocab_size, n_embd=32, n_layer=2, n_head=2, n_positions=128, pad_token_id=0, num_labels=1)
-    GPT2ForSequenceClassification(GPT2Config(**shape, resid_pdrop=0.5, embd_pdrop=0.5)).save_pretrained(judge)
+    shape = dict(
+        vocab_size=vocab_size,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=128,
+        pad_token_id=0,
+        num_labels=1,
+    )
+    GPT2ForSequenceClassification(
+        GPT2Config(**shape, resid_pdrop=0.5, embd_pdrop=0.5)
+    ).save_pretrained(judge)
     calls, compute_values = [], ppo_rlhf.compute_values
 
-    def twice(network, *rollout):
-        first, second = compute_values(network, *rollout), compute_values(network, *rollout)
+    def twice(network, rollout):
+        first, second = compute_values(network, rollout), compute_values(network, rollout)
         assert torch.equal(first, second)
         calls.append(network.training)
         return first

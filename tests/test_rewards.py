@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward, parse_number
+from utils.rewards import (
+    accuracy_reward,
+    format_reward,
+    gold_number,
+    lenient_accuracy_reward,
+    parse_number,
+)
 
 REWARDS = [accuracy_reward, lenient_accuracy_reward, format_reward]
 GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k"
@@ -211,7 +217,9 @@ def test_rewards_of_a_completion(completion, answer, strict, lenient, tags):
 @pytest.mark.parametrize("reward", REWARDS)
 def test_a_list_is_scored_item_by_item_in_order(reward):
     completions, answers = [row[0] for row in COMPLETIONS], [row[1] for row in COMPLETIONS]
-    assert reward(completions, answers) == [reward([c], [a])[0] for c, a in zip(completions, answers, strict=True)]
+    assert reward(completions, answers) == [
+        reward([c], [a])[0] for c, a in zip(completions, answers, strict=True)
+    ]
     assert reward([], []) == []
 
 
@@ -275,13 +283,23 @@ def written_numbers(draw):
             text = text[1:]
     else:
         text = (
-            draw(st.sampled_from(["", "0", "00"])) * ("," not in text) + text + draw(st.sampled_from(["", ".", ".00"]))
+            draw(st.sampled_from(["", "0", "00"])) * ("," not in text)
+            + text
+            + draw(st.sampled_from(["", ".", ".00"]))
         )
-    minus = draw(st.sampled_from(["-", "\u2212"])) if value < 0 else draw(st.sampled_from(["", "+"]))
+    minus = (
+        draw(st.sampled_from(["-", "\u2212"])) if value < 0 else draw(st.sampled_from(["", "+"]))
+    )
     money = draw(st.sampled_from([(minus, ""), (minus, "$"), ("$" + minus, "")]))
     text = money[0] + money[1] + text
-    before = draw(st.sampled_from(["", " ", "= ", "=", "It is ", "from 3 to ", "**", "\\boxed{", "1,000, ", "2 - "]))
-    after = draw(st.sampled_from(["", " ", ".", " dollars", "%", "**.", "}", "\n", ", I think", "-ish"]))
+    before = draw(
+        st.sampled_from(
+            ["", " ", "= ", "=", "It is ", "from 3 to ", "**", "\\boxed{", "1,000, ", "2 - "]
+        )
+    )
+    after = draw(
+        st.sampled_from(["", " ", ".", " dollars", "%", "**.", "}", "\n", ", I think", "-ish"])
+    )
     return Fraction(value), before + text + after
 
 

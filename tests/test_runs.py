@@ -24,9 +24,19 @@ import wandb
 from conftest import ROOT, SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MANY_UPDATES = dict(num_iterations=2, num_minibatches=2, beta=0.05)  # where the script has these fields
+MANY_UPDATES = dict(
+    num_iterations=2, num_minibatches=2, beta=0.05
+)  # where the script has these fields
 MANY_UPDATES |= dict(staleness=3, sampler_dtype="bfloat16")
-SMALL = dict(num_prompts=4, num_generations=2, max_new_tokens=24, eval_size=8, num_steps=6, save_every=2, device="cpu")
+SMALL = dict(
+    num_prompts=4,
+    num_generations=2,
+    max_new_tokens=24,
+    eval_size=8,
+    num_steps=6,
+    save_every=2,
+    device="cpu",
+)
 SMALL |= dict(num_iterations=1, num_minibatches=1)
 WAIT = 120  # seconds after which a process is taken to hang
 
@@ -53,12 +63,19 @@ def read_checkpoint(folder: Path) -> dict:
 
 
 def without_times(records: list[dict]) -> list[dict]:
-    return [{name: value for name, value in record.items() if not name.startswith("time/")} for record in records]
+    return [
+        {name: value for name, value in record.items() if not name.startswith("time/")}
+        for record in records
+    ]
 
 
 def assert_same(one, other) -> None:
     """Equal to the last bit, through all dicts, lists and tuples."""
-    assert type(one) is type(other) or isinstance(one, list | tuple) and isinstance(other, list | tuple)
+    assert (
+        type(one) is type(other)
+        or isinstance(one, list | tuple)
+        and isinstance(other, list | tuple)
+    )
     if isinstance(one, dict):
         assert list(one) == list(other)
         one, other = list(one.values()), list(other.values())
@@ -81,7 +98,11 @@ def assert_same_runs(folder: Path, other: Path) -> None:
     assert (folder / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
     states = [read_checkpoint(run) for run in (folder, other)]
     for state in states:
-        del state["args"]["runs_dir"], state["args"]["run_name"], state["log_sizes"]["metrics.jsonl"]  # times are in it
+        del (
+            state["args"]["runs_dir"],
+            state["args"]["run_name"],
+            state["log_sizes"]["metrics.jsonl"],
+        )  # times are in it
         state["metrics"] = without_times([state["metrics"]])
     assert_same(*states)
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (folder, other)]
@@ -93,7 +114,9 @@ def data(tmp_path_factory):
     """A folder with so few problems that a run goes through them more than once."""
     folder = tmp_path_factory.mktemp("data")
     for split, count in (("train", 18), ("test", 8)):
-        lines = (ROOT / "assets" / "addition" / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        lines = (
+            (ROOT / "assets" / "addition" / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        )
         (folder / f"{split}.jsonl").write_text("".join(lines[:count]))
     return str(folder)
 
@@ -101,7 +124,10 @@ def data(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def undisturbed():
     """A run leaves its signal handlers behind; a limit on the size of files is taken back."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ)
+    }
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -114,7 +140,11 @@ def run(script, data, tmp_path):
     """Run main in this process, by default with one update per rollout, and return the run's folder."""
 
     def call(name="run", **given):
-        script.main(make_args(script, **{"runs_dir": str(tmp_path), "run_name": name, "dataset": data, **given}))
+        script.main(
+            make_args(
+                script, **{"runs_dir": str(tmp_path), "run_name": name, "dataset": data, **given}
+            )
+        )
         return tmp_path / name
 
     return call
@@ -129,7 +159,10 @@ def finished_runs(tmp_path_factory, data):
         if script not in runs:
             folder = tmp_path_factory.mktemp("finished")
             given = dict(runs_dir=str(folder), run_name="run", dataset=data, **MANY_UPDATES)
-            assert script.main(make_args(script, **given)) == read_jsonl(folder / "run" / "metrics.jsonl")[-1]
+            assert (
+                script.main(make_args(script, **given))
+                == read_jsonl(folder / "run" / "metrics.jsonl")[-1]
+            )
             runs[script] = folder / "run"
         return runs[script]
 
@@ -145,13 +178,23 @@ def finished(script, finished_runs):
 
 
 def test_files(script, finished):
-    expected = {"args.json", "checkpoint.pt", f"{script.__name__}.py", "metrics.jsonl", "samples.jsonl", "model"}
+    expected = {
+        "args.json",
+        "checkpoint.pt",
+        f"{script.__name__}.py",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "model",
+    }
     assert {path.name for path in finished.iterdir()} == expected
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
 
     args = json.loads((finished / "args.json").read_text())
     assert set(args) == {field.name for field in dataclasses.fields(script.Args)} | {"versions"}
-    assert args["num_prompts"] == 4 and None not in (args["learning_rate"], args["max_prompt_tokens"])
+    assert args["num_prompts"] == 4 and None not in (
+        args["learning_rate"],
+        args["max_prompt_tokens"],
+    )
     assert args["versions"]["torch"] == torch.__version__
     assert set(args["versions"]) == {"torch", "transformers", "datasets", "tyro", "wandb"}
 
@@ -162,25 +205,39 @@ def test_files(script, finished):
     assert all("eval/accuracy" in metrics[step] for step in (0, -1))
     group = args["num_generations"]
     extra = script.__name__ == "remax"  # a greedy response to each prompt, which is no sample
-    for record in metrics:  # a script that draws further prompts in place of useless ones has more of them
-        assert record["episodes"] >= record["step"] * N and record["episodes"] % (N + 4 * extra) == 0
+    for (
+        record
+    ) in metrics:  # a script that draws further prompts in place of useless ones has more of them
+        assert (
+            record["episodes"] >= record["step"] * N and record["episodes"] % (N + 4 * extra) == 0
+        )
     assert args["num_steps"] <= metrics[-1]["tokens"] <= 24 * metrics[-1]["episodes"]
 
     samples = read_jsonl(finished / "samples.jsonl")
     steps = [sample["step"] for sample in samples]
     assert steps == sorted(steps)
-    assert all((group + extra) * sum(s <= record["step"] for s in steps) == record["episodes"] for record in metrics)
+    assert all(
+        (group + extra) * sum(s <= record["step"] for s in steps) == record["episodes"]
+        for record in metrics
+    )
     for sample in samples:
         assert sample["prompt"].endswith("=") and isinstance(sample["answer"], str)
         assert all(isinstance(completion, str) for completion in sample["completions"])
         assert {len(sample[name]) for name in ("completions", "rewards", "advantages")} == {group}
     for record in metrics[1:]:
-        rewards = [reward for sample in samples if sample["step"] == record["step"] for reward in sample["rewards"]]
+        rewards = [
+            reward
+            for sample in samples
+            if sample["step"] == record["step"]
+            for reward in sample["rewards"]
+        ]
         assert sum(rewards) / len(rewards) == pytest.approx(record["rollout/reward_mean"], abs=1e-6)
 
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
     assert_same(dict(model.state_dict()), dict(read_checkpoint(finished)["model"]))
-    tokenizer, original = [AutoTokenizer.from_pretrained(name) for name in (finished / "model", args["model"])]
+    tokenizer, original = [
+        AutoTokenizer.from_pretrained(name) for name in (finished / "model", args["model"])
+    ]
     assert tokenizer("12+34=").input_ids == original("12+34=").input_ids
     assert tokenizer.eos_token_id == original.eos_token_id
 
@@ -205,7 +262,9 @@ def test_metrics_are_the_documented_ones(script, finished):
         if not keys or re.sub(metric, "", cells[1]).strip(" ,"):
             continue  # another table
         seen += keys
-        scripts = {name for name in names if re.search(rf"(?<![\w/]){name}(?!\w)", "|".join(cells[2:]))}
+        scripts = {
+            name for name in names if re.search(rf"(?<![\w/]){name}(?!\w)", "|".join(cells[2:]))
+        }
         scripts = names - scripts if "all but" in cells[2] else scripts
         documented |= set(keys) if not scripts or script.__name__ in scripts else set()
     assert seen, "docs/metrics.md has no table of metrics"
@@ -221,10 +280,15 @@ def test_groups_that_teach_nothing_are_counted(script, finished, run):
     samples, shares = read_jsonl(finished / "samples.jsonl"), []
     for record in read_jsonl(finished / "metrics.jsonl")[1:]:
         mine = [sample for sample in samples if sample["step"] == record["step"]]
-        rewards = [{r for steps in s["steps"] for _, r in steps} if "steps" in s else set(s["rewards"]) for s in mine]
+        rewards = [
+            {r for steps in s["steps"] for _, r in steps} if "steps" in s else set(s["rewards"])
+            for s in mine
+        ]
         shares.append(sum(len(own) == 1 for own in rewards) / len(mine))
         assert record["rollout/zero_std_frac"] == pytest.approx(shares[-1])
-    cut = read_jsonl(run("cut", max_new_tokens=1, num_steps=1) / "metrics.jsonl")[1]  # all begin with <think>
+    cut = read_jsonl(run("cut", max_new_tokens=1, num_steps=1) / "metrics.jsonl")[
+        1
+    ]  # all begin with <think>
     assert min(shares) < 1 and cut["rollout/zero_std_frac"] == 1
 
 
@@ -262,7 +326,9 @@ def test_one_seed_one_run(script, run, finished):
 def test_another_seed_is_another_run(run, finished):
     other = run("other", seed=2, **MANY_UPDATES)
     assert (other / "samples.jsonl").read_text() != (finished / "samples.jsonl").read_text()
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (other, finished)]
+    weights = [
+        (folder / "model" / "model.safetensors").read_bytes() for folder in (other, finished)
+    ]
     assert weights[0] != weights[1]
 
 
@@ -280,7 +346,9 @@ def in_child(script_name: str, given: dict, log: str, trap: dict | None) -> None
     script.main(make_args(script, **given))
 
 
-def set_trap(script, where: str, call: int, signals: list[int], after: bool = False, match: str = "") -> None:
+def set_trap(
+    script, where: str, call: int, signals: list[int], after: bool = False, match: str = ""
+) -> None:
     """At this call of a function (counting those with `match` in an argument) the process gets these signals.
 
     SIGXFSZ stands for a limit on the size of files: the kernel then kills the process in the middle of a write.
@@ -317,9 +385,14 @@ def set_trap(script, where: str, call: int, signals: list[int], after: bool = Fa
 def server():
     """The process that all others are forked from: it has imported the scripts, and has computed nothing."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv(
+            "PYTHONPATH",
+            os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
+        )
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, *SCRIPTS, "transformers.models.llama.modeling_llama"])
+        context.set_forkserver_preload(
+            [__name__, *SCRIPTS, "transformers.models.llama.modeling_llama"]
+        )
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -334,7 +407,9 @@ def spawn(server, script, data, tmp_path):
         if not resume:
             given = dict(runs_dir=str(tmp_path), run_name=name, dataset=data, **MANY_UPDATES)
         log = str(log or tmp_path / f"{name}.log")
-        started.append(server.Process(target=in_child, args=(script.__name__, given, log, trap), daemon=True))
+        started.append(
+            server.Process(target=in_child, args=(script.__name__, given, log, trap), daemon=True)
+        )
         started[-1].start()
         return started[-1]
 
@@ -354,13 +429,22 @@ def ended(process) -> int:
 
 KILL = [signal.SIGKILL]
 KILLS = [  # each kills the run at one moment, and the step of the checkpoint there is: they follow steps 1, 2, 4, 6
-    (dict(where="replace", call=2, signals=KILL, match="checkpoint", after=True), 2),  # it has just got its name
+    (
+        dict(where="replace", call=2, signals=KILL, match="checkpoint", after=True),
+        2,
+    ),  # it has just got its name
     (dict(where="optimizer", call=1, signals=KILL, after=True), 2),  # in an update of step 3
     (dict(where="respond", call=1, signals=KILL), 2),  # at the beginning of a rollout
     (dict(where="truncate", call=2, signals=KILL), 2),  # the logs are being shortened
-    (dict(where="save", call=1, signals=KILL), 2),  # the metrics are logged, the checkpoint is not written
+    (
+        dict(where="save", call=1, signals=KILL),
+        2,
+    ),  # the metrics are logged, the checkpoint is not written
     (dict(where="save", call=1, signals=[signal.SIGXFSZ]), 2),  # the checkpoint is half written
-    (dict(where="replace", call=1, signals=KILL, match="checkpoint"), 2),  # it is written, and has not got its name
+    (
+        dict(where="replace", call=1, signals=KILL, match="checkpoint"),
+        2,
+    ),  # it is written, and has not got its name
     (dict(where="replace", call=1, signals=KILL, match="checkpoint", after=True), 4),
 ]
 
@@ -373,14 +457,17 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
         status = ended(spawn(resume=number > 0, **kill))
         assert status in (-signal.SIGKILL, -signal.SIGXFSZ), (kill, log.read_text())
         assert read_checkpoint(folder)["metrics"]["step"] == step
-        with open(folder / "metrics.jsonl", "a") as metrics, open(folder / "samples.jsonl", "a") as samples:
+        with (
+            open(folder / "metrics.jsonl", "a") as metrics,
+            open(folder / "samples.jsonl", "a") as samples,
+        ):
             metrics.write('{"step": 3, "episo')  # a machine that loses power can leave half a line
             samples.write('{"step": 3, "prompt": "1')
     draw = random.Random(0)
     for _ in range(3 if thorough else 1):
         size = log.stat().st_size
         process = spawn(resume=True)
-        while "first prompt" not in log.read_text()[size:] and process.is_alive():
+        while "by model" not in log.read_text()[size:] and process.is_alive():
             time.sleep(0.01)
         process.join(draw.uniform(0, 0.6))
         process.kill()
@@ -388,19 +475,27 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     assert ended(spawn(resume=True)) == 0, log.read_text()
     assert_same_runs(folder, finished)
     kl = [record["kl/ref"] for record in read_jsonl(folder / "metrics.jsonl") if "kl/ref" in record]
-    assert not kl or kl[-1] > 1e-4, "the reference follows the policy, or the test's run is too short to tell"
+    assert not kl or kl[-1] > 1e-4, (
+        "the reference follows the policy, or the test's run is too short to tell"
+    )
 
 
 SIGNALS = [  # at a call of a function
     ("policy_loss", 2, [signal.SIGINT]),
     ("policy_loss", 2, [signal.SIGINT, signal.SIGINT]),
-    ("respond", 3, [signal.SIGTERM]),  # at the beginning of the rollout of step 2; the first is of the evaluation
+    (
+        "respond",
+        3,
+        [signal.SIGTERM],
+    ),  # at the beginning of the rollout of step 2; the first is of the evaluation
     ("fsync", 2, [signal.SIGTERM]),  # while the checkpoint of step 2 is written
 ]
 
 
 @pytest.mark.shared_text
-@pytest.mark.parametrize("where, call, signals", SIGNALS, ids=[f"{where}-{len(s)}" for where, _, s in SIGNALS])
+@pytest.mark.parametrize(
+    "where, call, signals", SIGNALS, ids=[f"{where}-{len(s)}" for where, _, s in SIGNALS]
+)
 def test_signals(script, spawn, finished, tmp_path, where, call, signals):
     """The first finishes the step, saves and tells how to go on; the second stops at once."""
     folder, log = tmp_path / "run", tmp_path / "run.log"
@@ -408,7 +503,9 @@ def test_signals(script, spawn, finished, tmp_path, where, call, signals):
     assert "Traceback" not in log.read_text() and "stopping after this step" in log.read_text()
     command = re.search(r"python '(.+)' --resume '(.+)'", log.read_text())
     if len(signals) == 2:
-        assert status == -signals[-1] and command is None and not (folder / "checkpoint.pt").exists()
+        assert (
+            status == -signals[-1] and command is None and not (folder / "checkpoint.pt").exists()
+        )
         return
     assert status == 128 + signals[-1]
     steps = [record["step"] for record in read_jsonl(folder / "metrics.jsonl")]
@@ -426,7 +523,12 @@ def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run("a run", num_steps=2)
     command = capsys.readouterr().err.split("go on: ")[1]
-    assert shlex.split(command) == ["python", str(ROOT / "grpo.py"), "--resume", str(tmp_path / "a run")]
+    assert shlex.split(command) == [
+        "python",
+        str(ROOT / "grpo.py"),
+        "--resume",
+        str(tmp_path / "a run"),
+    ]
 
 
 @pytest.mark.shared_text
@@ -460,7 +562,10 @@ def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch)
     monkeypatch.setattr(os, "replace", watch_replace)
     run(num_steps=2, save_every=1)
     status = path.stat()
-    assert events[-2:] == [("fsync", status.st_ino, status.st_size, 1), ("replace", status.st_ino, status.st_size)]
+    assert events[-2:] == [
+        ("fsync", status.st_ino, status.st_size, 1),
+        ("replace", status.st_ino, status.st_size),
+    ]
     assert torch.load(path)["metrics"]["step"] == 2
 
 
@@ -493,7 +598,9 @@ def test_full_disk(script, watch, run, finished, tmp_path):
     steps = []
 
     def before_respond(args, *rest):
-        steps.append(1)  # the first is the evaluation; a checkpoint follows step 2, and another one step 4
+        steps.append(
+            1
+        )  # the first is the evaluation; a checkpoint follows step 2, and another one step 4
         if len(steps) == 5:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
 
@@ -516,7 +623,9 @@ def spoil(script, monkeypatch, tmp_path):
 
         def spoiled(*args):
             loss, stats = policy_loss(*args)
-            step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")  # a line for step 0, and so on
+            step = (
+                (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+            )  # a line for step 0, and so on
             return loss * (factor if step in steps else 1.0), stats
 
         def watched_save(state, file):
@@ -571,9 +680,13 @@ def test_rewards_may_be_any_numbers(script, run, monkeypatch):
     monkeypatch.setattr(script, "REWARDS", [length, has_tag])
     folder = run(num_steps=1)
     record = read_jsonl(folder / "metrics.jsonl")[1]
-    assert record["rollout/length"] + record["rollout/has_tag"] == pytest.approx(record["rollout/reward_mean"])
+    assert record["rollout/length"] + record["rollout/has_tag"] == pytest.approx(
+        record["rollout/reward_mean"]
+    )
     for sample in read_jsonl(folder / "samples.jsonl"):
-        assert sample["rewards"] == [-len(text) + ("<answer>" in text) for text in sample["completions"]]
+        assert sample["rewards"] == [
+            -len(text) + ("<answer>" in text) for text in sample["completions"]
+        ]
 
 
 # ---- what a run says
@@ -584,14 +697,22 @@ def test_what_is_said(run, capsys):
     """At the start what the loss says; on the way a sample; and that responses of two tokens are all cut."""
     run(max_new_tokens=2, num_steps=3)
     out = capsys.readouterr().out
-    assert "clip_frac 0, and the loss says little" in out and "before: accuracy" in out and "after: accuracy" in out
-    assert re.search(r"step 3: .*reward_mean=.*accuracy=.*response_len=2.*kl/ref=.*eval/accuracy=0", out)
+    assert (
+        "clip_frac 0, and the loss says little" in out
+        and "before: accuracy" in out
+        and "after: accuracy" in out
+    )
+    assert re.search(
+        r"step 3: .*reward_mean=.*accuracy=.*response_len=2.*kl/ref=.*eval/accuracy=0", out
+    )
     assert out.count("warning: eos_frac < 0.5 (cut responses)") == 3
     assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
 
 
 @pytest.mark.shared_text
-def test_a_model_whose_sampler_and_trainer_disagree_stops_at_the_first_step(script, run, monkeypatch, capsys):
+def test_a_model_whose_sampler_and_trainer_disagree_stops_at_the_first_step(
+    script, run, monkeypatch, capsys
+):
     compute_logprobs = script.compute_logprobs
     monkeypatch.setattr(script, "compute_logprobs", lambda *args: 1.5 * compute_logprobs(*args))
     with pytest.raises(SystemExit) as stop:
@@ -605,34 +726,50 @@ def test_an_overlong_cache_that_punishes_every_response(tmp_path, data, capsys, 
     script = __import__("dapo")
     given = dict(max_new_tokens=9, overlong_cache=cache, num_steps=1, max_resample=0, dataset=data)
     script.main(make_args(script, runs_dir=str(tmp_path), run_name="run", **given))
-    assert ("warning: --overlong-cache 9 punishes every response" in capsys.readouterr().out) == warned
+    assert (
+        "warning: --overlong-cache 9 punishes every response" in capsys.readouterr().out
+    ) == warned
 
 
 @pytest.mark.shared_text
 @pytest.mark.parametrize("mode", ["offline", None], ids=["offline", "not logged in"])
 def test_track_without_a_network(run, monkeypatch, mode):
     for name, value in {"MODE": mode, "API_KEY": None, "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value) if value else monkeypatch.delenv(f"WANDB_{name}", raising=False)
+        monkeypatch.setenv(f"WANDB_{name}", value) if value else monkeypatch.delenv(
+            f"WANDB_{name}", raising=False
+        )
     monkeypatch.setenv("NETRC", os.devnull)
     folder = run(num_steps=2, track=True)
     wandb.teardown()  # as at the end of a process: finish() alone returns before the last block is in the file
     [record] = folder.rglob("offline-run-*/*.wandb")
-    names = [b"rollout/reward_mean", b"policy/loss", b"optim/lr"]  # the file is cut into blocks, and so may a name be
+    names = [
+        b"rollout/reward_mean",
+        b"policy/loss",
+        b"optim/lr",
+    ]  # the file is cut into blocks, and so may a name be
     assert any(name in record.read_bytes() for name in names), record.stat()
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
 
 
 @pytest.mark.shared_text
-def test_a_sampler_that_is_the_trainer_needs_no_correction(script, run, finished_runs, tmp_path, data):
+def test_a_sampler_that_is_the_trainer_needs_no_correction(
+    script, run, finished_runs, tmp_path, data
+):
     """On a CPU in float32, refreshed every step, grpo_offpolicy.py is grpo.py but for rounding."""
     other = __import__("grpo_offpolicy")
     given = dict(MANY_UPDATES, staleness=1, sampler_dtype="float32", dual_clip=1e9)
     other.main(make_args(other, runs_dir=str(tmp_path), run_name="run", dataset=data, **given))
-    runs = [read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path / "run", finished_runs(script))]
+    runs = [
+        read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path / "run", finished_runs(script))
+    ]
     for mine, of_grpo in zip(*map(without_times, runs), strict=True):
-        assert mine.pop("rollout/truncated_frac", 0.0) == mine.pop("policy/dual_clip_frac", 0.0) == 0.0
+        assert (
+            mine.pop("rollout/truncated_frac", 0.0) == mine.pop("policy/dual_clip_frac", 0.0) == 0.0
+        )
         assert mine == pytest.approx(of_grpo, rel=1e-3, abs=1e-5)
-    states = [read_checkpoint(folder)["model"] for folder in (tmp_path / "run", finished_runs(script))]
+    states = [
+        read_checkpoint(folder)["model"] for folder in (tmp_path / "run", finished_runs(script))
+    ]
     for name, weights in states[0].items():
         torch.testing.assert_close(weights, states[1][name], rtol=1e-3, atol=1e-5)
 
@@ -641,21 +778,42 @@ def test_truncated_is_what_lies_above_the_cap_and_not_at_it(tmp_path, data):
     """A sampler that is the trainer has weights of 1, but for rounding: a cap of 1 truncates few of them."""
     script = __import__("grpo_offpolicy")
     given = dict(staleness=1, sampler_dtype="float32", rollout_correction=1.0, num_steps=1)
-    metrics = script.main(make_args(script, runs_dir=str(tmp_path), run_name="run", dataset=data, **given))
+    metrics = script.main(
+        make_args(script, runs_dir=str(tmp_path), run_name="run", dataset=data, **given)
+    )
     assert metrics["rollout/truncated_frac"] < 0.5
 
 
 def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
     """However stale the sampler is: the last evaluation is one of the saved model."""
     script = __import__("grpo_offpolicy")
-    given = dict(staleness=100, num_steps=3, learning_rate=2e-3, runs_dir=str(tmp_path), run_name="run", dataset=data)
+    given = dict(
+        staleness=100,
+        num_steps=3,
+        learning_rate=2e-3,
+        runs_dir=str(tmp_path),
+        run_name="run",
+        dataset=data,
+    )
     metrics = script.main(make_args(script, **given))
     folder = tmp_path / "run"
-    args = script.Args(**{k: v for k, v in json.loads((folder / "args.json").read_text()).items() if k != "versions"})
+    args = script.Args(
+        **{
+            k: v
+            for k, v in json.loads((folder / "args.json").read_text()).items()
+            if k != "versions"
+        }
+    )
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     examples = script.load_data(args, tokenizer, "test")
     mine, start = [
-        script.evaluate(args, AutoModelForCausalLM.from_pretrained(model), tokenizer, examples, [2])
+        script.evaluate(
+            args,
+            AutoModelForCausalLM.from_pretrained(model),
+            tokenizer,
+            examples,
+            torch.tensor([2]),
+        )
         for model in (folder / "model", args.model)
     ]
     assert mine == {name: metrics[name] for name in mine} != start
@@ -669,7 +827,13 @@ def test_it_learns(script, tmp_path):
     if script.__name__ in ("grpo_offpolicy", "grpo_multigpu"):
         pytest.skip("with its defaults it is grpo.py, as other tests say")
     B = script.Args().num_prompts // 2
-    given = dict(num_steps=8, num_prompts=B, learning_rate=2e-4, lr_schedule="constant_with_warmup", eval_size=2)
+    given = dict(
+        num_steps=8,
+        num_prompts=B,
+        learning_rate=2e-4,
+        lr_schedule="constant_with_warmup",
+        eval_size=2,
+    )
     if script.__name__ == "ppo_rlhf":  # four passes over each of its rollouts take their time
         given |= dict(num_steps=5, learning_rate=1e-4)
     script.main(script.Args(runs_dir=str(tmp_path), run_name="run", device="cpu", **given))

@@ -11,22 +11,47 @@ from transformers import AutoModelForCausalLM
 
 V = 48  # vocabulary
 EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a response
-TOKENIZER = SimpleNamespace(batch_decode=lambda rows, skip_special_tokens: [row.tolist() for row in rows])
+TOKENIZER = SimpleNamespace(
+    batch_decode=lambda rows, skip_special_tokens: [row.tolist() for row in rows]
+)
 pytestmark = pytest.mark.shared_text
-PROMPTS = [[7], [3, 4, 2, 30, 2, 2, 19, 41, 8], [2, 12, 13, 2], [45, 2], [33, 31, 29, 27, 25, 23]]  # EOS ids included
+PROMPTS = [
+    [7],
+    [3, 4, 2, 30, 2, 2, 19, 41, 8],
+    [2, 12, 13, 2],
+    [45, 2],
+    [33, 31, 29, 27, 25, 23],
+]  # EOS ids included
 
-LLAMA = dict(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+LLAMA = dict(
+    vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+)
 LLAMA |= dict(num_key_value_heads=2, head_dim=8, max_position_embeddings=64, initializer_range=0.2)
 LLAMA |= dict(bos_token_id=2, eos_token_id=2, pad_token_id=2)
 GPT2 = dict(vocab_size=V, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2)
-FALCON = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2)
-MLA = dict(kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6, head_dim=4)
-MLA |= dict(num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+FALCON = dict(
+    vocab_size=V, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2
+)
+MLA = dict(
+    kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=6, head_dim=4
+)
+MLA |= dict(
+    num_key_value_heads=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1
+)
 WINDOW = dict(query_pre_attn_scalar=8, sliding_window=64)
 HEAD_CAP, ATTENTION_CAP = dict(final_logit_softcapping=3.0), dict(attn_logit_softcapping=2.0)
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-DELTA = dict(linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
-HYBRID = dict(mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=1, mamba_d_state=4, mamba_chunk_size=4, mamba_d_ssm=64)
+DELTA = dict(
+    linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+)
+HYBRID = dict(
+    mamba_n_heads=8,
+    mamba_d_head=8,
+    mamba_n_groups=1,
+    mamba_d_state=4,
+    mamba_chunk_size=4,
+    mamba_d_ssm=64,
+)
 STATE = dict(vocab_size=V, hidden_size=32, num_hidden_layers=2, state_size=4)
 
 SUPPORTED = {
@@ -45,14 +70,29 @@ SUPPORTED = {
     "OLMo 2": ("Olmo2Config", LLAMA),
     "SmolLM 3": ("SmolLM3Config", LLAMA),
     "Falcon, rotary": ("FalconConfig", FALCON | dict(alibi=False)),
-    "OPT, positions from 2": ("OPTConfig", LLAMA | dict(ffn_dim=48, init_std=0.2, word_embed_proj_dim=32)),
+    "OPT, positions from 2": (
+        "OPTConfig",
+        LLAMA | dict(ffn_dim=48, init_std=0.2, word_embed_proj_dim=32),
+    ),
     "Mixtral": ("MixtralConfig", LLAMA | dict(num_local_experts=4, sliding_window=None)),
-    "DeepSeek 3": ("DeepseekV3Config", LLAMA | MLA | dict(first_k_dense_replace=1, moe_intermediate_size=16)),
+    "DeepSeek 3": (
+        "DeepseekV3Config",
+        LLAMA | MLA | dict(first_k_dense_replace=1, moe_intermediate_size=16),
+    ),
 }
 UNUSUAL = {
-    "Gemma 2, head and attention capped": ("Gemma2Config", LLAMA | WINDOW | HEAD_CAP | ATTENTION_CAP),
-    "Gemma 2, head capped": ("Gemma2Config", LLAMA | WINDOW | HEAD_CAP | dict(attn_logit_softcapping=None)),
-    "Gemma 2, attention capped": ("Gemma2Config", LLAMA | WINDOW | ATTENTION_CAP | dict(final_logit_softcapping=None)),
+    "Gemma 2, head and attention capped": (
+        "Gemma2Config",
+        LLAMA | WINDOW | HEAD_CAP | ATTENTION_CAP,
+    ),
+    "Gemma 2, head capped": (
+        "Gemma2Config",
+        LLAMA | WINDOW | HEAD_CAP | dict(attn_logit_softcapping=None),
+    ),
+    "Gemma 2, attention capped": (
+        "Gemma2Config",
+        LLAMA | WINDOW | ATTENTION_CAP | dict(final_logit_softcapping=None),
+    ),
     "Gemma 3, short window": ("Gemma3TextConfig", LLAMA | WINDOW | dict(sliding_window=6)),
     "Mistral, short window": ("MistralConfig", LLAMA | dict(sliding_window=6)),
     "Qwen2, short window in one layer": (
@@ -62,9 +102,15 @@ UNUSUAL = {
     "Cohere, scaled head": ("CohereConfig", LLAMA | dict(logit_scale=0.25)),
     "Granite, scaled head": ("GraniteConfig", LLAMA | dict(logits_scaling=4.0)),
     "GPT-J, eager attention": ("GPTJConfig", GPT2 | dict(rotary_dim=4)),
-    "GPT-OSS, attention sinks": ("GptOssConfig", LLAMA | dict(sliding_window=64, num_local_experts=4)),
+    "GPT-OSS, attention sinks": (
+        "GptOssConfig",
+        LLAMA | dict(sliding_window=64, num_local_experts=4),
+    ),
     "Falcon, ALiBi": ("FalconConfig", FALCON | dict(alibi=True)),
-    "MPT, ALiBi": ("MptConfig", dict(vocab_size=V, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2)),
+    "MPT, ALiBi": (
+        "MptConfig",
+        dict(vocab_size=V, d_model=32, n_layers=2, n_heads=4, initializer_range=0.2),
+    ),
     "Llama, rotary scaling by length": (
         "LlamaConfig",
         LLAMA | dict(rope_parameters=DYNAMIC, max_position_embeddings=12),
@@ -73,7 +119,10 @@ UNUSUAL = {
         "Qwen3_5TextConfig",
         LLAMA | DELTA | dict(layer_types=["linear_attention", "full_attention"]),
     ),
-    "LFM 2, convolutions": ("Lfm2Config", LLAMA | dict(layer_types=["conv", "full_attention"], block_ff_dim=48)),
+    "LFM 2, convolutions": (
+        "Lfm2Config",
+        LLAMA | dict(layer_types=["conv", "full_attention"], block_ff_dim=48),
+    ),
     "Falcon-H1, hybrid": ("FalconH1Config", LLAMA | HYBRID),
     "Mamba": ("MambaConfig", STATE),
     "Mamba 2": ("Mamba2Config", STATE | dict(num_heads=8, head_dim=8, n_groups=2, chunk_size=4)),
@@ -84,7 +133,9 @@ def build(family, **changes):
     """A random model with logits that vary by some units; biases and norms are not at their initial 0 and 1."""
     name, fields = (SUPPORTED | UNUSUAL)[family]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**fields | changes), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**fields | changes), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -94,13 +145,21 @@ def build(family, **changes):
 
 def chain(vocab_size, logits_after):
     """A Llama without attention or MLP: after token i the logits are row i of logits_after (V, V)."""
-    model = build("Llama", vocab_size=vocab_size, hidden_size=vocab_size, num_attention_heads=2, rms_norm_eps=0.0)
+    model = build(
+        "Llama",
+        vocab_size=vocab_size,
+        hidden_size=vocab_size,
+        num_attention_heads=2,
+        rms_norm_eps=0.0,
+    )
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size))
-        model.model.norm.weight.fill_(vocab_size**-0.5)  # a one-hot vector leaves the norm as itself
+        model.model.norm.weight.fill_(
+            vocab_size**-0.5
+        )  # a one-hot vector leaves the norm as itself
         model.lm_head.weight.copy_(logits_after.T)
     return model
 
@@ -111,7 +170,9 @@ def counting(vocab_size=V):
 
 
 def make_args(script, new_tokens, temperature=1.0, samples=4, **given):
-    return script.Args(max_new_tokens=new_tokens, temperature=temperature, num_generations=samples, **given)
+    return script.Args(
+        max_new_tokens=new_tokens, temperature=temperature, num_generations=samples, **given
+    )
 
 
 @pytest.fixture
@@ -127,13 +188,31 @@ def left_pad(prompts):
     return ids, torch.tensor([[k >= P - len(prompt) for k in range(P)] for prompt in prompts])
 
 
-def roll_out(script, model, prompts=PROMPTS, samples=4, new_tokens=14, temperature=1.0, eos_ids=EOS, seed=0, **given):
+def roll_out(
+    script,
+    model,
+    prompts=PROMPTS,
+    samples=4,
+    new_tokens=14,
+    temperature=1.0,
+    eos_ids=EOS,
+    seed=0,
+    **given,
+):
     """What main does: ((prompt_ids, prompt_mask, response_ids, response_mask), logprobs), all in group order."""
     args = make_args(script, new_tokens, temperature, samples, **given)
     examples = [{"prompt_ids": prompt} for prompt in prompts]
     torch.manual_seed(seed)
-    rollout, logprobs, texts = script.respond(args, model, TOKENIZER, examples, samples, temperature, eos_ids)
-    assert rollout[2].shape == rollout[3].shape == logprobs.shape == (len(prompts) * samples, new_tokens)
+    sampled = script.respond(
+        args, model, TOKENIZER, examples, samples, temperature, torch.tensor(eos_ids)
+    )
+    rollout, logprobs, texts = list(sampled[:4]), sampled.sampled_logprobs, sampled.completions
+    assert (
+        rollout[2].shape
+        == rollout[3].shape
+        == logprobs.shape
+        == (len(prompts) * samples, new_tokens)
+    )
     assert rollout[3].dtype == torch.bool and logprobs.dtype == torch.float32
     assert texts == [ids[mask].tolist() for ids, mask in zip(*rollout[2:], strict=True)]
     return rollout, logprobs
@@ -144,9 +223,14 @@ def slow_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, t
     table = []
     for i in range(len(response_ids)):
         prompt, response = prompt_ids[i][prompt_mask[i]], response_ids[i][response_mask[i]]
-        logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0].double() / temperature
+        logits = (
+            model(torch.cat([prompt, response])[None], use_cache=False).logits[0].double()
+            / temperature
+        )
         logprobs = logits.log_softmax(1)[len(prompt) - 1 : -1].gather(1, response[:, None])[:, 0]
-        table.append(torch.cat([logprobs, logprobs.new_zeros(response_ids.shape[1] - len(response))]))
+        table.append(
+            torch.cat([logprobs, logprobs.new_zeros(response_ids.shape[1] - len(response))])
+        )
     return torch.stack(table)
 
 
@@ -179,11 +263,15 @@ def test_sampler_and_trainer_agree_with_a_plain_forward(script, segment, family)
     for temperature in (0.7, 1.0):
         rollout, sampled = roll_out(script, model, temperature=temperature, seed=4)
         lengths = rollout[3].sum(1)
-        assert (lengths < 10).float().mean() > 0.25 and lengths.max() == 14  # finished rows were dropped on the way
+        assert (
+            lengths < 10
+        ).float().mean() > 0.25 and lengths.max() == 14  # finished rows were dropped on the way
         with torch.no_grad():
-            recomputed = script.compute_logprobs(model, *rollout, temperature)
+            recomputed = script.compute_logprobs(model, rollout, temperature)
             expected = slow_logprobs(model, *rollout, temperature)
-        assert expected[rollout[3]].mean() < -1  # else the samples are close to greedy and tell little
+        assert (
+            expected[rollout[3]].mean() < -1
+        )  # else the samples are close to greedy and tell little
         assert_near(sampled, expected)
         assert_near(recomputed, expected)
 
@@ -196,7 +284,7 @@ def test_no_family_is_wrong_in_silence(script, segment, family):
     try:
         rollout, sampled = roll_out(script, model)
         with torch.no_grad():
-            recomputed = script.compute_logprobs(model, *rollout, 1.0)
+            recomputed = script.compute_logprobs(model, rollout, 1.0)
     except Exception:
         return
     gap = (sampled - recomputed).abs()[rollout[3]].mean()
@@ -218,7 +306,7 @@ def test_edge_sizes(script, segment, steps, prompts, samples, new_tokens):
     rollout, sampled = roll_out(script, model, prompts, samples, new_tokens)
     with torch.no_grad():
         assert_near(sampled, slow_logprobs(model, *rollout, 1.0))
-        assert_near(script.compute_logprobs(model, *rollout, 1.0), sampled)
+        assert_near(script.compute_logprobs(model, rollout, 1.0), sampled)
 
 
 # ---- the distribution
@@ -240,7 +328,10 @@ def test_the_whole_softmax_is_sampled(script, temperature):
     probs = (table.double() / temperature).softmax(1)
     for prompt, last in enumerate([2, 5]):
         group, group_mask = (x[prompt * samples : (prompt + 1) * samples] for x in (ids, mask))
-        statistic, dof = chi_squared(group[:, 0].bincount(minlength=vocab_size), probs[last]), vocab_size - 1
+        statistic, dof = (
+            chi_squared(group[:, 0].bincount(minlength=vocab_size), probs[last]),
+            vocab_size - 1,
+        )
         assert statistic < dof + 5 * math.sqrt(2 * dof)
         statistic, dof = 0.0, 0
         for first in range(vocab_size - 1):  # after the EOS token there is no second one
@@ -253,7 +344,14 @@ def test_the_whole_softmax_is_sampled(script, temperature):
 def test_the_generation_config_of_a_checkpoint_changes_nothing(script):
     model = build("Llama")
     before, logprobs_before = roll_out(script, model)
-    options = dict(do_sample=True, top_k=2, top_p=0.5, repetition_penalty=2.0, temperature=3.0, max_new_tokens=2)
+    options = dict(
+        do_sample=True,
+        top_k=2,
+        top_p=0.5,
+        repetition_penalty=2.0,
+        temperature=3.0,
+        max_new_tokens=2,
+    )
     model.generation_config = transformers.GenerationConfig(**options, eos_token_id=[7, 8])
     after, logprobs_after = roll_out(script, model)
     assert all(map(torch.equal, before, after)) and torch.equal(logprobs_before, logprobs_after)
@@ -268,7 +366,12 @@ def test_temperature_0_is_greedy(script, segment, family):
         expected = []
         while len(expected) < 14 and (not expected or expected[-1] not in EOS):
             with torch.no_grad():
-                expected.append(model(torch.tensor([prompt + expected]), use_cache=False).logits[0, -1].argmax().item())
+                expected.append(
+                    model(torch.tensor([prompt + expected]), use_cache=False)
+                    .logits[0, -1]
+                    .argmax()
+                    .item()
+                )
         assert row[counts].tolist() == expected
 
 
@@ -291,7 +394,9 @@ def test_the_same_random_state_gives_the_same_samples(script):
     outputs = []
     for _ in range(2):
         torch.set_rng_state(state)
-        outputs.append(script.generate(args, model, prompt_ids, prompt_mask, 4, 1.0, EOS))
+        outputs.append(
+            script.generate(args, model, prompt_ids, prompt_mask, 4, 1.0, torch.tensor(EOS))
+        )
     assert all(map(torch.equal, *outputs))
     assert not torch.equal(outputs[0][0][:, 0], first[0][2][:, 0])
 
@@ -314,7 +419,7 @@ def test_responses_end_with_any_eos_token_and_count_it(script, segment, steps):
     }
     prompts, samples = [list(prompt) for prompt in expected], 3
     rollout, sampled = roll_out(script, counting(), prompts, samples, 5, eos_ids=eos_ids)
-    recomputed = script.compute_logprobs(counting(), *rollout, 1.0)
+    recomputed = script.compute_logprobs(counting(), rollout, 1.0)
     prompt_ids, prompt_mask, ids, mask = rollout
     assert ids.shape == (len(prompts) * samples, 5)
     for i in range(len(ids)):
@@ -347,22 +452,33 @@ def test_padding_and_order_do_not_matter(script, family):
     junk = torch.randint(0, V, (len(ids), 3), generator=torch.Generator().manual_seed(5))
     no = torch.zeros(len(ids), 3, dtype=torch.bool)
     with torch.no_grad():
-        expected = script.compute_logprobs(model, *rollout, 1.0)
+        expected = script.compute_logprobs(model, rollout, 1.0)
         wider_prompt = torch.cat([junk, prompt_ids], 1), torch.cat([no, prompt_mask], 1)
-        assert_near(script.compute_logprobs(model, *wider_prompt, ids, mask, 1.0), expected, 1e-6)
+        assert_near(script.compute_logprobs(model, [*wider_prompt, ids, mask], 1.0), expected, 1e-6)
         wider_response = torch.cat([ids, junk], 1), torch.cat([mask, no], 1)
-        wide = script.compute_logprobs(model, prompt_ids, prompt_mask, *wider_response, 1.0)
+        wide = script.compute_logprobs(model, [prompt_ids, prompt_mask, *wider_response], 1.0)
         assert_near(wide[:, :-3], expected, 1e-6)
         assert (wide[:, -3:] == 0).all()
-        other_ids = torch.where(mask, ids, 17), torch.where(prompt_mask, prompt_ids, 18)
-        assert_near(script.compute_logprobs(model, other_ids[1], prompt_mask, other_ids[0], mask, 1.0), expected, 1e-6)
+        other = [
+            torch.where(prompt_mask, prompt_ids, 18),
+            prompt_mask,
+            torch.where(mask, ids, 17),
+            mask,
+        ]
+        assert_near(script.compute_logprobs(model, other, 1.0), expected, 1e-6)
         order = torch.randperm(len(ids))
-        assert_near(script.compute_logprobs(model, *[x[order] for x in rollout], 1.0), expected[order], 1e-5)
-        alone = [script.compute_logprobs(model, *[x[[i]] for x in rollout], 1.0) for i in range(len(ids))]
+        assert_near(
+            script.compute_logprobs(model, [x[order] for x in rollout], 1.0), expected[order], 1e-5
+        )
+        alone = [
+            script.compute_logprobs(model, [x[[i]] for x in rollout], 1.0) for i in range(len(ids))
+        ]
         assert_near(torch.cat(alone), expected, 1e-5)
 
     def greedy(prompt_ids, prompt_mask):
-        out, counts, _ = script.generate(make_args(script, 14), model, prompt_ids, prompt_mask, 1, 0.0, EOS)
+        out, counts, _ = script.generate(
+            make_args(script, 14), model, prompt_ids, prompt_mask, 1, 0.0, torch.tensor(EOS)
+        )
         return [row[count].tolist() for row, count in zip(out, counts, strict=True)]
 
     prompt_ids, prompt_mask = left_pad(PROMPTS)
@@ -378,9 +494,13 @@ def test_sampling_in_parts_changes_nothing(script):
     model, sizes, generate = build("Llama"), [], script.generate
     whole, logprobs = roll_out(script, model, samples=2, temperature=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "generate", lambda *args: sizes.append(len(args[2])) or generate(*args))
+        patch.setattr(
+            script, "generate", lambda *args: sizes.append(len(args[2])) or generate(*args)
+        )
         for budget in (1, 2 * 2 * (9 + 14)):  # rows of at most 9 prompt tokens and 14 new ones
-            parts, part_logprobs = roll_out(script, model, samples=2, temperature=0.0, sampling_tokens=budget)
+            parts, part_logprobs = roll_out(
+                script, model, samples=2, temperature=0.0, sampling_tokens=budget
+            )
             assert all(map(torch.equal, parts[:2], whole[:2])) and torch.equal(parts[3], whole[3])
             assert torch.equal(parts[2][parts[3]], whole[2][whole[3]])
             assert_near(part_logprobs, logprobs)
@@ -395,7 +515,9 @@ def test_keys_and_values_keep_to_sampling_tokens(script, segment, steps):
     model.register_forward_pre_hook(
         lambda _, ids, inputs: sizes.append(inputs["attention_mask"].shape), with_kwargs=True
     )
-    roll_out(script, model, samples=2, sampling_tokens=2 * 2 * (9 + 14), eos_ids=[V])  # no row ever ends
+    roll_out(
+        script, model, samples=2, sampling_tokens=2 * 2 * (9 + 14), eos_ids=[V]
+    )  # no row ever ends
     assert max(shape[0] * shape[-1] for shape in sizes) == 2 * 2 * (9 + 14)
 
 
@@ -422,8 +544,10 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
     mask, generator = rollout[3], torch.Generator().manual_seed(0)
     lengths = (rollout[1].sum(1) + mask.sum(1)).tolist()
     with torch.no_grad():
-        expected = script.compute_logprobs(model, *rollout, 0.8)
-    old_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)  # ratios on both sides of the clip
+        expected = script.compute_logprobs(model, rollout, 0.8)
+    old_logprobs = expected + 0.3 * torch.randn(
+        expected.shape, generator=generator
+    )  # ratios on both sides of the clip
     ref_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)
     advantages = torch.randn(len(mask), 1, generator=generator)
     args = make_args(script, 14, 0.8)
@@ -433,7 +557,7 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
         model.zero_grad()
         total, count = 0.0, 0
         for i in script.micro_batches(torch.arange(len(mask)), lengths, budget):
-            logprobs = script.compute_logprobs(model, *[x[i] for x in rollout], 0.8)
+            logprobs = script.compute_logprobs(model, [x[i] for x in rollout], 0.8)
             ref = ref_logprobs[i] if beta else None
             slices = (old_logprobs[i], ref, advantages[i], mask[i])
             loss, _ = script.policy_loss(args, logprobs, *slices, len(mask), mask.sum())
@@ -456,7 +580,10 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
 @pytest.mark.parametrize("samples, checkpointing", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("family", ["Llama", "Llama, tied head", "GPT-2", "Phi, bias in the head"])
 def test_gradient_is_that_of_a_plain_forward(script, family, samples, checkpointing):
-    model = build(family, **(dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if family == "GPT-2" else {}))
+    model = build(
+        family,
+        **(dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if family == "GPT-2" else {}),
+    )
     rollout, _ = roll_out(script, model, samples=samples)
     weights = torch.randn(rollout[3].shape, generator=torch.Generator().manual_seed(0)) * rollout[3]
     model.double()
@@ -464,7 +591,7 @@ def test_gradient_is_that_of_a_plain_forward(script, family, samples, checkpoint
     if checkpointing:
         model.activation_checkpointing_enable()
         model.train()
-    actual = gradients(model, (script.compute_logprobs(model, *rollout, 0.7) * weights).sum())
+    actual = gradients(model, (script.compute_logprobs(model, rollout, 0.7) * weights).sum())
     assert_same_gradients(actual, expected)
 
 
@@ -481,9 +608,9 @@ def test_gradient_is_the_same_to_the_last_bit_with_two_threads(script, two_threa
     rollout, _ = roll_out(script, model, samples=16)
     order = torch.randperm(len(rollout[0]), generator=torch.Generator().manual_seed(0))
     rollout = [x[order] for x in rollout]  # else each thread has whole groups
-    first = gradients(model, script.compute_logprobs(model, *rollout, 1.0).sum())
+    first = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
     for _ in range(10):
-        again = gradients(model, script.compute_logprobs(model, *rollout, 1.0).sum())
+        again = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
         assert all(torch.equal(again[name], grad) for name, grad in first.items())
 
 
@@ -502,7 +629,9 @@ class Largest(TorchDispatchMode):
 def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(script):
     """A vocabulary so large that the logits of 16 tokens are all that may exist at a time."""
     vocab_size = 2**20
-    sizes = dict(hidden_size=4, intermediate_size=4, num_attention_heads=1, num_key_value_heads=1, head_dim=4)
+    sizes = dict(
+        hidden_size=4, intermediate_size=4, num_attention_heads=1, num_key_value_heads=1, head_dim=4
+    )
     model = build("Llama", vocab_size=vocab_size, **sizes)
     prompt_ids, prompt_mask = left_pad([[3], [4, 5]])
     ids = torch.randint(0, vocab_size, (2, 11), generator=torch.Generator().manual_seed(0))
@@ -514,7 +643,7 @@ def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(scri
         return x
 
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        logprobs = script.compute_logprobs(model, *rollout, 0.7)
+        logprobs = script.compute_logprobs(model, rollout, 0.7)
         actual = gradients(model, logprobs.sum())
     assert largest.elements <= 2**24 < rollout[3].sum() * vocab_size
     assert max(saved) < 2**24
@@ -544,5 +673,5 @@ def test_dropout_is_off_in_a_rollout(script):
     rollout, sampled = roll_out(script, model)
     model.eval()
     with torch.no_grad():
-        assert_near(sampled, script.compute_logprobs(model, *rollout, 1.0))
+        assert_near(sampled, script.compute_logprobs(model, rollout, 1.0))
         assert_near(sampled, slow_logprobs(model, *rollout, 1.0))

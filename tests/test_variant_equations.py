@@ -21,12 +21,15 @@ import reinforce_baseline
 import remax
 
 ADDER = ROOT / "assets" / "adder"
+EOS = torch.tensor([2])
 
 
 def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
     """The loss of one whole minibatch, its gradient (n, R), and the stats."""
     logprobs = logprobs.detach().clone().requires_grad_()
-    loss, stats = script.policy_loss(args, logprobs, old, ref, advantages, mask, len(mask), int(mask.sum()))
+    loss, stats = script.policy_loss(
+        args, logprobs, old, ref, advantages, mask, len(mask), int(mask.sum())
+    )
     loss.backward()
     return loss.item(), logprobs.grad, stats
 
@@ -41,7 +44,13 @@ def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
         (0.1, 0.1, 2.0, -2 * 1.08**0.5, -(1.08**0.5)),
         (0.1, 0.1, -2.0, 2 * 1.08**0.5, 1.08**0.5),
         (0.1, 0.02, 2.0, -2 * 1.02, 0.0),  # cut above: nothing to gain any more
-        (0.1, 0.02, -2.0, 2 * 1.08**0.5, 1.08**0.5),  # for a negative advantage only the lower bound cuts
+        (
+            0.1,
+            0.02,
+            -2.0,
+            2 * 1.08**0.5,
+            1.08**0.5,
+        ),  # for a negative advantage only the lower bound cuts
     ],
 )
 def test_gspo_by_hand(low, high, advantage, loss, gradient):
@@ -53,7 +62,11 @@ def test_gspo_by_hand(low, high, advantage, loss, gradient):
     value, slope, stats = loss_and_gradient(gspo, args, logprobs, old, None, advantages, mask)
     assert value == pytest.approx(loss, abs=1e-12)
     assert slope.tolist()[0] == pytest.approx([gradient, gradient, 0.0], abs=1e-12)
-    assert (stats["clip_frac_high"], stats["clip_frac_low"], stats["sequences"]) == (high < 0.039, 0, 1)
+    assert (stats["policy/clip_frac_high"], stats["policy/clip_frac_low"], stats["sequences"]) == (
+        high < 0.039,
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -70,10 +83,12 @@ def test_gspo_within_a_wide_range_against_a_slow_loop(seed):
         clipped += s < 0.7 or s > 1.5
         # Unclipped, a sequence's gradient is s A / |o| times the sum of the gradients of its log-probabilities.
         active = s < 1.5 if A > 0 else s > 0.7
-        assert slope[i, :length].tolist() == pytest.approx([-active * s * A / length / 6] * length, abs=1e-12)
+        assert slope[i, :length].tolist() == pytest.approx(
+            [-active * s * A / length / 6] * length, abs=1e-12
+        )
         assert (slope[i, length:] == 0).all()
     assert value == pytest.approx(total, abs=1e-12)
-    assert 0 < clipped < 6 and stats["clip_frac"] == clipped
+    assert 0 < clipped < 6 and stats["policy/clip_frac"] == clipped
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1])
@@ -81,19 +96,24 @@ def test_gspo_with_one_token_per_response_is_grpo(beta):
     logprobs, old, ref, advantages, mask = (x[:, :1] for x in ragged_batch(1))
     fields = dict(beta=beta, clip_eps=0.2, clip_eps_low=0.2, clip_eps_high=0.2)
     results = [
-        loss_and_gradient(s, make_args(s, **fields), logprobs, old, ref if beta else None, advantages, mask)
+        loss_and_gradient(
+            s, make_args(s, **fields), logprobs, old, ref if beta else None, advantages, mask
+        )
         for s in (grpo, gspo)
     ]
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-12)
     assert torch.allclose(results[0][1], results[1][1], atol=1e-12)
-    for name in ("clip_frac", "approx_kl", "ratio_mean", "tokens"):
+    for name in ("policy/clip_frac", "policy/approx_kl", "policy/ratio_mean", "tokens"):
         assert float(results[0][2][name]) == pytest.approx(float(results[1][2][name]))
 
 
 def test_gspo_at_the_old_policy_has_the_gradient_of_grpo():
     logprobs, _, ref, advantages, mask = ragged_batch(2)
     same = logprobs.detach().clone()
-    results = [loss_and_gradient(s, make_args(s, beta=0.1), same, same, ref, advantages, mask)[1] for s in (grpo, gspo)]
+    results = [
+        loss_and_gradient(s, make_args(s, beta=0.1), same, same, ref, advantages, mask)[1]
+        for s in (grpo, gspo)
+    ]
     assert torch.allclose(*results, atol=1e-12)
     assert results[0].abs().max() > 0.01
 
@@ -105,7 +125,9 @@ def test_remax_advantages_by_hand():
     rewards = torch.tensor([[1.0, 0.0], [1.4, 0.2]], dtype=torch.float64)
     greedy = torch.tensor([0.25, 1.4], dtype=torch.float64)
     advantages = remax.compute_advantages(make_args(remax), rewards, greedy)
-    assert [x for row in advantages.tolist() for x in row] == pytest.approx([0.75, -0.25, 0.0, -1.2])
+    assert [x for row in advantages.tolist() for x in row] == pytest.approx(
+        [0.75, -0.25, 0.0, -1.2]
+    )
     for i, j in itertools.product(range(2), range(2)):
         assert advantages[i, j].item() == rewards[i, j].item() - greedy[i].item()
     for bad in (greedy[:, None], torch.tensor(0.5), torch.zeros(3)):
@@ -117,7 +139,9 @@ def test_remax_with_equal_greedy_rewards_is_reinforce_with_that_baseline():
     rewards = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     greedy = torch.full((5,), 0.3, dtype=torch.float64)
     mine = remax.compute_advantages(make_args(remax), rewards, greedy)
-    assert torch.equal(mine, reinforce_baseline.compute_advantages(make_args(reinforce_baseline), rewards, 0.3))
+    assert torch.equal(
+        mine, reinforce_baseline.compute_advantages(make_args(reinforce_baseline), rewards, 0.3)
+    )
 
 
 def test_the_greedy_baseline_leaves_the_gradient_unbiased():
@@ -131,7 +155,9 @@ def test_the_greedy_baseline_leaves_the_gradient_unbiased():
         logprobs = logits.log_softmax(0)[token].view(1, 1)
         advantages = remax.compute_advantages(make_args(remax), rewards[token].view(1, 1), greedy)
         one = torch.ones(1, 1, dtype=torch.bool)
-        loss, _ = remax.policy_loss(make_args(remax), logprobs, logprobs.detach(), None, advantages, one, 1, 1)
+        loss, _ = remax.policy_loss(
+            make_args(remax), logprobs, logprobs.detach(), None, advantages, one, 1, 1
+        )
         (gradient,) = torch.autograd.grad(-loss, logits)
         expected += logprobs.exp().item() * gradient
     assert torch.allclose(expected, exact, atol=1e-12)
@@ -143,17 +169,31 @@ def test_the_first_response_to_each_prompt_is_greedy(temperature):
     tokenizer = AutoTokenizer.from_pretrained(ADDER)
     rows = [tokenizer(f"{10 + k}+{20 + k}=", return_tensors="pt").input_ids[0] for k in range(8)]
     prompts = torch.stack(rows)
-    given = (make_args(remax, max_new_tokens=30), model, prompts, torch.ones_like(prompts, dtype=torch.bool))
+    given = (
+        make_args(remax, max_new_tokens=30),
+        model,
+        prompts,
+        torch.ones_like(prompts, dtype=torch.bool),
+    )
     torch.manual_seed(0)
-    ids, mask, logprobs = (x.unflatten(0, (8, 4)) for x in remax.generate(*given, 4, temperature, [2]))
-    greedy = grpo.generate(*given, 1, 0.0, [2])
-    assert torch.equal(mask[:, 0], greedy[1]) and torch.equal(ids[:, 0][mask[:, 0]], greedy[0][greedy[1]])
+    ids, mask, logprobs = (
+        x.unflatten(0, (8, 4)) for x in remax.generate(*given, 4, temperature, EOS)
+    )
+    greedy = grpo.generate(*given, 1, 0.0, EOS)
+    assert torch.equal(mask[:, 0], greedy[1]) and torch.equal(
+        ids[:, 0][mask[:, 0]], greedy[0][greedy[1]]
+    )
     others = [ids[k, j][mask[k, j]].tolist() for k in range(8) for j in (1, 2, 3)]
     repeated = [ids[k, 0][mask[k, 0]].tolist() for k in range(8) for _ in (1, 2, 3)]
     assert (others == repeated) == (temperature == 0.0)
     # Every logprob is the policy's own at this temperature, of the greedy tokens as of the others.
-    rollout = (prompts.repeat_interleave(4, 0), given[3].repeat_interleave(4, 0), ids.flatten(0, 1), mask.flatten(0, 1))
-    exact = remax.compute_logprobs(model, *rollout, temperature or 1.0)
+    rollout = (
+        prompts.repeat_interleave(4, 0),
+        given[3].repeat_interleave(4, 0),
+        ids.flatten(0, 1),
+        mask.flatten(0, 1),
+    )
+    exact = remax.compute_logprobs(model, rollout, temperature or 1.0)
     assert torch.allclose(logprobs.flatten(0, 1), exact, atol=1e-4)
 
 
@@ -166,14 +206,18 @@ def test_rollout_correction_by_hand():
     mask = torch.tensor([[True, True, True, False]])
     weights = grpo_offpolicy.rollout_correction(make_args(grpo_offpolicy), old, sampled, mask)
     assert weights.tolist()[0] == pytest.approx([1.5, 2.0, 0.5, 1.0]) and not weights.requires_grad
-    off = grpo_offpolicy.rollout_correction(make_args(grpo_offpolicy, rollout_correction=0.0), old, sampled, mask)
+    off = grpo_offpolicy.rollout_correction(
+        make_args(grpo_offpolicy, rollout_correction=0.0), old, sampled, mask
+    )
     assert off.tolist() == [[1.0] * 4]
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.2, 2.0, 50.0])
 def test_rollout_correction_against_a_slow_loop(cap):
     _, old, sampled, _, mask = ragged_batch(0)
-    weights = grpo_offpolicy.rollout_correction(make_args(grpo_offpolicy, rollout_correction=cap), old, sampled, mask)
+    weights = grpo_offpolicy.rollout_correction(
+        make_args(grpo_offpolicy, rollout_correction=cap), old, sampled, mask
+    )
     for i, t in mask.nonzero().tolist():
         ratio = math.exp(old[i, t].item() - sampled[i, t].item())
         assert weights[i, t].item() == pytest.approx(min(ratio, cap) if cap else 1.0, abs=1e-12)
@@ -192,18 +236,28 @@ def test_rollout_correction_against_a_slow_loop(cap):
     ],
 )
 def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
-    logprobs, old = torch.tensor([[math.log(ratio)]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    logprobs, old = (
+        torch.tensor([[math.log(ratio)]], dtype=torch.float64),
+        torch.zeros(1, 1, dtype=torch.float64),
+    )
     args = make_args(grpo_offpolicy, beta=0.0, dual_clip=dual_clip)
-    advantages, mask = torch.tensor([[advantage]], dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-    value, slope, stats = loss_and_gradient(grpo_offpolicy, args, logprobs, old, None, advantages, mask)
+    advantages, mask = (
+        torch.tensor([[advantage]], dtype=torch.float64),
+        torch.ones(1, 1, dtype=torch.bool),
+    )
+    value, slope, stats = loss_and_gradient(
+        grpo_offpolicy, args, logprobs, old, None, advantages, mask
+    )
     assert (value, slope.item()) == pytest.approx((loss, gradient), abs=1e-12)
-    assert stats["dual_clip_frac"] == (advantage < 0 and ratio > dual_clip)
+    assert stats["policy/dual_clip_frac"] == (advantage < 0 and ratio > dual_clip)
 
 
 def test_where_the_dual_clip_does_not_bind_it_is_grpo():
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     results = [
-        loss_and_gradient(s, make_args(s, beta=0.1, dual_clip=1e9), logprobs, old, ref, advantages, mask)[:2]
+        loss_and_gradient(
+            s, make_args(s, beta=0.1, dual_clip=1e9), logprobs, old, ref, advantages, mask
+        )[:2]
         for s in (grpo, grpo_offpolicy)
     ]
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
@@ -212,9 +266,13 @@ def test_where_the_dual_clip_does_not_bind_it_is_grpo():
 def test_weights_scale_the_policy_term_of_their_token_and_nothing_else():
     """The loss with weights in the advantages: each token's policy loss times its weight, and the KL as it was."""
     logprobs, old, ref, advantages, mask = ragged_batch(4)
-    weights = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    weights = (
+        torch.rand(mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
+    )
     args = make_args(grpo_offpolicy, beta=0.1)
-    weighted = loss_and_gradient(grpo_offpolicy, args, logprobs, old, ref, weights * advantages, mask)
+    weighted = loss_and_gradient(
+        grpo_offpolicy, args, logprobs, old, ref, weights * advantages, mask
+    )
     total = 0.0
     for i, t in mask.nonzero().tolist():
         ratio, A = math.exp(logprobs[i, t].item() - old[i, t].item()), advantages[i].item()
@@ -232,23 +290,35 @@ V, R = 4, 2  # every response to one prompt has two tokens of four
 def tiny_policy(seed):
     """Logits of the first token (V,), and of the second after each first (V, V)."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((V,), (V, V))]
+    return [
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((V,), (V, V))
+    ]
 
 
 def response_logprobs(policy, response):
     first, second = policy
-    return torch.stack([first.log_softmax(0)[response[0]], second[response[0]].log_softmax(0)[response[1]]])[None]
+    return torch.stack(
+        [first.log_softmax(0)[response[0]], second[response[0]].log_softmax(0)[response[1]]]
+    )[None]
 
 
 def mean_gradient(sampler, policy, advantages, correction):
     """The gradient of main's loss for one response, averaged over all responses with the sampler's probabilities."""
     policy = [logits.clone().requires_grad_() for logits in policy]
-    args, mask = make_args(grpo_offpolicy, beta=0.0, rollout_correction=correction), torch.ones(1, R, dtype=torch.bool)
+    args, mask = (
+        make_args(grpo_offpolicy, beta=0.0, rollout_correction=correction),
+        torch.ones(1, R, dtype=torch.bool),
+    )
     total = 0.0
     for response, advantage in zip(itertools.product(range(V), repeat=R), advantages, strict=True):
-        logprobs, sampled = response_logprobs(policy, response), response_logprobs(sampler, response)
+        logprobs, sampled = (
+            response_logprobs(policy, response),
+            response_logprobs(sampler, response),
+        )
         weights = grpo_offpolicy.rollout_correction(args, logprobs.detach(), sampled, mask)
-        loss, _ = grpo_offpolicy.policy_loss(args, logprobs, logprobs.detach(), None, weights * advantage, mask, 1, R)
+        loss, _ = grpo_offpolicy.policy_loss(
+            args, logprobs, logprobs.detach(), None, weights * advantage, mask, 1, R
+        )
         total = total + sampled.sum().exp() * loss
     return torch.cat([x.flatten() for x in torch.autograd.grad(total, policy)])
 
@@ -257,7 +327,9 @@ def sampler_of(policy, seed, how):
     """The policy rounded to bfloat16, or as it was before a step in another direction."""
     if how == "rounded":
         return [logits.bfloat16().double() for logits in policy]
-    return [logits - 0.3 * noise for logits, noise in zip(policy, tiny_policy(seed + 100), strict=True)]
+    return [
+        logits - 0.3 * noise for logits, noise in zip(policy, tiny_policy(seed + 100), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("how", ["rounded", "stale"])
@@ -267,10 +339,14 @@ def test_the_corrected_gradient_is_nearer_to_the_exact_one(how):
     for seed in range(40):
         policy = tiny_policy(seed)
         sampler = sampler_of(policy, seed, how)
-        advantages = torch.randn(V**R, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).tolist()
+        advantages = torch.randn(
+            V**R, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        ).tolist()
         exact = mean_gradient(policy, policy, advantages, 0.0)
         for correction in errors:
-            errors[correction] += (mean_gradient(sampler, policy, advantages, correction) - exact).norm().item() ** 2
+            errors[correction] += (
+                mean_gradient(sampler, policy, advantages, correction) - exact
+            ).norm().item() ** 2
     assert errors[2.0] < 0.6 * errors[0.0]
 
 
@@ -280,7 +356,9 @@ def test_where_the_last_token_alone_matters_the_correction_is_exact(how):
     policy = tiny_policy(7)
     policy[0] = torch.tensor([0.0, -1e9, -1e9, -1e9], dtype=torch.float64)
     sampler = [policy[0], sampler_of(policy, 7, how)[1]]
-    advantages = torch.randn(V**R, generator=torch.Generator().manual_seed(7), dtype=torch.float64).tolist()
+    advantages = torch.randn(
+        V**R, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+    ).tolist()
     exact = mean_gradient(policy, policy, advantages, 0.0)
     assert torch.allclose(mean_gradient(sampler, policy, advantages, 100.0), exact, atol=1e-12)
     assert not torch.allclose(mean_gradient(sampler, policy, advantages, 0.0), exact, atol=1e-5)
@@ -292,42 +370,72 @@ def test_where_the_last_token_alone_matters_the_correction_is_exact(how):
 def test_steps_of_an_addition_by_hand():
     texts = {
         "<think>7+8=15,4+3+1=8</think><answer>85</answer>": [(13, 1.0), (21, 1.0), (48, 1.4)],
-        "<think>7+8=15,4+3=7</think><answer>75</answer>": [(13, 1.0), (19, 0.0), (46, 0.4)],  # true, but no carry
+        "<think>7+8=15,4+3=7</think><answer>75</answer>": [
+            (13, 1.0),
+            (19, 0.0),
+            (46, 0.4),
+        ],  # true, but no carry
         "<think>7+8=14,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.2)],  # a sum that is false
-        "<think>7+8=25,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.2)],  # the right digit of a false sum
-        "<think>0+0=0,0+0=0,0+0=0</think>85": [(12, 0.0), (18, 0.0), (24, 0.0), (34, 0.2)],  # 85 has no third digit
+        "<think>7+8=25,4+3+1=8</think>85": [
+            (13, 0.0),
+            (21, 1.0),
+            (31, 0.2),
+        ],  # the right digit of a false sum
+        "<think>0+0=0,0+0=0,0+0=0</think>85": [
+            (12, 0.0),
+            (18, 0.0),
+            (24, 0.0),
+            (34, 0.2),
+        ],  # 85 has no third digit
         "7+8=15<think></think><answer>85</answer>7+8=15": [(46, 1.4)],  # not within the tags
         "<think>7+8=15,4+3+1=8": [(21, 0.1)],  # the tag is never closed
         "<think>7+8=15<think>,4+3+1=8</think>": [(36, 0.2)],
         "</think>7+8=15<think>": [(21, 0.2 - 0.1)],
-        "<think>17+8=25,7+8=151,1+1=</think>": [(14, 0.0), (22, 0.0), (27, 0.0), (35, 0.2)],  # no sums of digits
+        "<think>17+8=25,7+8=151,1+1=</think>": [
+            (14, 0.0),
+            (22, 0.0),
+            (27, 0.0),
+            (35, 0.2),
+        ],  # no sums of digits
         "<think>7+8=015,4+3+1=8,,</think>": [(14, 0.0), (22, 1.0), (23, 0.0), (24, 0.0), (32, 0.2)],
-        "<think>7 + 8 = 15, 4+3+1=8</think><answer>85</answer>": [(53, 1.4)],  # other text than sums has no steps
+        "<think>7 + 8 = 15, 4+3+1=8</think><answer>85</answer>": [
+            (53, 1.4)
+        ],  # other text than sums has no steps
         "<think>So 7+8=15.</think>": [(25, 0.2)],
         "": [(0, 0.0)],
     }
     found = grpo_process.step_rewards(list(texts), ["85"] * len(texts))
     for (text, expected), steps in zip(texts.items(), found, strict=True):
         assert [end for end, _ in steps] == [end for end, _ in expected], text
-        assert [reward for _, reward in steps] == pytest.approx([reward for _, reward in expected]), text
+        assert [reward for _, reward in steps] == pytest.approx(
+            [reward for _, reward in expected]
+        ), text
 
 
 def test_the_hundreds_are_a_digit_too():
-    (steps,) = grpo_process.step_rewards(["<think>2+2=4,6+7=13,0+0+1=1</think><answer>134</answer>"], ["134"])
+    (steps,) = grpo_process.step_rewards(
+        ["<think>2+2=4,6+7=13,0+0+1=1</think><answer>134</answer>"], ["134"]
+    )
     assert [reward for _, reward in steps] == [1.0, 1.0, 1.0, 1.4]
 
 
-@pytest.mark.parametrize("text", ["1+" * 50000, "1+1=" * 25000, "<think>" + "9" * 10**5 + "</think>", "1+1=2," * 20000])
+@pytest.mark.parametrize(
+    "text", ["1+" * 50000, "1+1=" * 25000, "<think>" + "9" * 10**5 + "</think>", "1+1=2," * 20000]
+)
 def test_steps_of_a_hostile_completion(text):
     for whole in (text, f"<think>{text}</think>"):
         (steps,) = grpo_process.step_rewards([whole], ["134"])
-        assert steps[-1][0] == len(whole) and all(0 <= a <= b for (a, _), (b, _) in itertools.pairwise(steps))
+        assert steps[-1][0] == len(whole) and all(
+            0 <= a <= b for (a, _), (b, _) in itertools.pairwise(steps)
+        )
 
 
 def tokenizers():
     """Name -> tokenizer: of the bundled model, one with a token for each byte, and the story model's."""
     byte_level = Tokenizer(
-        models.BPE(vocab={c: k for k, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[])
+        models.BPE(
+            vocab={c: k for k, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
+        )
     )
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     byte_level.decoder = decoders.ByteLevel()
@@ -356,7 +464,9 @@ def test_the_token_of_every_character(name):
     expected = [min(t for end, t in last.items() if end >= e) for e in ends]
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     steps = [(end, 0.0) for end in ends]
-    assert grpo_process.step_tokens(tokenizer, ids + eos, steps) == expected[:-1] + [len(ids + eos) - 1]
+    assert grpo_process.step_tokens(tokenizer, ids + eos, steps) == expected[:-1] + [
+        len(ids + eos) - 1
+    ]
 
 
 def test_a_response_of_an_eos_token_alone_has_one_step():
@@ -389,20 +499,29 @@ def test_process_advantages_against_a_slow_loop(seed):
     advantages = grpo_process.compute_advantages(make_args(grpo_process), rewards, ends, length)
     for b in range(len(rewards)):
         steps = [
-            (i, ends[b, i, j].item(), rewards[b, i, j].item()) for i in range(4) for j in range(5) if ends[b, i, j] >= 0
+            (i, ends[b, i, j].item(), rewards[b, i, j].item())
+            for i in range(4)
+            for j in range(5)
+            if ends[b, i, j] >= 0
         ]
         mean = math.fsum(r for *_, r in steps) / len(steps)
         std = math.sqrt(math.fsum((r - mean) ** 2 for *_, r in steps) / (len(steps) - 1))
         for i, t in itertools.product(range(4), range(length)):
-            expected = math.fsum((r - mean) / (std + 1e-4) for k, end, r in steps if k == i and end >= t)
+            expected = math.fsum(
+                (r - mean) / (std + 1e-4) for k, end, r in steps if k == i and end >= t
+            )
             assert advantages[b, i, t].item() == pytest.approx(expected, abs=1e-10)
 
 
 def test_with_one_step_per_response_it_is_grpo():
     rewards = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ends = torch.randint(0, 7, (3, 4, 1), generator=torch.Generator().manual_seed(2))
-    advantages = grpo_process.compute_advantages(make_args(grpo_process), rewards[..., None], ends, 7)
-    expected = grpo.compute_advantages(make_args(grpo), rewards)[..., None] * (torch.arange(7) <= ends)
+    advantages = grpo_process.compute_advantages(
+        make_args(grpo_process), rewards[..., None], ends, 7
+    )
+    expected = grpo.compute_advantages(make_args(grpo), rewards)[..., None] * (
+        torch.arange(7) <= ends
+    )
     assert torch.allclose(advantages, expected, atol=1e-12)
 
 

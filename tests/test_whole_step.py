@@ -20,9 +20,20 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
-COMMON = dict(num_steps=2, num_prompts=3, num_generations=4, max_new_tokens=21, temperature=1.1, learning_rate=2e-3)
-COMMON |= dict(num_iterations=2, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=1)
-COMMON |= dict(clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5)
+COMMON = dict(
+    num_steps=2,
+    num_prompts=3,
+    num_generations=4,
+    max_new_tokens=21,
+    temperature=1.1,
+    learning_rate=2e-3,
+)
+COMMON |= dict(
+    num_iterations=2, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=1
+)
+COMMON |= dict(
+    clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5
+)
 CASES = [  # script, fields, what is special
     ("grpo", {}),
     ("grpo", dict(num_iterations=1, num_minibatches=1, lr_schedule="constant_with_warmup")),
@@ -30,11 +41,24 @@ CASES = [  # script, fields, what is special
     ("rloo", {}),
     ("rloo", dict(num_minibatches=1)),
     ("reinforce_baseline", dict(baseline="moving_average", num_steps=3)),
-    ("reinforce_baseline", dict(baseline="batch_mean", num_minibatches=1, num_generations=1, num_prompts=12)),
+    (
+        "reinforce_baseline",
+        dict(baseline="batch_mean", num_minibatches=1, num_generations=1, num_prompts=12),
+    ),
     ("reinforce_baseline", dict(baseline="none", beta=0.0)),
     ("dapo", dict(max_resample=5, overlong_cache=4)),
     # Fewer mixed groups than B, and so fewer updates than planned.
-    ("dapo", dict(max_resample=0, overlong_cache=4, num_minibatches=12, num_prompts=4, num_generations=3, seed=1)),
+    (
+        "dapo",
+        dict(
+            max_resample=0,
+            overlong_cache=4,
+            num_minibatches=12,
+            num_prompts=4,
+            num_generations=3,
+            seed=1,
+        ),
+    ),
     (
         "dapo",
         dict(
@@ -46,14 +70,32 @@ CASES = [  # script, fields, what is special
             learning_rate=5e-4,
         ),
     ),
-    ("ppo_rlhf", dict(kl_target=0.5, kl_horizon=40, gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3)),
-    ("ppo_rlhf", dict(reward_model="", value_learning_rate=3e-3, num_minibatches=1, normalize_scores=True)),
-    ("ppo_rlhf", dict(value_init="policy", whiten_rewards=True, value_learning_rate=3e-3, vf_coef=0.7, beta=0.0)),
+    (
+        "ppo_rlhf",
+        dict(kl_target=0.5, kl_horizon=40, gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3),
+    ),
+    (
+        "ppo_rlhf",
+        dict(reward_model="", value_learning_rate=3e-3, num_minibatches=1, normalize_scores=True),
+    ),
+    (
+        "ppo_rlhf",
+        dict(
+            value_init="policy",
+            whiten_rewards=True,
+            value_learning_rate=3e-3,
+            vf_coef=0.7,
+            beta=0.0,
+        ),
+    ),
     ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015)),
     ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, num_iterations=1, beta=0.0)),
     ("remax", {}),
     ("remax", dict(num_minibatches=1, num_generations=1, num_prompts=12)),
-    ("grpo_offpolicy", dict(staleness=2, num_steps=3, rollout_correction=1.02, dual_clip=1.05, seed=7)),
+    (
+        "grpo_offpolicy",
+        dict(staleness=2, num_steps=3, rollout_correction=1.02, dual_clip=1.05, seed=7),
+    ),
     ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_iterations=1, num_minibatches=1)),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", {}),
@@ -69,11 +111,16 @@ def double(monkeypatch):
     def call(script):
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
         torch.set_default_dtype(torch.float64)
-        for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification"):
-            if hasattr(script, name):
-                load = partial(getattr(script, name).from_pretrained)
-                in_double = lambda *args, load=load, **kwargs: load(*args, **kwargs | {"dtype": torch.float64})  # noqa: E731
-                monkeypatch.setattr(script, name, SimpleNamespace(from_pretrained=in_double))
+        owners = (
+            (script, "AutoModelForCausalLM"),
+            (script.transformers, "AutoModelForSequenceClassification"),
+        )
+        for owner, name in owners:
+            load = partial(getattr(owner, name).from_pretrained)
+            in_double = lambda *args, load=load, **kwargs: load(
+                *args, **kwargs | {"dtype": torch.float64}
+            )  # noqa: E731
+            monkeypatch.setattr(owner, name, SimpleNamespace(from_pretrained=in_double))
 
     yield call
     torch.set_default_dtype(torch.float32)
@@ -84,13 +131,15 @@ def run(script, monkeypatch, tmp_path, given):
     known = {field.name for field in dataclasses.fields(script.Args)}
     fields = {name: value for name, value in (COMMON | given).items() if name in known}
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
-    steps, generate, micro_batches = [], script.generate, script.micro_batches
+    steps, generate, minibatches = [], script.generate, script.minibatches
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
         if call[5] > 0:  # not in an evaluation
             prompts = [
-                row[counts].tolist() for row, counts in zip(call[2], call[3], strict=True) for _ in range(call[4])
+                row[counts].tolist()
+                for row, counts in zip(call[2], call[3], strict=True)
+                for _ in range(call[4])
             ]
             responses = [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)]
             if not steps or steps[-1]["minibatches"]:
@@ -98,20 +147,27 @@ def run(script, monkeypatch, tmp_path, given):
             steps[-1]["sequences"] += zip(prompts, responses, strict=True)
         return ids, mask, logprobs
 
-    def recorded_micro_batches(sequences, *rest):
-        steps[-1]["minibatches"].append(sequences.tolist())
-        return micro_batches(sequences, *rest)
+    def recorded_minibatches(*call):
+        for minibatch in minibatches(*call):
+            steps[-1]["minibatches"].append(minibatch.tolist())
+            yield minibatch
 
     monkeypatch.setattr(script, "generate", recorded_generate)
-    monkeypatch.setattr(script, "micro_batches", recorded_micro_batches)
+    monkeypatch.setattr(script, "minibatches", recorded_minibatches)
     script.main(args)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()][1:]
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     for number, (step, metrics) in enumerate(zip(steps, records, strict=True), start=1):
-        step["metrics"], step["samples"] = metrics, [sample for sample in samples if sample["step"] == number]
-        step["minibatches"] = step["minibatches"][1:]  # the first pass is the one before the updates
+        step["metrics"], step["samples"] = (
+            metrics,
+            [sample for sample in samples if sample["step"] == number],
+        )
     args = script.Args(
-        **{k: v for k, v in json.loads((tmp_path / "run" / "args.json").read_text()).items() if k in known}
+        **{
+            k: v
+            for k, v in json.loads((tmp_path / "run" / "args.json").read_text()).items()
+            if k in known
+        }
     )
     return args, steps, torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
 
@@ -126,7 +182,9 @@ def logprobs_of(model, sequence, temperature):
 def outputs_of(network, sequence):
     """The head's output after the prompt and after each response token (|o| + 1,)."""
     prompt, response = sequence
-    hidden = network.base_model(torch.tensor([prompt + response])).last_hidden_state[0, len(prompt) - 1 :]
+    hidden = network.base_model(torch.tensor([prompt + response])).last_hidden_state[
+        0, len(prompt) - 1 :
+    ]
     return network.score(hidden)[:, 0]
 
 
@@ -161,7 +219,10 @@ def without_the_greedy(model, step, args, tokenizer):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(1).tolist() == response
         text = [tokenizer.decode(response, skip_special_tokens=True)]
-        reward = accuracy_reward(text, [sample["answer"]])[0] + format_reward(text, [sample["answer"]])[0]
+        reward = (
+            accuracy_reward(text, [sample["answer"]])[0]
+            + format_reward(text, [sample["answer"]])[0]
+        )
         rewards += [reward] * args.num_generations
     return rewards
 
@@ -176,10 +237,20 @@ def process_advantages(step, G, tokenizer):
         for text, steps in zip(sample["completions"], sample["steps"], strict=True):
             assert steps[-1][0] == len(text)
             _, response = next(sequences)
-            starts = [len(tokenizer.decode(response[:t], skip_special_tokens=True)) for t in range(len(response))]
-            starts = [start if start < len(text) else -1 for start in starts]  # an EOS token is of the last step
-            to_come = [[r for end, r in steps[:-1] if 0 <= start < end] + [steps[-1][1]] for start in starts]
-            advantages.append([math.fsum((r - mean) / (std + 1e-4) for r in rewards) for rewards in to_come])
+            starts = [
+                len(tokenizer.decode(response[:t], skip_special_tokens=True))
+                for t in range(len(response))
+            ]
+            starts = [
+                start if start < len(text) else -1 for start in starts
+            ]  # an EOS token is of the last step
+            to_come = [
+                [r for end, r in steps[:-1] if 0 <= start < end] + [steps[-1][1]]
+                for start in starts
+            ]
+            advantages.append(
+                [math.fsum((r - mean) / (std + 1e-4) for r in rewards) for rewards in to_come]
+            )
     return advantages
 
 
@@ -206,13 +277,20 @@ def whitened(rows, shift=True):
     flat = [x for row in rows for x in row]
     mean = math.fsum(flat) / len(flat)
     variance = math.fsum((x - mean) ** 2 for x in flat) / len(flat)
-    return [[(x - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift else mean) for x in row] for row in rows]
+    return [
+        [(x - mean) / math.sqrt(variance + 1e-8) + (0.0 if shift else mean) for x in row]
+        for row in rows
+    ]
 
 
 def gae(rewards, values, gamma, lambda_):
     T = len(rewards)
-    delta = [rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)]
-    return [math.fsum((gamma * lambda_) ** (k - t) * delta[k] for k in range(t, T)) for t in range(T)]
+    delta = [
+        rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)
+    ]
+    return [
+        math.fsum((gamma * lambda_) ** (k - t) * delta[k] for k in range(t, T)) for t in range(T)
+    ]
 
 
 def token_loss(name, args, logprob, logratio, advantage):
@@ -257,22 +335,34 @@ def weight(name, args, minibatch, length, counted):
 def reference(name, args, steps):
     """The weights after all steps, and for each step the metrics that follow from its tokens and rewards."""
     load = dict(dtype=torch.float64)
-    model, ref_model, sampler = [AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(3)]
+    model, ref_model, sampler = [
+        AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(3)
+    ]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     networks, rates = [model], [args.learning_rate]
     if name == "ppo_rlhf":
-        judge = args.reward_model if args.reward_model and args.value_init == "reward_model" else args.model
-        value_model = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1, **load).eval()
+        judge = (
+            args.reward_model
+            if args.reward_model and args.value_init == "reward_model"
+            else args.model
+        )
+        value_model = AutoModelForSequenceClassification.from_pretrained(
+            judge, num_labels=1, **load
+        ).eval()
         if judge == args.model:
             value_model.score.weight.data.zero_()
         networks, rates = [model, value_model], [args.learning_rate, args.value_learning_rate]
-    optimizers = [torch.optim.Adam(n.parameters(), lr=1.0) for n in networks]  # the rate is set at every update
+    optimizers = [
+        torch.optim.Adam(n.parameters(), lr=1.0) for n in networks
+    ]  # the rate is set at every update
     G, memory, all_metrics = args.num_generations, {}, []
     beta = getattr(args, "beta", 0.0)
     per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
     planned, (low, high) = 0, bounds_of(args)
     for number_of_step, step in enumerate(steps, start=1):
-        memory["tokens"] = memory.get("tokens", 0) + sum(len(response) for _, response in step["sequences"])
+        memory["tokens"] = memory.get("tokens", 0) + sum(
+            len(response) for _, response in step["sequences"]
+        )
         if name == "remax":
             greedy_rewards = without_the_greedy(model, step, args, tokenizer)
         sequences = step["sequences"]
@@ -282,7 +372,10 @@ def reference(name, args, steps):
         with torch.no_grad():
             old = [logprobs_of(model, s, args.temperature).tolist() for s in sequences]
             ref = [logprobs_of(ref_model, s, args.temperature).tolist() for s in sequences]
-        kl = [math.fsum(p - q for p, q in zip(*pair, strict=True)) for pair in zip(old, ref, strict=True)]
+        kl = [
+            math.fsum(p - q for p, q in zip(*pair, strict=True))
+            for pair in zip(old, ref, strict=True)
+        ]
         metrics = {
             "rollout/reward_mean": math.fsum(rewards) / len(rewards),
             "rollout/eos_frac": sum(ended) / len(ended),
@@ -296,18 +389,27 @@ def reference(name, args, steps):
             with torch.no_grad():
                 old_values = [outputs_of(value_model, s)[:-1].tolist() for s in sequences]
             token_rewards = [
-                [-beta * (p - q) for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)
+                [-beta * (p - q) for p, q in zip(*pair, strict=True)]
+                for pair in zip(old, ref, strict=True)
             ]
             for row, reward in zip(token_rewards, rewards, strict=True):
                 row[-1] += reward
-            token_rewards = whitened(token_rewards, shift=False) if args.whiten_rewards else token_rewards
+            token_rewards = (
+                whitened(token_rewards, shift=False) if args.whiten_rewards else token_rewards
+            )
             pairs = list(zip(token_rewards, old_values, strict=True))
             raw = [gae(*pair, args.gamma, args.gae_lambda) for pair in pairs]
-            returns = [[a + v for a, v in zip(*pair, strict=True)] for pair in zip(raw, old_values, strict=True)]
+            returns = [
+                [a + v for a, v in zip(*pair, strict=True)]
+                for pair in zip(raw, old_values, strict=True)
+            ]
             advantages = whitened(raw)
             flat = torch.tensor([x for row in returns for x in row])
             errors = flat - torch.tensor([x for row in old_values for x in row])
-            metrics |= {"value/explained_var": float(1 - errors.var() / flat.var()), "kl/beta": beta}
+            metrics |= {
+                "value/explained_var": float(1 - errors.var() / flat.var()),
+                "kl/beta": beta,
+            }
             if args.beta > 0:
                 metrics["kl/response"] = math.fsum(kl) / len(kl)
             if args.kl_target is not None:
@@ -315,7 +417,9 @@ def reference(name, args, steps):
                 beta *= math.exp(error * len(sequences) / args.kl_horizon)
         else:
             k1 = name in ("reinforce_baseline", "rloo", "remax")
-            returns = [reward - beta * value * k1 for reward, value in zip(rewards, kl, strict=True)]
+            returns = [
+                reward - beta * value * k1 for reward, value in zip(rewards, kl, strict=True)
+            ]
             if name == "remax":
                 per_sequence = [a - b for a, b in zip(returns, greedy_rewards, strict=True)]
                 metrics["rollout/greedy_reward"] = math.fsum(greedy_rewards) / len(greedy_rewards)
@@ -327,12 +431,20 @@ def reference(name, args, steps):
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
         if name == "grpo_process":
             advantages = process_advantages(step, G, tokenizer)
-            of_groups = [[[reward for _, reward in own] for own in sample["steps"]] for sample in step["samples"]]
+            of_groups = [
+                [[reward for _, reward in own] for own in sample["steps"]]
+                for sample in step["samples"]
+            ]
             flat = [reward for group in of_groups for own in group for reward in own]
-            metrics |= {"rollout/step_reward": math.fsum(flat) / len(flat), "rollout/steps": len(flat) / len(sequences)}
+            metrics |= {
+                "rollout/step_reward": math.fsum(flat) / len(flat),
+                "rollout/steps": len(flat) / len(sequences),
+            }
             equal = [len({reward for own in group for reward in own}) == 1 for group in of_groups]
             metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
-            memory.setdefault("steps", set()).update(len(own) for group in of_groups for own in group)
+            memory.setdefault("steps", set()).update(
+                len(own) for group in of_groups for own in group
+            )
         if name == "grpo_offpolicy":
             # On the way the advantages get the weights, and the sampler the weights of the model if it is due.
             with torch.no_grad():
@@ -346,7 +458,9 @@ def reference(name, args, steps):
             ]
             gaps = [abs(p - q) for row in pairs for p, q in row]
             metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
-            metrics["rollout/truncated_frac"] = sum(w > cap > 0 for row in ratios for w in row) / len(gaps)
+            metrics["rollout/truncated_frac"] = sum(
+                w > cap > 0 for row in ratios for w in row
+            ) / len(gaps)
 
         # ---- which sequences are trained on, and which tokens count
         kept, counted = list(range(len(sequences))), lengths
@@ -356,8 +470,14 @@ def reference(name, args, steps):
             right = [sum(accuracy_reward(*pair)) for pair in zip(groups, answers, strict=True)]
             mixed = [k for k, number in enumerate(right) if 0 < number < G][: args.num_prompts]
             kept = [G * k + j for k in mixed or range(args.num_prompts) for j in range(G)]
-            assert len(mixed) == args.num_prompts or len(groups) == (1 + args.max_resample) * args.num_prompts
-            counted = [n if end or not args.overlong_filter else 0 for n, end in zip(lengths, ended, strict=True)]
+            assert (
+                len(mixed) == args.num_prompts
+                or len(groups) == (1 + args.max_resample) * args.num_prompts
+            )
+            counted = [
+                n if end or not args.overlong_filter else 0
+                for n, end in zip(lengths, ended, strict=True)
+            ]
         iterations = getattr(args, "num_iterations", 1)
         parts = min(args.num_minibatches, len(kept))
         assert len(step["minibatches"]) == iterations * parts
@@ -369,7 +489,20 @@ def reference(name, args, steps):
         # ---- updates
         sums, losses, norms = (
             dict.fromkeys(
-                ("low", "high", "kl2", "ratio", "entropy", "k3", "value", "vclip", "n", "dual", "clips"), 0.0
+                (
+                    "low",
+                    "high",
+                    "kl2",
+                    "ratio",
+                    "entropy",
+                    "k3",
+                    "value",
+                    "vclip",
+                    "n",
+                    "dual",
+                    "clips",
+                ),
+                0.0,
             ),
             [],
             [],
@@ -384,16 +517,25 @@ def reference(name, args, steps):
                 mean = (logprobs - torch.tensor(old[i])).mean()  # of the log-ratios of the sequence
                 for t in range(lengths[i]):
                     logratio = mean if name == "gspo" else logprobs[t] - old[i][t]
-                    total = total + scale * token_loss(name, args, logprobs[t], logratio, advantages[i][t])
-                    if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process") and args.beta > 0:
+                    total = total + scale * token_loss(
+                        name, args, logprobs[t], logratio, advantages[i][t]
+                    )
+                    if (
+                        name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process")
+                        and args.beta > 0
+                    ):
                         upside = ref[i][t] - logprobs[t]
                         total = total + scale * args.beta * (upside.exp() - upside - 1)
                     ratio = math.exp(logratio.item())
-                    if name != "gspo" or t == 0:  # where a sequence has one ratio, it is clipped or not as a whole
+                    if (
+                        name != "gspo" or t == 0
+                    ):  # where a sequence has one ratio, it is clipped or not as a whole
                         sums["low"] += ratio < 1 - low
                         sums["high"] += ratio > 1 + high
                         sums["clips"] += 1
-                    sums["dual"] += ratio > getattr(args, "dual_clip", math.inf) and advantages[i][t] < 0
+                    sums["dual"] += (
+                        ratio > getattr(args, "dual_clip", math.inf) and advantages[i][t] < 0
+                    )
                     sums["kl2"] += 0.5 * (logprobs[t].item() - old[i][t]) ** 2
                     sums["ratio"] += ratio
                     sums["entropy"] -= logprobs[t].item()
@@ -404,7 +546,8 @@ def reference(name, args, steps):
                 values = outputs_of(value_model, sequences[i])
                 for t in range(lengths[i]):
                     near = min(
-                        max(values[t], old_values[i][t] - args.value_clip_eps), old_values[i][t] + args.value_clip_eps
+                        max(values[t], old_values[i][t] - args.value_clip_eps),
+                        old_values[i][t] + args.value_clip_eps,
                     )
                     errors = (values[t] - returns[i][t]) ** 2, (near - returns[i][t]) ** 2
                     value_total = value_total + 0.5 * max(errors)
@@ -418,7 +561,9 @@ def reference(name, args, steps):
             for optimizer, peak in zip(optimizers, rates, strict=True):
                 optimizer.zero_grad()
                 optimizer.param_groups[0]["lr"] = peak * rate(args, planned + number, per_rollout)
-            (total + 0.0 * sum(p.sum() for p in model.parameters())).backward()  # all of it may be clipped
+            (
+                total + 0.0 * sum(p.sum() for p in model.parameters())
+            ).backward()  # all of it may be clipped
             norms.append(clip_gradients(model, args.max_grad_norm))
             if name == "ppo_rlhf":
                 sums["value"] += value_total.item()
@@ -428,28 +573,47 @@ def reference(name, args, steps):
                 optimizer.step()
         planned += per_rollout
         count, made = max(1, sums["n"]), max(1, len(losses))
-        metrics |= {"policy/loss": math.fsum(losses) / made, "optim/grad_norm": math.fsum(norms) / made}
+        metrics |= {
+            "policy/loss": math.fsum(losses) / made,
+            "optim/grad_norm": math.fsum(norms) / made,
+        }
         clips = max(1, sums["clips"])
-        metrics |= {"policy/clip_frac_low": sums["low"] / clips, "policy/clip_frac_high": sums["high"] / clips}
-        metrics |= {"policy/clip_frac": (sums["low"] + sums["high"]) / clips, "policy/approx_kl": sums["kl2"] / count}
+        metrics |= {
+            "policy/clip_frac_low": sums["low"] / clips,
+            "policy/clip_frac_high": sums["high"] / clips,
+        }
+        metrics |= {
+            "policy/clip_frac": (sums["low"] + sums["high"]) / clips,
+            "policy/approx_kl": sums["kl2"] / count,
+        }
         if name == "grpo_offpolicy":
             metrics["policy/dual_clip_frac"] = sums["dual"] / count
             if number_of_step % args.staleness == 0:
                 sampler.load_state_dict(model.state_dict())
-        metrics |= {"policy/ratio_mean": sums["ratio"] / count, "policy/entropy": sums["entropy"] / count}
+        metrics |= {
+            "policy/ratio_mean": sums["ratio"] / count,
+            "policy/entropy": sums["entropy"] / count,
+        }
         metrics |= {"kl/ref": sums["k3"] / count} if getattr(args, "beta", 0.0) > 0 else {}
         if name == "ppo_rlhf":
-            metrics |= {"value/loss": sums["value"] / count, "value/clip_frac": sums["vclip"] / count}
+            metrics |= {
+                "value/loss": sums["value"] / count,
+                "value/clip_frac": sums["vclip"] / count,
+            }
         all_metrics.append(metrics)
     if getattr(args, "max_resample", 1) == 0 and not args.overlong_filter:
         assert min(len(step["minibatches"]) for step in steps) < per_rollout
     if name == "grpo_process" and args.beta > 0:
         assert len(memory["steps"]) > 1, "the responses are to have different numbers of steps"
-    assert memory["emptied"] == ({True, False} if getattr(args, "overlong_filter", False) else {False})
+    assert memory["emptied"] == (
+        {True, False} if getattr(args, "overlong_filter", False) else {False}
+    )
     return networks, all_metrics
 
 
-@pytest.mark.parametrize("name, given", CASES, ids=[f"{name}-{k}" for k, (name, _) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    "name, given", CASES, ids=[f"{name}-{k}" for k, (name, _) in enumerate(CASES)]
+)
 def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     script = __import__(name)
     double(script)
@@ -458,12 +622,20 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     lengths = [len(response) for step in steps for _, response in step["sequences"]]
     assert len(set(lengths)) > 3, "the lengths are to be ragged"
     for step, metrics in zip(steps, expected, strict=True):
-        assert {key: step["metrics"][key] for key in metrics} == pytest.approx(metrics, rel=1e-6, abs=1e-9)
+        assert {key: step["metrics"][key] for key in metrics} == pytest.approx(
+            metrics, rel=1e-6, abs=1e-9
+        )
     clipped = sum(metrics["policy/clip_frac"] for metrics in expected)
-    assert clipped > 0 or len(steps[0]["minibatches"]) == 1, "the updates are to be so large that ratios are clipped"
+    assert clipped > 0 or len(steps[0]["minibatches"]) == 1, (
+        "the updates are to be so large that ratios are clipped"
+    )
     for key, network in zip(("model", "value_model"), networks, strict=False):
         for parameter, weights in network.state_dict().items():
             torch.testing.assert_close(saved[key][parameter], weights, rtol=1e-6, atol=1e-8)
-        start = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "adder", dtype=torch.float64).state_dict()
-        moved = max((saved["model"][parameter] - start[parameter]).abs().max() for parameter in start)
+        start = AutoModelForCausalLM.from_pretrained(
+            ROOT / "assets" / "adder", dtype=torch.float64
+        ).state_dict()
+        moved = max(
+            (saved["model"][parameter] - start[parameter]).abs().max() for parameter in start
+        )
         assert moved > 1e-4

@@ -16,7 +16,9 @@ def masked_sum(values, mask, axis=None, constant_normalizer=1.0):
     a tensor that broadcasts with the result.
     Returns `values` summed over `axis`; 0, with a gradient of 0, where nothing counts.
     """
-    assert values.shape == mask.shape, f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
+    assert values.shape == mask.shape, (
+        f"values {tuple(values.shape)} and mask {tuple(mask.shape)} differ in shape"
+    )
     return torch.where(mask.bool(), values, 0).sum(axis) / constant_normalizer
 
 

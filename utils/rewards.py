@@ -32,7 +32,9 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 MAX_CHARS = 100  # of one number; also keeps int() far below Python's limit of 4300 digits
 MAX_EXPONENT = 100
 
-UNSIGNED = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)"
+UNSIGNED = (
+    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)"
+)
 NUMBER = re.compile(
     r"(?P<minus>(?<![0-9A-Za-z%)\]}\u2212\u2013-])[\u2212\u2013-])?(?:\\?[$€£])?"
     rf"(?P<number>{UNSIGNED})(?:/(?P<denominator>{UNSIGNED})|[eE](?P<exponent>[+-]?[0-9]+))?"
@@ -78,7 +80,10 @@ def matches_gold(text: str, answer: str) -> float:
 
 def accuracy_reward(completions: list[str], answers: list[str]) -> list[float]:
     """Strict: 1.0 if the last number of the answer block is the gold number, else 0.0."""
-    return [matches_gold(answer_block(text), answer) for text, answer in zip(completions, answers, strict=True)]
+    return [
+        matches_gold(answer_block(text), answer)
+        for text, answer in zip(completions, answers, strict=True)
+    ]
 
 
 def lenient_accuracy_reward(completions: list[str], answers: list[str]) -> list[float]:

@@ -1,11 +1,11 @@
 """Run command lines on an emulated CUDA device, on a machine that has none.
 
-    python tests/emulated_cuda.py "grpo.py --num-steps 2" ["rloo.py --num-steps 2" ...]
-    torchrun --nproc-per-node 2 tests/emulated_cuda.py "grpo_multigpu.py --num-steps 2"
+    python tests/emulated_cuda "grpo.py --num-steps 2" ["rloo.py --num-steps 2" ...]
+    torchrun --nproc-per-node 2 tests/emulated_cuda "grpo_multigpu.py --num-steps 2"
 
 Every line of a script's GPU path runs, autocast, the bf16 copy and CUDA graphs among them, on the kernels of the CPU;
 of times and of a GPU's own kernels it says nothing. It fails as a GPU does at an operation on tensors of two devices
-(emulated_cuda.cpp) and at what makes the host wait while a graph is recorded; and at a replay that uses freed memory,
+(device.cpp) and at what makes the host wait while a graph is recorded; and at a replay that uses freed memory,
 which a GPU reads in silence. Recording computes nothing, and a replay reads and writes the memory that was recorded, as
 on a GPU. Processes have a device each, and communicate through the host.
 """
@@ -28,19 +28,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 # Operators whose result, or its size, the host waits for.
-WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "bincount"}
+WAITS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "equal",
+    "_unique2",
+    "unique_consecutive",
+    "bincount",
+}
 counts, libraries = dict(recorded=0, replayed=0), []  # graphs; of operators
 
 
 def build() -> Path:
-    """Compile emulated_cuda.cpp, once for every version of it and of torch."""
-    source, package = Path(__file__).with_suffix(".cpp"), Path(torch.__file__).parent
+    """Compile device.cpp, once for every version of it and of torch."""
+    source, package = Path(__file__).with_name("device.cpp"), Path(torch.__file__).parent
     name = f"emulated_cuda-{torch.__version__}-{zlib.crc32(source.read_bytes()):x}.so"
     library = source.parent / "__pycache__" / name
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
-        command = ["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library.with_suffix(f".{os.getpid()}")]
-        command += [f"-I{package / folder}" for folder in ("include", "include/torch/csrc/api/include")]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-shared",
+            "-fPIC",
+            source,
+            "-o",
+            library.with_suffix(f".{os.getpid()}"),
+        ]
+        command += [
+            f"-I{package / folder}" for folder in ("include", "include/torch/csrc/api/include")
+        ]
         command += [f"-L{package / 'lib'}", f"-Wl,-rpath,{package / 'lib'}", "-lc10", "-ltorch_cpu"]
         subprocess.run(command, check=True)
         library.with_suffix(f".{os.getpid()}").rename(library)
@@ -73,7 +91,9 @@ class CUDAGraph:
     def replay(self) -> None:
         counts["replayed"] += 1
         for function, inputs, nesting, outputs in self.operations:
-            args, kwargs = tree_unflatten([x.tensor() if isinstance(x, Borrowed) else x for x in inputs], nesting)
+            args, kwargs = tree_unflatten(
+                [x.tensor() if isinstance(x, Borrowed) else x for x in inputs], nesting
+            )
             results = tree_leaves(function(*args, **kwargs))
             for output, result in zip(outputs, results, strict=True):
                 if isinstance(output, torch.Tensor):
@@ -94,9 +114,15 @@ class Recording(TorchDispatchMode):
         return super().__enter__()
 
     def address(self, value):
-        if isinstance(value, torch.Tensor) and not value.is_cuda:  # a number, which a launch takes along
+        if (
+            isinstance(value, torch.Tensor) and not value.is_cuda
+        ):  # a number, which a launch takes along
             return value.clone()
-        return Borrowed(value) if isinstance(value, torch.Tensor) and storage(value) not in self.owned else value
+        return (
+            Borrowed(value)
+            if isinstance(value, torch.Tensor) and storage(value) not in self.owned
+            else value
+        )
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs, schema = kwargs or {}, function._schema
@@ -106,18 +132,30 @@ class Recording(TorchDispatchMode):
         devices = {x.device.type for x in tensors if x.ndim > 0}
         devices |= {x.type for x in inputs if isinstance(x, torch.device)}
         masked = name == "index" and any(x.dtype == torch.bool for x in tensors[1:])
-        if name in WAITS or masked or len(devices) > 1:  # copying from or to the host, or indices that are there
-            raise RuntimeError(f"emulated CUDA: {name} makes the host wait, not permitted while a graph is recorded")
+        if (
+            name in WAITS or masked or len(devices) > 1
+        ):  # copying from or to the host, or indices that are there
+            raise RuntimeError(
+                f"emulated CUDA: {name} makes the host wait, not permitted while a graph is recorded"
+            )
         for argument, value in zip(schema.arguments, args, strict=False):
-            if argument.alias_info and argument.alias_info.is_write and storage(value) not in self.owned:
+            if (
+                argument.alias_info
+                and argument.alias_info.is_write
+                and storage(value) not in self.owned
+            ):
                 self.before.append((value, value.clone()))
         results = function(*args, **kwargs)
         outputs, known = tree_leaves(results), {storage(x) for x in tensors}
         new = {storage(x) for x in outputs if isinstance(x, torch.Tensor)} - known
         if new or schema.is_mutable:  # other operators look at the same memory in another shape
-            kept = outputs if new else [None] * len(outputs)  # what was written in place is already where it belongs
+            kept = (
+                outputs if new else [None] * len(outputs)
+            )  # what was written in place is already where it belongs
             self.owned |= new
-            self.graph.operations.append((function, [self.address(x) for x in inputs], nesting, kept))
+            self.graph.operations.append(
+                (function, [self.address(x) for x in inputs], nesting, kept)
+            )
         return results
 
     def __exit__(self, *exception):
@@ -174,9 +212,20 @@ def install_communication() -> None:
 
         return run
 
-    warnings.filterwarnings("ignore", "Warning only once for all operators")  # that they are replaced
-    for name in ("allreduce_", "allgather_", "_allgather_base_", "_reduce_scatter_base_", "broadcast_", "scatter_"):
-        library.impl(name, through_host(getattr(torch.ops.c10d, name).default), "CUDA", allow_override=True)
+    warnings.filterwarnings(
+        "ignore", "Warning only once for all operators"
+    )  # that they are replaced
+    for name in (
+        "allreduce_",
+        "allgather_",
+        "_allgather_base_",
+        "_reduce_scatter_base_",
+        "broadcast_",
+        "scatter_",
+    ):
+        library.impl(
+            name, through_host(getattr(torch.ops.c10d, name).default), "CUDA", allow_override=True
+        )
     libraries.append(library)  # or it would be taken back
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
 
@@ -193,15 +242,27 @@ def install(library: Path) -> None:
     counted.emulated_cuda_peak.restype = ctypes.c_int64
     torch.UntypedStorage.clone = clone
     resize = torch.UntypedStorage.resize_  # compiled likewise; what is freed stays allocated
-    torch.UntypedStorage.resize_ = lambda self, size: self if self.device.type == "cuda" else resize(self, size)
+    torch.UntypedStorage.resize_ = lambda self, size: (
+        self if self.device.type == "cuda" else resize(self, size)
+    )
     torch.Tensor.record_stream = lambda self, stream: None
     histc = torch.histc  # which counts integers too on a GPU
     torch.histc = lambda x, *args, **kwargs: histc(x.float(), *args, **kwargs).to(x.dtype)
-    functions = dict(is_available=lambda: True, is_bf16_supported=lambda *_: True, device_count=lambda: 1)
-    functions |= dict(current_device=lambda: 0, _exchange_device=lambda _: 0, _maybe_exchange_device=lambda _: 0)
-    functions |= dict(synchronize=lambda *_: None, manual_seed_all=lambda _: None, empty_cache=lambda: None)
-    functions |= dict(get_rng_state=lambda *_: torch.get_rng_state(), get_device_name=lambda *_: "emulated CUDA")
-    functions |= dict(set_rng_state=lambda state, *_: torch.set_rng_state(state), set_device=lambda _: None)
+    functions = dict(
+        is_available=lambda: True, is_bf16_supported=lambda *_: True, device_count=lambda: 1
+    )
+    functions |= dict(
+        current_device=lambda: 0, _exchange_device=lambda _: 0, _maybe_exchange_device=lambda _: 0
+    )
+    functions |= dict(
+        synchronize=lambda *_: None, manual_seed_all=lambda _: None, empty_cache=lambda: None
+    )
+    functions |= dict(
+        get_rng_state=lambda *_: torch.get_rng_state(), get_device_name=lambda *_: "emulated CUDA"
+    )
+    functions |= dict(
+        set_rng_state=lambda state, *_: torch.set_rng_state(state), set_device=lambda _: None
+    )
     functions |= dict(is_current_stream_capturing=lambda: Recording.active)
     functions |= dict(get_device_capability=lambda *_: (9, 0))
     functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
@@ -215,10 +276,16 @@ def install(library: Path) -> None:
 
 def main() -> None:
     if torch.version.cuda is not None:
-        raise SystemExit("error: this torch was built with CUDA; the emulated device needs one that was not")
+        raise SystemExit(
+            "error: this torch was built with CUDA; the emulated device needs one that was not"
+        )
     library = build()
-    if os.environ.get("LD_PRELOAD") != str(library):  # torch asks once, while it is imported, what devices there are
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)})
+    if os.environ.get("LD_PRELOAD") != str(
+        library
+    ):  # torch asks once, while it is imported, what devices there are
+        os.execve(
+            sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)}
+        )
     del os.environ["LD_PRELOAD"]
     install(library)
     worst = 0
@@ -236,7 +303,10 @@ def main() -> None:
         except Exception:
             traceback.print_exc(file=sys.stdout)
             status = 1
-        print(f"---- status {status}, {counts['recorded']} graphs recorded, {counts['replayed']} replayed", flush=True)
+        print(
+            f"---- status {status}, {counts['recorded']} graphs recorded, {counts['replayed']} replayed",
+            flush=True,
+        )
         worst = worst or status
     raise SystemExit(worst)
 
