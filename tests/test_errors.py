@@ -674,7 +674,8 @@ def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
         script, "train.jsonl", eval_dataset="test.jsonl", max_prompt_tokens=longest, eval_size=2
     )
     assert found == [pairs(ROWS[:6]), pairs(ROWS[6:8])]
-    text = "data: {} problems, {} too long for --max-prompt-tokens and {} without a question or a number in answer skipped"
+    text = "data: {} problems, {} too long for --max-prompt-tokens and {} without a question or a number in "
+    text += "answer skipped"
     expected = ["train " + text.format(6, 1, 5), "test " + text.format(3, 0, 1)]
     assert [line for line in capsys.readouterr().out.splitlines() if "data: " in line] == expected
 

@@ -117,9 +117,10 @@ def double(monkeypatch):
         )
         for owner, name in owners:
             load = partial(getattr(owner, name).from_pretrained)
-            in_double = lambda *args, load=load, **kwargs: load(
-                *args, **kwargs | {"dtype": torch.float64}
-            )  # noqa: E731
+
+            def in_double(*args, load=load, **kwargs):
+                return load(*args, **kwargs | {"dtype": torch.float64})
+
             monkeypatch.setattr(owner, name, SimpleNamespace(from_pretrained=in_double))
 
     yield call

@@ -1,28 +1,36 @@
 """Rewards for answers that are one number. Standard library only.
 
-Every reward function takes `completions` and `answers` (gold), two lists of N strings, and returns N floats; lists of
-different lengths raise ValueError, no text does. Numbers are compared exactly, as fractions.
+Every reward function takes `completions` and `answers` (gold), two lists of N strings, and returns
+N floats; lists of different lengths raise ValueError, no text does. Numbers are compared exactly,
+as fractions.
 
 Which number counts. The last one of the answer block (`accuracy_reward`) or of the whole completion
-(`lenient_accuracy_reward`). The answer block exists only if there is exactly one <answer> and, after it, exactly one
-</answer>: were the first or the last of several blocks taken, a policy could guess repeatedly and be paid for one.
+(`lenient_accuracy_reward`). The answer block exists only if there is exactly one <answer> and,
+after it, exactly one </answer>: were the first or the last of several blocks taken, a policy could
+guess repeatedly and be paid for one.
 
-What a number is. Parsers that take float() of the first run of digits read "1,450" as 1 or 450, "-7" as 7, reject
-"$18" and "12.50", and accept "nan" and Arabic digits. Here a number is made of ASCII digits, and
+What a number is. Parsers that take float() of the first run of digits read "1,450" as 1 or 450,
+"-7" as 7, reject "$18" and "12.50", and accept "nan" and Arabic digits. Here a number is made of
+ASCII digits, and
 
-- commas separate thousands where they stand in groups of three (1,450 and LaTeX's 1{,}450), otherwise they separate
-  numbers: the last one of "1,2,3" is 3, of "1,23" is 23, of "1234,567" is 567;
-- a minus (-, or U+2212, or an en dash) belongs to the number if it touches it, or its currency sign, and follows no
-  letter, digit, %, closing bracket or other dash: "-7", "-$7", "$-7", "3 -7" are -7; "10-7", "x-7", "- 7" are 7;
-- a point needs a digit after it ("18." is 18), and ".5" is 0.5 unless a letter, digit or point is before it ("so...5");
-- "3/4" (no spaces), LaTeX's \\frac{3}{4} and "1e3" are read as fractions and as 1000. A zero denominator, an exponent
-  beyond +-100, and a number of more than 100 characters are unreadable: the verdict is "no number", never an earlier
-  number of the text;
-- what stands around it is ignored: $, €, £, +, %, units, a final period, markdown, \\boxed{}. Hence 75% is 75. So is
-  the rest of mathematics: the number of 2\\sqrt{3} is 3, that of 1\\frac{3}{4} is 4. Such answers need another reward.
+- commas separate thousands where they stand in groups of three (1,450 and LaTeX's 1{,}450),
+  otherwise they separate numbers: the last one of "1,2,3" is 3, of "1,23" is 23, of "1234,567" is
+  567;
+- a minus (-, or U+2212, or an en dash) belongs to the number if it touches it, or its currency
+  sign, and follows no letter, digit, %, closing bracket or other dash: "-7", "-$7", "$-7", "3 -7"
+  are -7; "10-7", "x-7", "- 7" are 7;
+- a point needs a digit after it ("18." is 18), and ".5" is 0.5 unless a letter, digit or point is
+  before it ("so...5");
+- "3/4" (no spaces), LaTeX's \\frac{3}{4} and "1e3" are read as fractions and as 1000. A zero
+  denominator, an exponent beyond +-100, and a number of more than 100 characters are unreadable:
+  the verdict is "no number", never an earlier number of the text;
+- what stands around it is ignored: $, €, £, +, %, units, a final period, markdown, \\boxed{}.
+  Hence 75% is 75. So is the rest of mathematics: the number of 2\\sqrt{3} is 3, that of 1\\frac{3}{4} is
+  4. Such answers need another reward.
 
-Cost. A completion is text from a policy that is paid to find odd inputs, so nothing here may be slower than linear:
-tags are found by str.find and str.count, and the regex only ever sees the 200 characters that end in the last digit.
+Cost. A completion is text from a policy that is paid to find odd inputs, so nothing here may be
+slower than linear: tags are found by str.find and str.count, and the regex only ever sees the 200
+characters that end in the last digit.
 """
 
 import re
@@ -42,11 +50,11 @@ NUMBER = re.compile(
 
 
 def parse_number(text: str) -> Fraction | None:
-    """The last number of `text` by the rules above, exact; None if there is none or it is unreadable."""
+    """The last number of `text` by the rules above, exact; None without one, or if unreadable."""
     end = 1 + max(text.rfind(digit) for digit in "0123456789")
     if end == 0:
         return None
-    # Twice the longest number: a longer one is cut here, but what is left of it is still too long to be read.
+    # Twice the longest number: of a longer one is left what is still too long to be read.
     window = text[max(0, end - 2 * MAX_CHARS) : end].replace("{,}", ",")
     window = re.sub(r"(?<![0-9])\\[dt]?frac\{([0-9]+)\}\{([0-9]+)(?:\}|$)", r"\1/\2", window)
     *_, match = NUMBER.finditer(window)
@@ -61,7 +69,7 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def gold_number(answer: str) -> Fraction | None:
-    """The number of a gold answer: after the last "####" where there is one (GSM8K), else the last of the text."""
+    """The number of a gold answer: after the last "####" if there is one (GSM8K), else the last."""
     return parse_number(answer.rsplit("####", 1)[-1])
 
 
@@ -73,7 +81,7 @@ def answer_block(completion: str) -> str:
 
 
 def matches_gold(text: str, answer: str) -> float:
-    """1.0 if the last number of `text` is the gold number, else 0.0; a gold answer without a number matches nothing."""
+    """1.0 if the last number of `text` is the gold number, else 0.0; without one nothing matches."""
     gold = gold_number(answer)
     return float(gold is not None and parse_number(text) == gold)
 
@@ -94,8 +102,9 @@ def lenient_accuracy_reward(completions: list[str], answers: list[str]) -> list[
 def format_reward(completions: list[str], answers: list[str]) -> list[float]:
     """0.1 for each of the four TAGS found in order: 0.0, 0.1, 0.2, 0.3 or 0.4.
 
-    Each tag is searched after the one found before it. A missing tag costs its own 0.1 only; a tag before its turn is
-    not seen, and a repeated one gives nothing. What the tags enclose, and `answers`, play no part.
+    Each tag is searched after the one found before it. A missing tag costs its own 0.1 only; a tag
+    before its turn is not seen, and a repeated one gives nothing. What the tags enclose, and
+    `answers`, play no part.
     """
     rewards = []
     for completion, _ in zip(completions, answers, strict=True):
