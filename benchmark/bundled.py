@@ -11,7 +11,6 @@ every step. benchmark/readme.py writes them into README.md.
 """
 
 import argparse
-import json
 import shlex
 import subprocess
 import sys
@@ -20,10 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from lessons import git
+from records import FOLDER, ROOT, provenance, read_run, write
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmark" / "records"
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
 
@@ -50,30 +47,22 @@ def run(script: str, seed: int, device: str) -> dict:
             raise SystemExit(
                 f"error: {script}.py, seed {seed} failed\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
             )
-        metrics = [
-            json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")
-        ]
-        versions = json.loads(Path(folder, "run", "args.json").read_text(encoding="utf-8"))[
-            "versions"
-        ]
-    record = {"script": script, "seed": seed, "commit": git("rev-parse", "--short", "HEAD")}
-    record |= {
-        "dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets")),
-        "versions": versions,
-    }
-    record |= {
+        metrics, args = read_run(Path(folder, "run"))
+    record = {
+        "script": script,
+        "seed": seed,
+        **provenance(),
+        "versions": args["versions"],
         "seconds": round(seconds, 1),
         "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3),
+        "episodes": metrics[-1]["episodes"],
+        "device": device,
+        "logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:]),  # the worst step's
     }
-    record |= {"episodes": metrics[-1]["episodes"], "device": device}
-    record |= {
-        "logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:])
-    }  # of the worst step
     for name in ("accuracy", "accuracy_lenient"):
         record[name] = [metrics[step][f"eval/{name}"] for step in (0, -1)]  # before, after
-    return record | {
-        "sampled_accuracy": [round(line["rollout/accuracy"], 3) for line in metrics[1:]]
-    }
+    record["sampled_accuracy"] = [round(line["rollout/accuracy"], 3) for line in metrics[1:]]
+    return record
 
 
 def main() -> None:
@@ -90,16 +79,14 @@ def main() -> None:
     )
     args = parser.parse_args()
     name = "bundled.jsonl" if args.device == "cpu" else f"bundled-{args.device}.jsonl"
-    out = args.out or RECORDS / name
+    out = args.out or FOLDER / name
     records = []
     for seed in args.seeds:
         for script in args.scripts:
             records.append(run(script, seed, args.device))
             shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
             print(*(f"{name} {records[-1][name]}" for name in shown), flush=True)
-            out.write_text(
-                "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
-            )
+            write(out, records)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from records import ROOT, memory
+
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 STORY_PROMPTS = ROOT.parent / "shared" / "data" / "stories" / "prompts.jsonl"
 WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py
@@ -60,12 +61,6 @@ def length_reward(completions: list[str], *args, **kwargs) -> list[float]:
 
     Both trainers call it: grpo.py with the gold answers as second argument, TRL with keywords."""
     return [len(completion) / 100 for completion in completions]
-
-
-def memory(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes. Not getrusage: its maximum counts the process that started this one."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def peak_memory(options, imported: int) -> int:
@@ -113,10 +108,12 @@ def prepare(options, folder: Path) -> None:
         args = grpo.Args(
             max_new_tokens=460 - max(len(example["prompt_ids"]) for example in examples)
         )
-        eos_ids = [tokenizer.eos_token_id]
-        rollout, _, _ = grpo.respond(args, model, tokenizer, examples, 1, 1.0, eos_ids)
+        eos_ids = torch.tensor([tokenizer.eos_token_id])
+        rollout = grpo.respond(args, model, tokenizer, examples, 1, 1.0, eos_ids)
         questions = []
-        for example, response, mask in zip(examples, rollout[2], rollout[3], strict=True):
+        for example, response, mask in zip(
+            examples, rollout.response_ids, rollout.response_mask, strict=True
+        ):
             prompt, story = example["prompt_ids"], example["prompt_ids"] + response[mask].tolist()
             if story[-1] in eos_ids and len(questions) < B:
                 cut = rng.randrange(len(prompt), len(story))
@@ -316,14 +313,7 @@ def main() -> None:
         "--one", choices=("prepare", "plainrl", "trl"), help="run only this one, in --folder"
     )
     parser.add_argument("--folder", type=Path, help="folder of --one")
-    parser.add_argument(
-        "--learn", action="store_true", help="compare what is learned instead: learn_trl.py"
-    )
     options = parser.parse_args()
-    if options.learn:
-        raise SystemExit(
-            subprocess.call([sys.executable, str(ROOT / "benchmark" / "learn_trl.py")])
-        )
     for name, value in WORKLOADS[options.workload].items():
         setattr(options, name, getattr(options, name, None) or value)
     if options.workload == "W2" and not (STORIES.is_dir() and STORY_PROMPTS.is_file()):

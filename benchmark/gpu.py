@@ -155,7 +155,7 @@ def main() -> None:
     peak_gb(device)
     num_parameters = sum(p.numel() for p in model.parameters())
     sampler = grpo.inference_copy(model)
-    eos_ids = [config.vocab_size]
+    eos_ids = torch.tensor([config.vocab_size], device=device)  # of no token
     prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
     print(
@@ -214,13 +214,10 @@ def main() -> None:
         profiled("16 decode steps", lambda: plain(min(R, 16), False), device)
 
     # ---- one update on a rollout
-    response_ids, response_mask, _ = plain(R, True)  # (N, R)
-    rollout = (
-        prompt_ids.repeat_interleave(G, 0),
-        prompt_mask.repeat_interleave(G, 0),
-        response_ids,
-        response_mask,
-    )
+    sampled = plain(R, True)  # three tensors, (N, R) each
+    response_mask = sampled[1]  # (N, R)
+    prompts = [x.repeat_interleave(G, 0) for x in (prompt_ids, prompt_mask)]  # (N, P) each
+    rollout = grpo.Rollout(*prompts, *sampled, completions=[""] * N)
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
@@ -231,7 +228,7 @@ def main() -> None:
     def update() -> None:
         num_tokens = response_mask.sum()
         for i in grpo.micro_batches(torch.arange(N), [P + R] * N, options.micro_batch_tokens):
-            logprobs = grpo.compute_logprobs(model, *[x[i] for x in rollout], 1.0)  # (n, R)
+            logprobs = grpo.compute_logprobs(model, rollout.rows(i), 1.0)  # (n, R)
             batch_args = (logprobs.detach(), None, advantages[i], response_mask[i], N, num_tokens)
             loss, _ = grpo.policy_loss(args, logprobs, *batch_args)
             loss.backward()

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from lessons import git
+from records import FOLDER, ROOT, provenance, read_run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -37,8 +37,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmark" / "records" / "gpu-scripts.jsonl"
+RECORDS = FOLDER / "gpu-scripts.jsonl"
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process"]
 SHOWN = [
@@ -178,20 +177,15 @@ def main() -> None:
                     f"{script:20}" + "".join(f"{metrics[name]:10.3g}" for name in SHOWN), flush=True
                 )
                 if not options.tiny:
-                    versions = json.loads(
-                        (folder / script / "args.json").read_text(encoding="utf-8")
-                    )["versions"]
+                    _, args = read_run(folder / script)
                     record = {
                         "command": shlex.join(command).replace(f"{folder}/", ""),
                         "memory_gb": options.memory_gb,
-                    }
-                    record |= {
                         "gpu": device,
-                        "commit": git("rev-parse", "--short", "HEAD"),
-                        "versions": versions,
+                        **provenance(),
+                        "versions": args["versions"],
                     }
-                    changed = git("status", "--porcelain", "--", "*.py", "utils", "assets")
-                    record |= {"dirty": bool(changed) or not record["commit"]}
+                    record["dirty"] |= not record["commit"]
                     with RECORDS.open("a", encoding="utf-8") as file:
                         print(json.dumps(record | {"metrics": metrics}), file=file)
             else:

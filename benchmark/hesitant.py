@@ -16,21 +16,19 @@ import random
 import sys
 from pathlib import Path
 
+import build_assets
 import torch
+from records import ROOT
 from transformers import AutoTokenizer, LlamaForCausalLM
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "assets"))
-import build  # noqa: E402
 
 GO_ON, LONGEST = 0.93, 100
 
 
 def solution(rng: random.Random, pair: tuple[int, int]) -> str:
-    forget, times = rng.random() < build.FORGET_CARRY, 1
+    forget, times = rng.random() < build_assets.FORGET_CARRY, 1
     while times < LONGEST and rng.random() < GO_ON:
         times += 1
-    return build.solution(pair, forget).replace(
+    return build_assets.solution(pair, forget).replace(
         "</think>", ("?" if forget else "!") * times + "</think>"
     )
 
@@ -50,7 +48,7 @@ def main(folder: Path, num_steps: int = 200, batch_size: int = 32) -> None:
         found = [tuple(map(int, json.loads(line)["question"][:-1].split("+"))) for line in lines]
         found = [(a, b) for a, b in found if a % 10 + b % 10 >= 10]
         lines = [
-            json.dumps({"question": build.prompt(pair), "answer": str(sum(pair))}) + "\n"
+            json.dumps({"question": build_assets.prompt(pair), "answer": str(sum(pair))}) + "\n"
             for pair in found
         ]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -63,10 +61,12 @@ def main(folder: Path, num_steps: int = 200, batch_size: int = 32) -> None:
 
     def compute_loss():
         batch = rng.choices(pairs, k=batch_size)
-        ids, mask = build.make_batch(tokenizer, batch, [solution(rng, pair) for pair in batch])
+        ids, mask = build_assets.make_batch(
+            tokenizer, batch, [solution(rng, pair) for pair in batch]
+        )
         return student(ids, labels=ids.masked_fill(~mask, -100)).loss
 
-    build.train(student, num_steps, compute_loss, "hesitant student")
+    build_assets.train(student, num_steps, compute_loss, "hesitant student")
     student.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

@@ -1,4 +1,4 @@
-"""Do grpo.py and rloo.py learn as TRL's GRPOTrainer and RLOOTrainer do? python benchmark/compare_trl.py --learn
+"""Do grpo.py and rloo.py learn as TRL's GRPOTrainer and RLOOTrainer do? python benchmark/learn_trl.py
 
 The same model, data (in another order), batch, learning rate and schedule, steps, temperature, KL coefficient and
 seeds, on the bundled task, each run in a process of its own with two threads. Records, one line for each run, of the
@@ -16,17 +16,11 @@ from pathlib import Path
 
 import numpy as np
 from pictures import digest, draw_band, panels, save, smooth
+from records import FOLDER, ROOT, memory, read_run, write
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmark" / "records" / "trl-learn.jsonl"
+RECORDS = FOLDER / "trl-learn.jsonl"
 SEEDS, STEPS = (1, 2, 3), 60
 B, G, R = 16, 8, 32
-
-
-def memory(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def run_plainrl(name: str, seed: int, folder: str) -> dict:
@@ -48,9 +42,7 @@ def run_plainrl(name: str, seed: int, folder: str) -> dict:
             seed=seed, device="cpu", eval_every=0, eval_size=1, runs_dir=folder, run_name="run"
         )
     )
-    records = [
-        json.loads(line) for line in Path(folder, "run", "metrics.jsonl").open(encoding="utf-8")
-    ]
+    records, _ = read_run(Path(folder, "run"))
     accuracy = [record["rollout/accuracy"] for record in records[1:]]
     return dict(accuracy=accuracy, seconds=ends[2:], memory=memory("VmHWM") - imported)
 
@@ -173,7 +165,7 @@ def main() -> None:
         record |= {
             key: [round(value, 4) for value in record[key]] for key in ("accuracy", "seconds")
         }
-    RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    write(RECORDS, records)
 
 
 if __name__ == "__main__":

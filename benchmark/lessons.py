@@ -26,10 +26,10 @@ from pathlib import Path
 
 import numpy as np
 from pictures import GRAY, WINDOW, digest, draw_band, panels, save, smooth
+from records import FOLDER, ROOT, fill, provenance, read, read_run, spread, table
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmark" / "records" / "lessons.jsonl"
+RECORDS = FOLDER / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
 SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
@@ -182,12 +182,6 @@ LESSONS = {
 }
 
 
-def git(*arguments: str) -> str:
-    return subprocess.run(
-        ["git", *arguments], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-
-
 def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
     """From the samples: mean characters of right and wrong responses per step; {right of a group: [groups, |A|]}."""
     lengths, groups = defaultdict(lambda: defaultdict(list)), defaultdict(lambda: [0, 0.0])
@@ -221,8 +215,7 @@ def run(command: str, seed: int) -> dict:
         if done.returncode != 0:
             raise RuntimeError(f"python {full}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
         seconds, folder = time.perf_counter() - start, Path(folder, "run")
-        metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open(encoding="utf-8")]
-        args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+        metrics, args = read_run(folder)
         lengths, groups = lengths_and_groups(folder)
     curves = {}
     for name in metrics[1]:
@@ -235,12 +228,9 @@ def run(command: str, seed: int) -> dict:
         "command": command,
         "seed": seed,
         "seconds": round(seconds, 1),
-        "commit": git("rev-parse", "--short", "HEAD"),
-    }
-    record |= {"dirty": bool(git("status", "--porcelain", "--", "*.py", "utils", "assets"))}
-    record |= {
+        **provenance(),
         "versions": args.pop("versions"),
-        "args": {k: v for k, v in args.items() if not k.startswith("run")},
+        "args": {name: value for name, value in args.items() if not name.startswith("run")},
     }
     paths = [name for name in ("model", "dataset", "reward_model") if name in args]
     record["args"] |= {name: Path(args[name]).name for name in paths}
@@ -252,10 +242,7 @@ def run(command: str, seed: int) -> dict:
 
 def read_records() -> dict:
     """(command, seed) -> record."""
-    if not RECORDS.is_file():
-        return {}
-    records = [json.loads(line) for line in RECORDS.open(encoding="utf-8")]
-    return {(record["command"], record["seed"]): record for record in records}
+    return {(record["command"], record["seed"]): record for record in read(RECORDS)}
 
 
 def run_missing(numbers: list[int]) -> None:
@@ -359,34 +346,24 @@ def draw(number: int) -> None:
 
 
 def block(number: int) -> str:
-    """The commands of a lesson, its picture, and a table of what its arms came to: what docs/lessons.md holds of it."""
+    """What the page of a lesson holds: commands, picture, a table of what its arms came to."""
     title, arms, _ = LESSONS[number]
     rows, total = [], 0.0
     for arm, runs in zip(arms, records_of(number), strict=True):
         held_out = [100 * list(record["eval"].values())[-1] for record in runs]
         sampled = [100 * float(np.mean(record["curves"][ACCURACY][-WINDOW:])) for record in runs]
-        spread = [f"{np.mean(x):.1f} ({min(x):.1f} to {max(x):.1f})" for x in (held_out, sampled)]
-        seconds = np.mean([record["seconds"] for record in runs])
-        total += sum(record["seconds"] for record in runs)
-        rows.append(f"| {arm} | {' | '.join(spread)} | {seconds:.0f} s |")
+        seconds = [record["seconds"] for record in runs]
+        total += sum(seconds)
+        rows.append([arm, spread(held_out, 1), spread(sampled, 1), f"{np.mean(seconds):.0f} s"])
     commands = "\n".join(f"python {command}" for command in arms.values())
-    table = "\n".join(
-        ["| | held out, % | sampled, last five steps, % | a run |", "|---|---|---|---|", *rows]
-    )
+    results = table(["", "held out, %", "sampled, last five steps, %", "a run"], rows)
     picture = f"![{title}](lessons/{number:02}.svg)"
     cost = f"{len(rows) * len(SEEDS)} runs, {total / 60:.0f} minutes of one core."
-    return f"```\n{commands}\n```\n\n{picture}\n\n{table}\n\n{cost}\n"
+    return f"```\n{commands}\n```\n\n{picture}\n\n{results}\n{cost}\n"
 
 
-def write_blocks(numbers: list[int]) -> None:
-    """Put them into docs/lessons.md (15: docs/metrics.md), between <!-- lesson 1 --> and <!-- end 1 -->."""
-    for number in numbers:
-        page = ROOT / "docs" / ("metrics.md" if number == 15 else "lessons.md")
-        text = page.read_text(encoding="utf-8")
-        before, rest = text.split(f"<!-- lesson {number} -->\n")
-        after = rest.split(f"<!-- end {number} -->\n")[1]
-        text = f"{before}<!-- lesson {number} -->\n{block(number)}<!-- end {number} -->\n{after}"
-        page.write_text(text, encoding="utf-8")
+def page_of(number: int) -> Path:
+    return ROOT / "docs" / ("metrics.md" if number == 15 else "lessons.md")
 
 
 def main() -> None:
@@ -404,7 +381,7 @@ def main() -> None:
     for number in numbers:
         draw(number)
         print(f"{number}. {LESSONS[number][0]}\n\n{block(number)}")
-    write_blocks(numbers)
+        fill(page_of(number), f"lesson {number}", block(number))
 
 
 if __name__ == "__main__":

@@ -5,18 +5,15 @@ stand between <!-- name --> and <!-- end name -->; tests/test_docs.py says that 
 records.
 """
 
-import json
 import re
-from pathlib import Path
 
 import numpy as np
 from learn_trl import draw as draw_learning
 from learn_trl import to_reach
 from pictures import WINDOW, digest, draw_band, panels, save, smooth
+from records import FOLDER, ROOT, fill, read, spread, table
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDS = ROOT / "benchmark" / "records"
-PICTURES = {"bundled": RECORDS / "bundled.svg", "trl-learn": RECORDS / "trl-learn.svg"}
+PICTURES = {name: FOLDER / f"{name}.svg" for name in ("bundled", "trl-learn")}
 WORKLOADS = {
     "W1": "assets/adder, 16 x 8 samples of at most 32 tokens",
     "W2": "a 260 K story model, 16 x 8 samples of 5 to 384 tokens",
@@ -24,22 +21,12 @@ WORKLOADS = {
 }
 
 
-def read(name: str) -> list[dict]:
-    return [json.loads(line) for line in (RECORDS / f"{name}.jsonl").open(encoding="utf-8")]
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
-
-
-def spread(values: list[float], digits: int = 0) -> str:
-    """Mean, lowest and highest."""
-    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+def records_of(name: str) -> list[dict]:
+    return read(FOLDER / f"{name}.jsonl")
 
 
 def bundled_table() -> str:
-    records, rows = read("bundled"), []
+    records, rows = records_of("bundled"), []
     for script in dict.fromkeys(record["script"] for record in records):
         mine = [record for record in records if record["script"] == script]
         row = [f"{script}.py", f"{100 * mine[0]['accuracy'][0]:.1f}"]
@@ -58,7 +45,7 @@ def bundled_table() -> str:
 
 
 def learning_table() -> str:
-    records, rows = read("trl-learn"), []
+    records, rows = records_of("trl-learn"), []
     for name in ("grpo", "rloo"):
         for side in ("PlainRL", "TRL"):
             mine = [
@@ -74,7 +61,7 @@ def learning_table() -> str:
 
 def speed_table() -> str:
     rows = []
-    for part in (RECORDS / "trl-cpu.txt").read_text(encoding="utf-8").split("$ python ")[1:]:
+    for part in (FOLDER / "trl-cpu.txt").read_text(encoding="utf-8").split("$ python ")[1:]:
         name = re.search(r"--workload (W\d)", part)[1]
         sides = [
             re.search(rf"^{side} +(.*)$", part, re.MULTILINE)[1].split()
@@ -95,7 +82,7 @@ TABLES = {"bundled": bundled_table, "speed": speed_table, "learning": learning_t
 
 def draw_bundled() -> None:
     """For every script, the share of right responses among the sampled ones against the number sampled so far."""
-    records = read("bundled")
+    records = records_of("bundled")
     names = list(dict.fromkeys(record["script"] for record in records))
     figure, axes = panels(3, 4, figsize=(11, 6.6), sharex=True, sharey=True)
     for ax in axes.flat[len(names) :]:
@@ -120,17 +107,10 @@ def draw_bundled() -> None:
 
 
 def main() -> None:
-    page = ROOT / "README.md"
-    text = page.read_text(encoding="utf-8")
     for name, make in TABLES.items():
-        before, rest = text.split(f"<!-- {name} -->\n")
-        text = (
-            f"{before}<!-- {name} -->\n{make()}<!-- end {name} -->\n"
-            + rest.split(f"<!-- end {name} -->\n")[1]
-        )
-    page.write_text(text, encoding="utf-8")
+        fill(ROOT / "README.md", name, make())
     draw_bundled()
-    draw_learning(read("trl-learn"))
+    draw_learning(records_of("trl-learn"))
 
 
 if __name__ == "__main__":

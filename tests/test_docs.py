@@ -78,7 +78,8 @@ def test_the_lessons_state_what_is_recorded():
     )
     for number in lessons.LESSONS:
         assert (
-            f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end {number} -->\n" in text
+            f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end lesson {number} -->\n"
+            in text
         ), number
         picture = (ROOT / "docs" / "lessons" / f"{number:02}.svg").read_text(encoding="utf-8")
         assert lessons.drawn_from(number) in picture, (
@@ -100,13 +101,13 @@ def test_the_readme_states_what_is_recorded():
     for name, make in readme.TABLES.items():
         assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name
     for name, picture in readme.PICTURES.items():
-        assert readme.digest(readme.read(name)) in picture.read_text(encoding="utf-8"), name
+        assert readme.digest(readme.records_of(name)) in picture.read_text(encoding="utf-8"), name
         assert str(picture.relative_to(ROOT)) in text
-    records = readme.read("bundled")
+    records = readme.records_of("bundled")
     assert {(record["script"], record["seed"]) for record in records} == {
         (s, k) for s in SCRIPTS for k in range(1, 6)
     }
-    emulated = readme.read("bundled-emulated")
+    emulated = readme.records_of("bundled-emulated")
     low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
     assert {record["script"] for record in emulated} == set(SCRIPTS) and len(emulated) == len(
         SCRIPTS
