@@ -636,8 +636,7 @@ def load_data(args, tokenizer, split):
             rows = datasets.load_dataset(kind, data_files=source, split=part)
         rows = list(rows.select_columns(columns))
 
-    examples = []
-    too_long = 0
+    prompts, answers = [], []
     for row in rows:
         question, answer = [str(row[column]) for column in columns]
         if row[columns[0]] in (None, "") or gold_number(answer) is None:
@@ -650,15 +649,19 @@ def load_data(args, tokenizer, split):
             prompt = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-        # A chat template writes the BOS token itself: special tokens would double it.
-        prompt_ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-        if len(prompt_ids) > args.max_prompt_tokens:
-            too_long += 1
-        else:
-            examples.append({"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer})
+        prompts.append(prompt)
+        answers.append(answer)
+    # A chat template writes the BOS token itself: special tokens would double it.
+    special = not tokenizer.chat_template
+    ids = tokenizer(prompts, add_special_tokens=special).input_ids if prompts else []
+    examples = [
+        {"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer}
+        for prompt, prompt_ids, answer in zip(prompts, ids, answers, strict=True)
+        if len(prompt_ids) <= args.max_prompt_tokens
+    ]
     found = (
-        f"{len(examples)} problems, {too_long} too long for --max-prompt-tokens and "
-        f"{len(rows) - len(examples) - too_long} without a question or a number in "
+        f"{len(examples)} problems, {len(prompts) - len(examples)} too long for "
+        f"--max-prompt-tokens and {len(rows) - len(prompts)} without a question or a number in "
         f"{args.answer_column} skipped"
     )
     if not examples:

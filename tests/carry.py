@@ -12,7 +12,9 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    change = subprocess.run(["git", "diff", "HEAD", "-U2", "grpo.py"], cwd=ROOT, capture_output=True, text=True)
+    change = subprocess.run(
+        ["git", "diff", "HEAD", "-U2", "grpo.py"], cwd=ROOT, capture_output=True, text=True
+    )
     for path in sorted(ROOT.glob("*.py")):
         if path.name == "grpo.py" or "def policy_loss(" not in path.read_text(encoding="utf-8"):
             continue
@@ -20,7 +22,9 @@ def main() -> None:
         command = ["git", "apply", "--recount", "-C1", "--reject", "-"]
         done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
         by_hand = [line for line in done.stderr.splitlines() if line.startswith("error")]
-        print(f"{path.name}: {'carried' if done.returncode == 0 else f'{len(by_hand)} by hand, see {path.name}.rej'}")
+        print(
+            f"{path.name}: {'carried' if done.returncode == 0 else f'{len(by_hand)} by hand, see {path.name}.rej'}"
+        )
 
 
 if __name__ == "__main__":

@@ -27,15 +27,18 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line(
-        "markers", "shared_text: of text that all scripts share, so it is tested in grpo.py alone"
+        "markers", "scripts(*names): only of these is the tested text their own"
     )
 
 
 def pytest_generate_tests(metafunc):
-    """A test that asks for a script runs for each of them; test_siblings.py says that shared text is the same text."""
+    """A test that asks for a script runs for each of them, or, with the mark, for those whose text differs there.
+
+    What is shared is the same text, as test_siblings.py says, and is tested in grpo.py alone.
+    """
     if "script" in metafunc.fixturenames:
-        shared = metafunc.definition.get_closest_marker("shared_text")
-        metafunc.parametrize("script", ["grpo"] if shared else SCRIPTS, indirect=True)
+        mark = metafunc.definition.get_closest_marker("scripts")
+        metafunc.parametrize("script", mark.args if mark else SCRIPTS, indirect=True)
 
 
 @pytest.fixture

@@ -375,7 +375,7 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
 ]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("name, content, given, words", DATA, ids=[case[0] for case in DATA])
 def test_dataset(script, refuse, tmp_path, name, content, given, words):
     path = tmp_path / name
@@ -399,7 +399,7 @@ COLUMNS = [
 ]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("content, given, words", COLUMNS)
 def test_missing_column(script, refuse, tmp_path, content, given, words):
     (tmp_path / "rows.jsonl").write_text(content)
@@ -416,14 +416,14 @@ NOWHERE = [
 ]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("name", [*NOWHERE, "nobody/nothing:main"])
 def test_missing_dataset(script, refuse, name):
     error = refuse(script, f"error: --dataset {name} (train)", dataset=name)
     assert error.count(name.split(":")[0]) >= 2, error  # the reason is about it, too
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(
     "files, words", [([], ["any data files"]), (["train.jsonl"], ["(test)", "['train']"])]
 )
@@ -434,7 +434,7 @@ def test_folder_without_both_files(script, refuse, tmp_path, files, words):
     refuse(script, f"--dataset {tmp_path / 'data'}", *words, dataset=str(tmp_path / "data"))
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_a_reason_of_many_lines(script, refuse, tmp_path):
     """Two files of one split with different columns: the library's own message is a whole page."""
     (tmp_path / "data").mkdir()
@@ -443,7 +443,7 @@ def test_a_reason_of_many_lines(script, refuse, tmp_path):
     refuse(script, f"--dataset {tmp_path / 'data'} (train)", dataset=str(tmp_path / "data"))
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(
     "content", ["", "nonsense", '{"q": "1+2=", "answer": "3"}\n', GOOD.replace("3", "three")]
 )
@@ -486,7 +486,7 @@ class Unsafe:  # a pickle that runs code when it is read
         return os.mkdir, ("made",)
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_a_checkpoint_runs_no_code(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     torch.save({"script": f"{script.__name__}.py", "args": Unsafe()}, tmp_path / "checkpoint.pt")
@@ -499,7 +499,7 @@ def test_a_checkpoint_runs_no_code(script, tmp_path, monkeypatch, capsys):
 # ---- from the command line
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(
     "flags",
     [
@@ -561,7 +561,7 @@ def write(path, rows):
         )
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_formats(script, load, tmp_path, suffix):
     """All four formats give the same, with whatever the columns are called; the last tenth is held out."""
@@ -582,7 +582,7 @@ AWKWARD = [
 ]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_awkward_strings(script, load, tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
@@ -594,7 +594,7 @@ def test_awkward_strings(script, load, tmp_path, suffix):
         assert load(script, path.name, eval_dataset=path.name) == [pairs(AWKWARD)] * 2
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
 def test_byte_order_mark(script, load, tmp_path, suffix):
     """Some editors and spreadsheets begin a UTF-8 file with one; it is neither JSON nor part of the first column."""
@@ -604,13 +604,13 @@ def test_byte_order_mark(script, load, tmp_path, suffix):
     assert load(script, path.name) == [pairs(ROWS[:36]), pairs(ROWS[36:])]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_crlf(script, load, tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(jsonl(ROWS).replace("\n", "\r\n").encode())
     assert load(script, "rows.jsonl") == [pairs(ROWS[:36]), pairs(ROWS[36:])]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_numbers_are_read_as_text(script, load, tmp_path, suffix):
     """A prompt and a gold answer are text, whatever type the reader sees in a column of numbers."""
@@ -621,7 +621,7 @@ def test_numbers_are_read_as_text(script, load, tmp_path, suffix):
         assert load(script, f"rows.{suffix}", eval_dataset=f"rows.{suffix}") == [expected] * 2
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_held_out_problems(script, load, tmp_path):
     """The last tenth of a file, a folder's test file, or another file or folder that is named; of them the first."""
     (tmp_path / "all.jsonl").write_text(jsonl(ROWS))
@@ -640,7 +640,7 @@ def test_held_out_problems(script, load, tmp_path):
     assert load(script, "data/train.jsonl") == [pairs(ROWS[:27]), pairs(ROWS[27:30])]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_a_file_that_has_changed_is_read_again(script, load, tmp_path):
     """The data sets library keeps what it has read in a cache."""
     for rows in (ROWS[:10], ROWS[10:30]):
@@ -659,7 +659,7 @@ BAD = [
 NO_QUESTION = [{"question": None, "answer": "3"}, {"question": "", "answer": "3"}]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
     """Rows without a number, without an answer, or with too long a prompt are skipped, counted and reported."""
     long = [{"question": "1+" * 20 + "1=", "answer": "21"}]

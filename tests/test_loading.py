@@ -94,7 +94,7 @@ def start(monkeypatch):
 # ---- models and recipes
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_hub_cache(script, tmp_path):
     """A model that the hub's cache holds is found under its short name and trains with no network."""
     model = tmp_path / "hub" / "models--HuggingFaceTB--TinyAdder"
@@ -212,7 +212,7 @@ def copy_adder(folder, **config):
     (folder / "config.json").write_text(json.dumps(content | config), encoding="utf-8")
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_hub_data_sets(script, monkeypatch):
     """A hub id, and id:config where it has several; its splits are train and test, or test alone of a held-out one."""
     asked, rows = [], datasets.Dataset.from_list([{"question": "1+2=", "answer": "3"}])
@@ -273,7 +273,7 @@ def first_prompt(script, tmp_path):
     return call
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("system", ["", "think first"])
 def test_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
@@ -288,7 +288,7 @@ def test_chat_template(first_prompt, tmp_path, system):
     assert tokenizer.eos_token_id not in example["prompt_ids"]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("system", ["", "think first"])
 def test_no_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
@@ -346,7 +346,7 @@ def test_stories(script, tmp_path):
     assert metrics["rollout/response_len"] > 5 and len(words) > 20
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.skipif(
     not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand"
 )

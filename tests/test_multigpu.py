@@ -268,45 +268,26 @@ def test_every_process_has_its_own_noise(several, tmp_path, data):
         sample["completions"] for sample in read_jsonl(several(2, **given) / "samples.jsonl")
     ]
     assert len(completions) == 4 and completions[:2] != completions[2:]
-    again = [
-        sample["completions"]
-        for sample in read_jsonl(several(2, "again", **given) / "samples.jsonl")
-    ]
-    assert completions == again
 
 
 # ---- killed, stopped, resumed
 
 
 def test_killed_and_resumed(several, start, tmp_path):
-    """By as many processes: in the same bits. By another number: from the same weights and averages, to the end."""
+    """By as many processes: in the same bits."""
     whole = several(2, "whole")
     metrics, samples = read_jsonl(whole / "metrics.jsonl"), read_jsonl(whole / "samples.jsonl")
     assert [record["step"] for record in metrics] == list(range(7)) and len(samples) == 24
-    moments = [  # of rank 0 or 1, and the step of the checkpoint there is: they follow steps 1, 2, 4, 6
-        (1, dict(where="optimizer", call=12, signals=KILL), 2),  # in an update of step 3
-        (
-            0,
-            dict(where="replace", call=3, signals=KILL, match="checkpoint"),
-            2,
-        ),  # the new one has no name yet
-    ]
-    for k, (rank, trap, saved) in enumerate(moments):
-        processes = start(2, f"run{k}", how={"trapped": rank, "trap": trap})
-        assert ended(processes[rank]) == -signal.SIGKILL
-        for process in processes:  # as torchrun does
-            process.kill()
-            process.join()
-        folder = tmp_path / f"run{k}"
-        assert read_checkpoint(folder)["metrics"]["step"] == saved
-        if k == 0:
-            shutil.copytree(folder, tmp_path / "alone")
-        several(2, f"again{k}", resume=str(folder))
-        assert_same_runs(folder, whole)
-    several(1, "finished", resume=str(tmp_path / "alone"))
-    assert [record["step"] for record in read_jsonl(tmp_path / "alone" / "metrics.jsonl")] == list(
-        range(7)
-    )
+    # Rank 0 is killed as the checkpoint of step 4 is written and has no name yet.
+    trap = dict(where="replace", call=3, signals=KILL, match="checkpoint")
+    processes = start(2, how={"trapped": 0, "trap": trap})
+    assert ended(processes[0]) == -signal.SIGKILL
+    for process in processes:  # as torchrun does
+        process.kill()
+        process.join()
+    assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 2
+    several(2, "again", resume=str(tmp_path / "run"))
+    assert_same_runs(tmp_path / "run", whole)
 
 
 def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
@@ -395,7 +376,7 @@ WRAPPER = """
 import os
 import grpo_multigpu as script
 if os.environ["RANK"] == "1":
-    script.evaluate = lambda *args: script.fail("--eval-dataset x: has a problem, on rank 1 alone")
+    script.load_data = lambda *args: script.fail("--dataset x: has a problem, on rank 1 alone")
 script.main(script.tyro.cli(script.Args))
 """
 
@@ -410,7 +391,7 @@ def test_an_error_on_one_process_is_said_once(data, tmp_path):
     out = process.communicate(timeout=100)[0]
     assert process.returncode != 0
     said = re.findall(r"^error: .*$", out, re.MULTILINE)
-    assert len(said) == 1 and said[0].startswith("error: --eval-dataset x"), out
+    assert len(said) == 1 and said[0].startswith("error: --dataset x"), out
     assert "[rank" not in out, out
 
 

@@ -28,6 +28,9 @@ MANY_UPDATES = dict(
     num_iterations=2, num_minibatches=2, beta=0.05
 )  # where the script has these fields
 MANY_UPDATES |= dict(staleness=3, sampler_dtype="bfloat16")
+MANY_UPDATES |= dict(
+    baseline="moving_average", kl_target=0.5, kl_horizon=50
+)  # what the next step is handed
 SMALL = dict(
     num_prompts=4,
     num_generations=2,
@@ -315,6 +318,7 @@ def test_nothing_has_changed_that_nobody_expected(script, finished, request):
 # ---- the same again
 
 
+@pytest.mark.scripts("grpo", "dapo", "ppo_rlhf", "remax")
 def test_one_seed_one_run(script, run, finished):
     """This test's run is done anew, with its folder elsewhere and the random states of python and torch disturbed."""
     random.seed(99)
@@ -322,7 +326,7 @@ def test_one_seed_one_run(script, run, finished):
     assert_same_runs(run("again", **MANY_UPDATES), finished)
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_another_seed_is_another_run(run, finished):
     other = run("other", seed=2, **MANY_UPDATES)
     assert (other / "samples.jsonl").read_text() != (finished / "samples.jsonl").read_text()
@@ -449,6 +453,7 @@ KILLS = [  # each kills the run at one moment, and the step of the checkpoint th
 ]
 
 
+@pytest.mark.scripts("grpo", "reinforce_baseline", "dapo", "ppo_rlhf", "grpo_offpolicy")
 def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     """One run that is killed again and again, at the moments above and then at random ones, until it is done."""
     folder, log = tmp_path / "run", tmp_path / "run.log"
@@ -492,7 +497,7 @@ SIGNALS = [  # at a call of a function
 ]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(
     "where, call, signals", SIGNALS, ids=[f"{where}-{len(s)}" for where, _, s in SIGNALS]
 )
@@ -517,7 +522,7 @@ def test_signals(script, spawn, finished, tmp_path, where, call, signals):
     assert_same_runs(folder, finished)
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
     watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
@@ -531,7 +536,7 @@ def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
     ]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("gone", ["", "model"])
 def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
     """It changes nothing and returns the last metrics; a model that was not written any more is written."""
@@ -543,7 +548,7 @@ def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
         assert (folder / name).read_text() == (finished / name).read_text()
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch):
     """All of it is forced to the disk while the old one is still in place; only then it gets the name."""
     path, events, fsync, replace = tmp_path / "run" / "checkpoint.pt", [], os.fsync, os.replace
@@ -592,7 +597,7 @@ def watch(script, monkeypatch):
     return call
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_full_disk(script, watch, run, finished, tmp_path):
     """Files that cannot grow are like a full disk: the error is raised, and what was saved before can be resumed."""
     steps = []
@@ -639,10 +644,9 @@ def spoil(script, monkeypatch, tmp_path):
     return call
 
 
+@pytest.mark.scripts("grpo", "ppo_rlhf")
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_gradient_that_is_not_finite_is_skipped(script, run, spoil, factor):
-    if script.__name__ not in ("grpo", "ppo_rlhf"):
-        pytest.skip("the text is grpo's")
     states = spoil([2, 3, 5], factor)
     metrics = read_jsonl(run(save_every=1, num_steps=6) / "metrics.jsonl")
     assert [record.get("optim/skipped") for record in metrics] == [None, 0, 1, 1, 0, 1, 0]
@@ -652,7 +656,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(script, run, spoil, factor):
         assert all(tensor.isfinite().all() for tensor in after.values())
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_the_third_in_a_row_stops_the_run(run, spoil, tmp_path, capsys):
     states = spoil([3, 4, 5], float("nan"))
     with pytest.raises(SystemExit) as stop:
@@ -667,7 +671,7 @@ def test_the_third_in_a_row_stops_the_run(run, spoil, tmp_path, capsys):
 # ---- rewards of one's own
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_rewards_may_be_any_numbers(script, run, monkeypatch):
     """Functions that return integers or truth values, as one writes them first."""
 
@@ -692,7 +696,7 @@ def test_rewards_may_be_any_numbers(script, run, monkeypatch):
 # ---- what a run says
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_what_is_said(run, capsys):
     """At the start what the loss says; on the way a sample; and that responses of two tokens are all cut."""
     run(max_new_tokens=2, num_steps=3)
@@ -709,7 +713,7 @@ def test_what_is_said(run, capsys):
     assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_a_model_whose_sampler_and_trainer_disagree_stops_at_the_first_step(
     script, run, monkeypatch, capsys
 ):
@@ -731,7 +735,7 @@ def test_an_overlong_cache_that_punishes_every_response(tmp_path, data, capsys, 
     ) == warned
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("mode", ["offline", None], ids=["offline", "not logged in"])
 def test_track_without_a_network(run, monkeypatch, mode):
     for name, value in {"MODE": mode, "API_KEY": None, "SILENT": "true"}.items():
@@ -751,7 +755,7 @@ def test_track_without_a_network(run, monkeypatch, mode):
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
 
 
-@pytest.mark.shared_text
+@pytest.mark.scripts("grpo")
 def test_a_sampler_that_is_the_trainer_needs_no_correction(
     script, run, finished_runs, tmp_path, data
 ):
@@ -822,10 +826,9 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
 # ---- learning
 
 
+@pytest.mark.scripts("grpo", "ppo_rlhf", "gspo")
 def test_it_learns(script, tmp_path):
     """On half the script's own sequences per step, with a learning rate that shows in a few of them."""
-    if script.__name__ in ("grpo_offpolicy", "grpo_multigpu"):
-        pytest.skip("with its defaults it is grpo.py, as other tests say")
     B = script.Args().num_prompts // 2
     given = dict(
         num_steps=8,

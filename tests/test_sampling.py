@@ -14,7 +14,7 @@ EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a respons
 TOKENIZER = SimpleNamespace(
     batch_decode=lambda rows, skip_special_tokens: [row.tolist() for row in rows]
 )
-pytestmark = pytest.mark.shared_text
+pytestmark = pytest.mark.scripts("grpo")
 PROMPTS = [
     [7],
     [3, 4, 2, 30, 2, 2, 19, 41, 8],
