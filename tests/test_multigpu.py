@@ -51,6 +51,9 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
     torch.set_num_threads(1)
     if "rollouts" in how:
         given_rollouts(how["rollouts"], how["gradients"] if rank == 0 else None)
+    if how.get("failing") == rank:
+        text = "--dataset x: has a problem, on rank 1 alone"
+        grpo_multigpu.load_data = lambda *args: grpo_multigpu.fail(text)
     if how.get("spoiled") == rank:
         spoil_second_step()
     if how.get("trapped") == rank:
@@ -275,12 +278,12 @@ def test_every_process_has_its_own_noise(several, tmp_path, data):
 
 def test_killed_and_resumed(several, start, tmp_path):
     """By as many processes: in the same bits."""
-    whole = several(2, "whole")
+    whole = several(2, "whole", num_steps=4)
     metrics, samples = read_jsonl(whole / "metrics.jsonl"), read_jsonl(whole / "samples.jsonl")
-    assert [record["step"] for record in metrics] == list(range(7)) and len(samples) == 24
+    assert [record["step"] for record in metrics] == list(range(5)) and len(samples) == 16
     # Rank 0 is killed as the checkpoint of step 4 is written and has no name yet.
     trap = dict(where="replace", call=3, signals=KILL, match="checkpoint")
-    processes = start(2, how={"trapped": 0, "trap": trap})
+    processes = start(2, how={"trapped": 0, "trap": trap}, num_steps=4)
     assert ended(processes[0]) == -signal.SIGKILL
     for process in processes:  # as torchrun does
         process.kill()
@@ -372,27 +375,13 @@ def test_an_error_that_all_meet_is_said_once(start, tmp_path):
     assert ended(processes[1]) == -signal.SIGTERM and (tmp_path / "run.log.1").read_text() == ""
 
 
-WRAPPER = """
-import os
-import grpo_multigpu as script
-if os.environ["RANK"] == "1":
-    script.load_data = lambda *args: script.fail("--dataset x: has a problem, on rank 1 alone")
-script.main(script.tyro.cli(script.Args))
-"""
-
-
-def test_an_error_on_one_process_is_said_once(data, tmp_path):
-    """One line of ours, no traceback of ours, and no hang: what follows is torchrun's own report."""
-    path = tmp_path / "wrapper.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{WRAPPER}")
-    process = torchrun(
-        str(path), dataset=data, runs_dir=tmp_path, num_prompts=4, eval_size=4, device="cpu"
-    )
-    out = process.communicate(timeout=100)[0]
-    assert process.returncode != 0
-    said = re.findall(r"^error: .*$", out, re.MULTILINE)
-    assert len(said) == 1 and said[0].startswith("error: --dataset x"), out
-    assert "[rank" not in out, out
+def test_an_error_on_one_process_is_said_once(start, tmp_path):
+    """One line, by the process that has it; the others wait for it, until torchrun ends them."""
+    processes = start(2, how={"failing": 1})
+    assert ended(processes[1]) == 2
+    error = "error: --dataset x: has a problem, on rank 1 alone\n"
+    assert (tmp_path / "run.log.1").read_text() == error
+    assert processes[0].is_alive() and "error" not in (tmp_path / "run.log.0").read_text()
 
 
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
