@@ -430,17 +430,17 @@ def main(args: Args) -> dict:
             )
 
         # ---- 5. save
-        signals[:] = everywhere(signals)
+        stop = everywhere(signals)
         due = args.save_every and step % args.save_every == 0
-        if signals or due or step in (1, args.num_steps):
+        if stop or due or step in (1, args.num_steps):
             save_checkpoint(args, run_dir, parts, state, metrics)
-        if signals and step < args.num_steps:
+        if stop and step < args.num_steps:
             print(
                 f"stopped after step {step}; go on: torchrun ... {SCRIPT} --resume '{run_dir}'",
                 flush=True,
             )
             dist.barrier()  # when the first process ends, torchrun ends the others
-            raise SystemExit(128 + signals[0])
+            raise SystemExit(128 + stop[0])
 
     whole = dcp.get_model_state_dict(model, options=WHOLE)
     dist.destroy_process_group()

@@ -410,15 +410,16 @@ def main(args: Args) -> dict:
             )
 
         # ---- 5. save
+        stop = list(signals)  # one that comes from here on waits for the next step
         due = args.save_every and step % args.save_every == 0
-        if signals or due or step in (1, args.num_steps):
+        if stop or due or step in (1, args.num_steps):
             save_checkpoint(args, run_dir, parts, state, metrics)
-        if signals and step < args.num_steps:
+        if stop and step < args.num_steps:
             print(
                 f"stopped after step {step}; go on: python '{SCRIPT}' --resume '{run_dir}'",
                 file=sys.stderr,
             )
-            raise SystemExit(128 + signals[0])
+            raise SystemExit(128 + stop[0])
 
     model.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")

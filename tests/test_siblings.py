@@ -13,17 +13,17 @@ KL_IN_LOSS = "the KL is k3 in the loss of the child and k1 in the return of the 
 ALGORITHM = "the algorithm's own equation"
 
 SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
-    "reinforce_baseline": 5970,
-    "rloo": 5890,
-    "grpo": 5890,
-    "dr_grpo": 5870,
-    "dapo": 6200,
-    "ppo_rlhf": 7470,
-    "gspo": 5980,
-    "remax": 5970,
-    "grpo_offpolicy": 6120,
-    "grpo_process": 6560,
-    "grpo_multigpu": 6710,
+    "reinforce_baseline": 5969,
+    "rloo": 5887,
+    "grpo": 5888,
+    "dr_grpo": 5875,
+    "dapo": 6197,
+    "ppo_rlhf": 7467,
+    "gspo": 5979,
+    "remax": 5969,
+    "grpo_offpolicy": 6117,
+    "grpo_process": 6563,
+    "grpo_multigpu": 6703,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -171,7 +171,7 @@ PAIRS = {
         },
     ),
     ("grpo_multigpu", "grpo"): (
-        124,
+        125,
         {
             "header": "torch's distributed engine",
             "WHOLE": "a checkpoint that does not depend on the number of processes",
