@@ -16,8 +16,12 @@ bound of the ratio is further away than the lower, which leaves unlikely tokens 
 sampled until B groups remain; (3) the loss is averaged over all tokens of the minibatch, so that a
 long response weighs more than a short one; (4) soft overlong punishment: a response that comes
 close to --max-new-tokens loses up to 1 of its reward. And there is no KL term and no reference.
+With one update per rollout, the default, the ratio is 1, and of (1) nothing is seen.
 
-Departures from the paper: 1e-4 is added to the std, as in grpo.py; after --max-resample extra
+Departures from the paper: the loss is divided by the tokens of the minibatch, as in verl, where
+Eq. 8 divides those of each prompt's group by their own number and then averages over prompts, so
+that groups of 10 and of 100 tokens weigh 0.09 and 0.91 here and 0.5 each there; 1e-4 is added to
+the std, as in grpo.py; after --max-resample extra
 rounds the step goes on with the groups there are, and with the first B groups as they are where
 there is none; the rewards are the family's (accuracy and format) instead of 1 and -1; the rollout
 metrics, but for logprob_gap, count everything that was sampled.

@@ -23,8 +23,9 @@ token, with a fixed or an adaptive coefficient, and not of the loss; (3) a value
 place of the group's mean and std, so that one sample per prompt is enough; (4) the clipped value
 loss, with a learning rate of its own; (5) several epochs; token averages.
 
-Departures from the papers: the value network is a network of its own and clipped by its own
-gradient norm; beta is multiplied by exp(K e), where Ziegler has 1 + K e; a cut response loses the
+Departures from the papers: both networks' gradients are clipped, each by its own norm, where Huang
+et al. clip none; no bias is subtracted from the scores, where theirs have mean 0 on the
+demonstrations; beta is multiplied by exp(K e), where Ziegler has 1 + K e; a cut response loses the
 penalty, where Huang sets its score to -1; Adam's epsilon is 1e-8, where Huang has 1e-5. With
 --reward-model "" the family's rule-based rewards stand in for the reward model.
 

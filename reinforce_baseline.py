@@ -10,7 +10,8 @@ For every prompt q the policy samples a response o, which is scored with a rewar
                                                                                  the baseline
 
 The whole response is one action: log pi(o | q) is the sum over its tokens. A baseline that does not
-depend on the response leaves the gradient unbiased and lowers its variance. The loss is -J.
+depend on the response leaves the gradient unbiased; whether it lowers the variance depends on how
+rewards and gradients go together, and is not so for every baseline and policy. The loss is -J.
 
 Parent: none. This is the root of the family: rloo.py and all the others are derived from it.
 
