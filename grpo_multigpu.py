@@ -318,9 +318,9 @@ def main(args: Args) -> dict:
         num_sampled = int(response_mask.sum())
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities, by the trainer's own code. A single update takes those
-        # of its own forward pass, so that the ratio is exactly 1; for several they are computed
-        # here, before the first, and then stay.
+        # The old policy's log-probabilities, by the trainer's code. The first update takes those of
+        # its own forward pass, so that its ratio is exactly 1; for others they are computed here,
+        # before it, and then stay.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R)
         model.train(args.gradient_checkpointing)  # transformers recomputes in training mode only
@@ -340,12 +340,12 @@ def main(args: Args) -> dict:
 
         # ---- 3. update
         totals = Counter()  # sums over all minibatches of the step
-        for minibatch in minibatches(args, sequences):
+        for update, minibatch in enumerate(minibatches(args, sequences)):
             lr = scheduler.get_last_lr()[0]
             num_tokens = response_mask[minibatch].sum()
             for rows, weight in micro_batches(minibatch, lengths, args.micro_batch_tokens):
                 logprobs = model.compute_logprobs(rollout.rows(rows), args.temperature)  # (n, R)
-                if num_updates == 1:
+                if update == 0:
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,

@@ -14,9 +14,15 @@ another advantage for every token:
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 Parent: grpo.py. Differences: (1) step_rewards says where the steps of a response end and what each
-is worth; the last step is the whole response, worth the rewards of grpo.py; (2) the advantage of a
+is worth, 0 or 1; the last step is the whole response, worth its accuracy; (2) the advantage of a
 token is the sum of the normalized rewards of the steps that end with it or after it. With one step
 per response this is GRPO.
+
+All steps have one scale, 0 or 1, since they are normalized together: with an outcome of 1.4 beside
+steps of 1 a group of perfect responses would have a gradient, and one that skips its steps would be
+rewarded for it. So the format reward is logged, not trained on; the accuracy needs the tags.
+As in the paper the sums to come have no baseline at each position: where all steps are better than
+the mean, an early token has a larger advantage than a late one.
 
 Departures from the paper: a rule scores the steps, not a reward model; 1e-4 is added to the std,
 and the reference is always the initial model, as in grpo.py. step_rewards is written for column
@@ -185,9 +191,9 @@ def step_rewards(completions, answers):
     """The steps of each completion: (characters after which it ends, what it is worth) each.
 
     Column addition: a sum is worth 1 if it is true and its last digit is the answer's, counted from
-    the right, else 0. The last step is the whole completion: the sum of REWARDS.
+    the right, else 0. The last step is the whole completion, worth its accuracy, 0 or 1.
     """
-    scores = zip(*[f(completions, answers) for f in REWARDS], strict=True)  # N of them
+    scores = accuracy_reward(completions, answers)  # N of them
     steps = []
     for text, answer, score in zip(completions, answers, scores, strict=True):
         rest = text.partition("<think>")[2]
@@ -201,7 +207,7 @@ def step_rewards(completions, answers):
             is_true = match is not None and str(sum(map(int, match[1].split("+")))) == match[2]
             digit = str(gold_number(answer))[::-1][place : place + 1]
             own.append((end, float(is_true and match[2][-1] == digit)))
-        steps.append([*own, (len(text), sum(score))])
+        steps.append([*own, (len(text), score)])
     return steps
 
 
@@ -357,9 +363,9 @@ def main(args: Args) -> dict:
         num_sampled = int(response_mask.sum())
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities, by the trainer's own code. A single update takes those
-        # of its own forward pass, so that the ratio is exactly 1; for several they are computed
-        # here, before the first, and then stay.
+        # The old policy's log-probabilities, by the trainer's code. The first update takes those of
+        # its own forward pass, so that its ratio is exactly 1; for others they are computed here,
+        # before it, and then stay.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R)
         model.train(args.gradient_checkpointing)  # transformers recomputes in training mode only
@@ -381,12 +387,12 @@ def main(args: Args) -> dict:
 
         # ---- 3. update
         totals = Counter()  # sums over all minibatches of the step
-        for minibatch in minibatches(args, sequences):
+        for update, minibatch in enumerate(minibatches(args, sequences)):
             lr = scheduler.get_last_lr()[0]
             num_tokens = response_mask[minibatch].sum()
             for rows in micro_batches(minibatch, lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.rows(rows), args.temperature)  # (n, R)
-                if num_updates == 1:
+                if update == 0:
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -453,6 +459,7 @@ def main(args: Args) -> dict:
         log_metrics(metrics_log, metrics)
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
+            pairs = zip(advantages[group], response_mask[group], strict=True)
             record = {
                 "step": step,
                 "prompt": example["prompt"],
@@ -460,7 +467,7 @@ def main(args: Args) -> dict:
                 "completions": rollout.completions[group],
                 "rewards": rewards[k].tolist(),
                 "steps": steps[group],
-                "advantages": advantages[group, 0].tolist(),
+                "advantages": [row[mask].tolist() for row, mask in pairs],
             }
             print(json.dumps(record), file=samples_log)
         show(args, progress, metrics, record)

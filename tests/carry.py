@@ -21,10 +21,14 @@ def main() -> None:
         text = change.stdout.replace("grpo.py", path.name)
         command = ["git", "apply", "--recount", "-C1", "--reject", "-"]
         done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
-        by_hand = [line for line in done.stderr.splitlines() if line.startswith("error")]
-        print(
-            f"{path.name}: {'carried' if done.returncode == 0 else f'{len(by_hand)} by hand, see {path.name}.rej'}"
-        )
+        rejected = path.with_suffix(".py.rej")
+        if done.returncode == 0:
+            print(f"{path.name}: carried")
+        elif rejected.exists():
+            parts = rejected.read_text(encoding="utf-8").count("\n@@ ")
+            print(f"{path.name}: {parts} by hand, see {rejected.name}")
+        else:
+            print(f"{path.name}: {done.stderr.strip()}")
 
 
 if __name__ == "__main__":

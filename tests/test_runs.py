@@ -755,6 +755,18 @@ def test_track_without_a_network(run, monkeypatch, mode):
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
 
 
+@pytest.mark.scripts("grpo", "gspo")
+def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(script, run, watch, monkeypatch):
+    """Its old log-probabilities are its own: in bf16 those of another micro-batch are rounded otherwise."""
+    same, exact = [], script.compute_logprobs
+    monkeypatch.setattr(
+        script, "compute_logprobs", lambda *args: exact(*args) + 1e-4 * torch.rand(())
+    )
+    watch("policy_loss", lambda args, new, old, *rest: same.append(torch.equal(new.detach(), old)))
+    run(num_iterations=2, num_minibatches=4, num_steps=1, num_prompts=8, learning_rate=1e-3)
+    assert len(same) == 8 and same[0] and not any(same[1:])
+
+
 @pytest.mark.scripts("grpo")
 def test_a_sampler_that_is_the_trainer_needs_no_correction(
     script, run, finished_runs, tmp_path, data

@@ -369,39 +369,39 @@ def test_where_the_last_token_alone_matters_the_correction_is_exact(how):
 
 def test_steps_of_an_addition_by_hand():
     texts = {
-        "<think>7+8=15,4+3+1=8</think><answer>85</answer>": [(13, 1.0), (21, 1.0), (48, 1.4)],
+        "<think>7+8=15,4+3+1=8</think><answer>85</answer>": [(13, 1.0), (21, 1.0), (48, 1.0)],
         "<think>7+8=15,4+3=7</think><answer>75</answer>": [
             (13, 1.0),
             (19, 0.0),
-            (46, 0.4),
+            (46, 0.0),
         ],  # true, but no carry
-        "<think>7+8=14,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.2)],  # a sum that is false
+        "<think>7+8=14,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.0)],  # a sum that is false
         "<think>7+8=25,4+3+1=8</think>85": [
             (13, 0.0),
             (21, 1.0),
-            (31, 0.2),
+            (31, 0.0),
         ],  # the right digit of a false sum
         "<think>0+0=0,0+0=0,0+0=0</think>85": [
             (12, 0.0),
             (18, 0.0),
             (24, 0.0),
-            (34, 0.2),
+            (34, 0.0),
         ],  # 85 has no third digit
-        "7+8=15<think></think><answer>85</answer>7+8=15": [(46, 1.4)],  # not within the tags
-        "<think>7+8=15,4+3+1=8": [(21, 0.1)],  # the tag is never closed
-        "<think>7+8=15<think>,4+3+1=8</think>": [(36, 0.2)],
-        "</think>7+8=15<think>": [(21, 0.2 - 0.1)],
+        "7+8=15<think></think><answer>85</answer>7+8=15": [(46, 1.0)],  # not within the tags
+        "<think>7+8=15,4+3+1=8": [(21, 0.0)],  # the tag is never closed
+        "<think>7+8=15<think>,4+3+1=8</think>": [(36, 0.0)],
+        "</think>7+8=15<think>": [(21, 0.0)],
         "<think>17+8=25,7+8=151,1+1=</think>": [
             (14, 0.0),
             (22, 0.0),
             (27, 0.0),
-            (35, 0.2),
+            (35, 0.0),
         ],  # no sums of digits
-        "<think>7+8=015,4+3+1=8,,</think>": [(14, 0.0), (22, 1.0), (23, 0.0), (24, 0.0), (32, 0.2)],
+        "<think>7+8=015,4+3+1=8,,</think>": [(14, 0.0), (22, 1.0), (23, 0.0), (24, 0.0), (32, 0.0)],
         "<think>7 + 8 = 15, 4+3+1=8</think><answer>85</answer>": [
-            (53, 1.4)
+            (53, 1.0)
         ],  # other text than sums has no steps
-        "<think>So 7+8=15.</think>": [(25, 0.2)],
+        "<think>So 7+8=15.</think>": [(25, 0.0)],
         "": [(0, 0.0)],
     }
     found = grpo_process.step_rewards(list(texts), ["85"] * len(texts))
@@ -416,7 +416,7 @@ def test_the_hundreds_are_a_digit_too():
     (steps,) = grpo_process.step_rewards(
         ["<think>2+2=4,6+7=13,0+0+1=1</think><answer>134</answer>"], ["134"]
     )
-    assert [reward for _, reward in steps] == [1.0, 1.0, 1.0, 1.4]
+    assert [reward for _, reward in steps] == [1.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -523,6 +523,19 @@ def test_with_one_step_per_response_it_is_grpo():
         torch.arange(7) <= ends
     )
     assert torch.allclose(advantages, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("other", ["<think>7+8=15,4+3+1=8</think>", "<think></think>", ""])
+def test_a_group_of_right_responses_learns_nothing_from_how_many_steps_they_have(other):
+    """Steps and outcome have one scale: neither perfection nor skipping the steps is rewarded beside perfection."""
+    perfect = "<think>7+8=15,4+3+1=8</think><answer>85</answer>"
+    texts = [perfect] * 7 + [f"{other}<answer>85</answer>"]
+    steps = grpo_process.step_rewards(texts, ["85"] * 8)
+    K = max(map(len, steps))
+    rewards = torch.tensor([[[r for _, r in own] + [0.0] * (K - len(own)) for own in steps]])
+    ends = torch.tensor([[[*range(len(own))] + [-1] * (K - len(own)) for own in steps]])
+    advantages = grpo_process.compute_advantages(make_args(grpo_process), rewards, ends, 5)
+    assert (advantages == 0).all()
 
 
 def test_equal_steps_give_exactly_zero():
