@@ -771,10 +771,18 @@ def load_model(args, config, tokenizer):
         # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
+    model.to(device)
+    # compute_logprobs applies the head by hand: a model that does more after it is refused here.
+    ids = torch.arange(5, device=device)[None]  # (1, 5)
+    with one_line(f"--model {args.model}: not supported"), torch.no_grad():
+        by_hand = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
+        if not torch.equal(model(ids).logits, by_hand):  # (1, 5, V) each
+            fields = {name: x for name, x in vars(config).items() if "logit" in name}
+            raise ValueError(f"its logits are capped or scaled, {fields}")
     eos_ids = model.generation_config.eos_token_id
     eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
     eos_ids = sorted({tokenizer.eos_token_id, *eos_ids} - {None})
-    return model.to(device), torch.tensor(eos_ids, device=device)
+    return model, torch.tensor(eos_ids, device=device)
 
 
 def open_run(args, run_dir, saved, model):

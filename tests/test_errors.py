@@ -309,6 +309,35 @@ def test_longer_than_the_context_of_the_reward_model(refuse, copy_model, value_i
     refuse(ppo_rlhf, "60 tokens", reward_model=str(folder), value_init=value_init)
 
 
+CAPPED = dict(final_logit_softcapping=30.0, attn_logit_softcapping=None, query_pre_attn_scalar=16)
+HEADS = {  # configuration -> what of it the line must name
+    "Gemma2Config": (CAPPED, "final_logit_softcapping': 30.0"),
+    "CohereConfig": (dict(logit_scale=0.25), "logit_scale': 0.25"),
+    "GraniteConfig": (dict(logits_scaling=4.0), "logits_scaling': 4.0"),
+}
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("name", HEADS)
+def test_a_model_that_does_more_to_its_logits_is_refused_at_load(
+    script, refuse, tmp_path, data, monkeypatch, capsys, name
+):
+    """Before anything is sampled, however small the effect of a cap of 30 is."""
+    fields, word = HEADS[name]
+    fields = fields | dict(
+        vocab_size=57, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    fields |= dict(head_dim=8, intermediate_size=32, num_key_value_heads=4, initializer_range=0.2)
+    config = getattr(transformers, name)(**fields, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    folder = tmp_path / "model"
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
+    capsys.readouterr()
+    monkeypatch.setattr(script, "generate", None)
+    words = f"error: --model {folder}: not supported", word
+    refuse(script, *words, model=str(folder), dataset=data, **OTHER_MODEL)
+
+
 # ---- data
 
 GOOD = '{"question": "1+2=", "answer": "3"}\n'

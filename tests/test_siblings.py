@@ -13,17 +13,17 @@ KL_IN_LOSS = "the KL is k3 in the loss of the child and k1 in the return of the 
 ALGORITHM = "the algorithm's own equation"
 
 SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
-    "reinforce_baseline": 5969,
-    "rloo": 5887,
-    "grpo": 5888,
-    "dr_grpo": 5875,
-    "dapo": 6197,
-    "ppo_rlhf": 7467,
-    "gspo": 5979,
-    "remax": 5969,
-    "grpo_offpolicy": 6117,
-    "grpo_process": 6563,
-    "grpo_multigpu": 6703,
+    "reinforce_baseline": 6064,
+    "rloo": 5982,
+    "grpo": 5983,
+    "dr_grpo": 5970,
+    "dapo": 6292,
+    "ppo_rlhf": 7557,
+    "gspo": 6074,
+    "remax": 6064,
+    "grpo_offpolicy": 6212,
+    "grpo_process": 6665,
+    "grpo_multigpu": 6798,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -93,7 +93,7 @@ PAIRS = {
         },
     ),
     ("ppo_rlhf", "grpo"): (
-        249,
+        251,
         {
             "header": "math for the KL controller",
             "LOWEST": "more fields that may be 0",
@@ -190,7 +190,7 @@ PAIRS = {
         },
     ),
     ("grpo_process", "grpo"): (
-        77,
+        80,
         {
             "header": "regular expressions and bisection",
             "SUM": "what a step of the bundled task is",
