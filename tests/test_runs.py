@@ -857,3 +857,30 @@ def test_it_learns(script, tmp_path):
     assert sum(accuracy[-2:]) / 2 >= sum(accuracy[:2]) / 2 + 0.1
     if script.__name__ == "gspo":  # its range is narrow, but so are the ratios of whole sequences
         assert min(record["policy/clip_frac"] for record in records) > 0.1
+
+
+# ---- what is measured
+
+
+@pytest.mark.scripts("grpo")
+def test_an_evaluation_by_hand(script, monkeypatch):
+    """Of four responses one is right in its tags, all end with the right number, three have all tags in order."""
+    completions = [
+        "<think>7+8=15</think><answer>85</answer>",
+        "<think>7+8=15</think><answer>75</answer> 85",
+        "<think></think><answer>9</answer>85",
+        "<answer>75</answer><think></think>85",
+    ]
+    mask = torch.arange(6) < torch.tensor([[5], [2], [6], [3]])  # (N, R)
+    nothing = torch.zeros(4, 1)
+    rollout = script.Rollout(nothing, nothing, nothing, mask, nothing, completions)
+    asked = []
+    monkeypatch.setattr(script, "respond", lambda *given: asked.append(given[4:6]) or rollout)
+    found = script.evaluate(script.Args(), None, None, [{"answer": "85"}] * 4, None)
+    assert asked == [(1, 0.0)]  # one response, greedy
+    assert found == {
+        "eval/accuracy": 0.25,
+        "eval/response_len": 4.0,
+        "eval/accuracy_lenient": 1.0,
+        "eval/format": 0.75,
+    }
