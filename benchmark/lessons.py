@@ -192,7 +192,8 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
             lengths["right" if is_right else "wrong"][sample["step"]].append(len(text))
         number = groups[sum(right)]
         number[0] += 1
-        number[1] += float(np.mean(np.abs(sample["advantages"])))
+        advantages = [np.atleast_1d(values) for values in sample["advantages"]]  # of tokens, or one
+        number[1] += float(np.mean(np.abs(np.concatenate(advantages))))
     last = max(max(steps) for steps in lengths.values())
     curves = {}
     for name, steps in lengths.items():
