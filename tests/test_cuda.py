@@ -1,4 +1,6 @@
-"""The GPU path of every script on an emulated device (tests/emulated_cuda): that it runs, not how fast."""
+"""The GPU path on an emulated device (tests/emulated_cuda), of grpo.py and of siblings with tensors of their own:
+that it runs, not how fast.
+"""
 
 import json
 import math
