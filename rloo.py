@@ -29,15 +29,18 @@ micro-batch, T response tokens in it.
 """
 
 import copy
+import fcntl
+import hashlib
 import json
 import logging
 import os
 import resource
+import secrets
 import signal
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -55,15 +58,23 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.cache_utils import Cache, StaticLayer
 
-from utils.masking import masked_sum
-from utils.rewards import accuracy_reward, format_reward, gold_number, lenient_accuracy_reward
+from utils.masking import masked_sum  # copy utils/ along with this file
+from utils.rewards import (
+    accuracy_reward,
+    apply_reward,
+    cell_text,
+    describe,
+    format_reward,
+    gold_number,
+    lenient_accuracy_reward,
+)
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # their sum is the reward; each needs a name of its own
 CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this; nothing is clipped here
 SHOWN = ["rollout/reward_mean", "rollout/accuracy", "rollout/response_len"]  # beside the bar
-SHOWN += ["kl/ref", "eval/accuracy"]
+SHOWN += ["kl/ref", "eval/accuracy", "optim/skipped"]
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
 </think>, and then the final number alone between <answer> and </answer>. For example:
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
@@ -262,10 +273,12 @@ def main(args: Args) -> dict:
     )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     state = {"step": 0, "episodes": 0, "tokens": 0}  # what else a step hands on to the next
+    problems = fingerprint(train_data + test_data, saved)
     if saved:
-        state, metrics = saved["state"], saved["metrics"]
-        for name, part in parts.items():
-            part.load_state_dict(saved.pop(name))  # and let go of it
+        with one_line(f"{run_dir}: the checkpoint is not of this version of {SCRIPT.name}"):
+            state, metrics = saved["state"], saved["metrics"]
+            for name, part in parts.items():
+                part.load_state_dict(saved.pop(name))  # and let go of it
     sampler = inference_copy(model) if model.device.type == "cuda" else model
     metrics_log, samples_log, signals = open_run(args, run_dir, saved, model)
     if not saved:
@@ -274,10 +287,7 @@ def main(args: Args) -> dict:
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
 
-    torch.manual_seed(args.seed)
-    epochs = 1 + args.num_steps * args.num_prompts // len(train_data)
-    order = torch.cat([torch.randperm(len(train_data)) for _ in range(epochs)])
-    order = order.split(args.num_prompts)  # a batch of training examples each
+    order = batches(args, len(train_data))
     skipped_in_a_row = 0
     done = state["step"]
     steps = range(done + 1, args.num_steps + 1)
@@ -307,10 +317,9 @@ def main(args: Args) -> dict:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, sequences, lengths)
 
         # ---- 2. reward and advantage
-        answers = [example["answer"] for example in batch for _ in range(G)]
+        given = batch, rollout.completions
         scores = {
-            f.__name__: torch.tensor(f(rollout.completions, answers), device=model.device)
-            for f in REWARDS
+            f.__name__: torch.tensor(apply_reward(f, *given), device=model.device) for f in REWARDS
         }  # (N,) each
         rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
@@ -360,7 +369,7 @@ def main(args: Args) -> dict:
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
         means = {
             "reward_mean": rewards,
-            "accuracy": torch.tensor(accuracy_reward(rollout.completions, answers)),
+            "accuracy": torch.tensor(apply_reward(accuracy_reward, *given)),
             "response_len": rollout.response_mask.sum(1),
             "eos_frac": ended,
             "logprob_gap": gap,
@@ -396,7 +405,7 @@ def main(args: Args) -> dict:
                 "rewards": rewards[k].tolist(),
                 "advantages": advantages[group, 0].tolist(),
             }
-            print(json.dumps(record), file=samples_log)
+            write(samples_log, record)
         show(args, progress, metrics, record)
         if step == 1 and not gap.mean() < (0.1 if model.device.type == "cuda" else 1e-3):
             fail(
@@ -408,7 +417,7 @@ def main(args: Args) -> dict:
         stop = list(signals)  # one that comes from here on waits for the next step
         due = args.save_every and step % args.save_every == 0
         if stop or due or step in (1, args.num_steps):
-            save_checkpoint(args, run_dir, parts, state, metrics)
+            save_checkpoint(args, run_dir, parts, state, metrics, problems)
         if stop and step < args.num_steps:
             print(
                 f"stopped after step {step}; go on: python '{SCRIPT}' --resume '{run_dir}'",
@@ -591,8 +600,9 @@ def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
     for chunk in zip(prompt_ids.split(size), prompt_mask.split(size), strict=True):
         parts.append(generate(args, model, *chunk, num_samples, temperature, eos_ids))
     response_ids, response_mask, logprobs = map(torch.cat, zip(*parts, strict=True))  # (N, R) each
-    pairs = zip(response_ids.cpu(), response_mask.cpu(), strict=True)
-    texts = tokenizer.batch_decode([x[mask] for x, mask in pairs], skip_special_tokens=True)  # N
+    is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): all but what ends it
+    pairs = zip(response_ids.cpu(), is_text.cpu(), strict=True)
+    texts = tokenizer.batch_decode([x[mask] for x, mask in pairs])  # N
     prompts = [x.repeat_interleave(num_samples, 0) for x in (prompt_ids, prompt_mask)]  # (N, P)
     return Rollout(*prompts, response_ids, response_mask, logprobs, texts)
 
@@ -600,72 +610,102 @@ def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
 def evaluate(args, model, tokenizer, examples, eos_ids):
     """Greedy accuracy on held-out examples: strict, in the answer tags; lenient, a last number."""
     rollout = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
-    pairs = rollout.completions, [example["answer"] for example in examples]
-    scores = {
-        "accuracy": accuracy_reward(*pairs),
+    given = examples, rollout.completions
+    values = {
+        "accuracy": apply_reward(accuracy_reward, *given),
         "response_len": rollout.response_mask.sum(1).tolist(),
-        "accuracy_lenient": lenient_accuracy_reward(*pairs),
-        "format": [score == 0.4 for score in format_reward(*pairs)],  # all four tags, in order
+        "accuracy_lenient": apply_reward(lenient_accuracy_reward, *given),
+        "format": [
+            x == 0.4 for x in apply_reward(format_reward, *given)
+        ],  # all four tags, in order
     }
-    return {f"eval/{name}": sum(values) / len(examples) for name, values in scores.items()}
+    return {f"eval/{name}": sum(x) / len(examples) for name, x in values.items()}
 
 
 # ==== data ====
 def load_data(args, tokenizer, split):
-    """The train or the test split: dicts of prompt (text), prompt_ids (list) and answer (text)."""
+    """The train or the test split: dicts of prompt and answer (texts), prompt_ids (list), columns.
+
+    The columns are the whole row of the data set, for the rewards.
+    """
     flag, source = "--dataset", args.dataset
     if split == "test" and args.eval_dataset is not None:
         flag, source = "--eval-dataset", args.eval_dataset
-    kinds = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-    kind = kinds.get(Path(source).suffix)
-    columns = [args.question_column, args.answer_column]
+    path = Path(source).resolve()
+    examples = []
     with one_line(
-        f"{flag} {source} ({split}), --question-column {args.question_column}, "
-        f"--answer-column {args.answer_column}"
+        f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
+        f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if kind is None:  # a folder or a hub data set
-            rows = datasets.load_dataset(*source.split(":"), split=split)
-        else:  # the last tenth of a file is held out
-            part = "train[:90%]" if split == "train" else "train[90%:]"
-            part = "train" if args.eval_dataset else part
-            rows = datasets.load_dataset(kind, data_files=source, split=part)
-        rows = list(rows.select_columns(columns))
-
-    prompts, answers = [], []
-    for row in rows:
-        question, answer = [str(row[column]) for column in columns]
-        if row[columns[0]] in (None, "") or gold_number(answer) is None:
-            continue
-        prompt = f"{args.system_prompt}\n{question}\n" if args.system_prompt else question
-        if tokenizer.chat_template:
-            messages = [{"role": "user", "content": question}]
-            if args.system_prompt:
-                messages.insert(0, {"role": "system", "content": args.system_prompt})
-            prompt = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        prompts.append(prompt)
-        answers.append(answer)
-    # A chat template writes the BOS token itself: special tokens would double it.
-    special = not tokenizer.chat_template
-    ids = tokenizer(prompts, add_special_tokens=special).input_ids if prompts else []
-    examples = [
-        {"prompt": prompt, "prompt_ids": prompt_ids, "answer": answer}
-        for prompt, prompt_ids, answer in zip(prompts, ids, answers, strict=True)
-        if len(prompt_ids) <= args.max_prompt_tokens
-    ]
+        if path.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"):
+            splits = datasets.load_dataset(str(path.parent), data_files=path.name)
+        else:  # a folder or a hub data set
+            splits = datasets.load_dataset(*source.split(":"))
+        if "test" not in splits and args.eval_dataset is None:
+            if split == "test":
+                print(f"{source} has no test split: its last tenth is held out")
+            splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
+        rows = splits[split] if split in splits else splits["train"]
+        rows.select_columns([args.question_column, args.answer_column])  # they are there
+        for row in rows:
+            messages, answer = row[args.question_column], cell_text(row[args.answer_column])
+            if not isinstance(messages, list):
+                messages = [{"role": "user", "content": cell_text(messages)}]
+            if not messages[-1]["content"].strip() or gold_number(answer) is None:
+                continue
+            prompt = render(args, tokenizer, messages)
+            # A chat template writes the BOS token itself: special tokens would double it.
+            ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+            example = {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row}
+            examples.append(example)
+    short = [x for x in examples if len(x["prompt_ids"]) <= args.max_prompt_tokens]
     found = (
-        f"{len(examples)} problems, {len(prompts) - len(examples)} too long for "
-        f"--max-prompt-tokens and {len(rows) - len(prompts)} without a question or a number in "
-        f"{args.answer_column} skipped"
+        f"{len(short)} problems, {len(examples) - len(short)} too long for --max-prompt-tokens "
+        f"and {len(rows) - len(examples)} without a question or a number in {args.answer_column} "
+        "skipped"
     )
-    if not examples:
+    if not short:
         fail(f"{flag} {source}: the {split} data has {found}")
     print(f"{split} data: {found}")
     if split == "test":
-        return examples[: args.eval_size]
-    print(f"first prompt: {examples[0]['prompt']!r}, answer {examples[0]['answer']!r}")
-    return examples
+        return short[: args.eval_size]
+    print(f"first prompt: {short[0]['prompt']!r}")
+    print(describe([example["answer"] for example in short]))
+    return short
+
+
+def render(args, tokenizer, messages):
+    """What the policy continues: chat messages through the template, or a text as it stands."""
+    instructions, first = args.system_prompt, messages[0]
+    if not tokenizer.chat_template and len(messages) == 1:
+        return f"{instructions}\n{first['content']}\n" if instructions else first["content"]
+    options = dict(tokenize=False, add_generation_prompt=True)
+    if instructions and first["role"] != "system":
+        with suppress(Exception):  # that a template without a place for them may raise
+            told = [{"role": "system", "content": instructions}, *messages]
+            prompt = tokenizer.apply_chat_template(told, **options)
+            if instructions.strip() in prompt:
+                return prompt
+        first = first | {"content": f"{instructions}\n\n{first['content']}"}
+        messages = [first, *messages[1:]]
+    return tokenizer.apply_chat_template(messages, **options)
+
+
+def batches(args, size):
+    """The training examples of each step, of so many: every epoch is a permutation of its own."""
+    torch.manual_seed(args.seed)
+    epochs = 1 + args.num_steps * args.num_prompts // size
+    order = torch.cat([torch.randperm(size) for _ in range(epochs)])
+    return order.split(args.num_prompts)
+
+
+def fingerprint(examples, saved):
+    """A hash of the problems; a resumed run says if they are not those that it began with."""
+    texts = repr([(example["prompt"], example["answer"]) for example in examples])
+    digest = hashlib.sha256(texts.encode()).hexdigest()
+    if saved and saved.get("problems") != digest:
+        print("warning: the problems are others now; samples.jsonl has those of before")
+    return digest
 
 
 # ==== set-up ====
@@ -676,13 +716,27 @@ def fail(message):
 
 
 @contextmanager
-def one_line(what):
+def one_line(what, kinds=Exception):
     """Whatever a library raises inside ends the run with one line: what it is about, and why."""
     try:
         yield
-    except Exception as error:  # of a dozen types
-        reason = str(error.__cause__ or error).strip().split("\n")[0]
+    except kinds as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
         fail(f"{what}: {reason or 'it is empty'}")
+
+
+def print_safely():
+    """Lines appear as they are printed, and a closed pipe (| tee, | head) costs no run."""
+    for stream in (sys.stdout, sys.stderr):
+
+        def write(text, stream=stream, write=stream.write):
+            try:
+                write(text)
+                stream.flush()
+            except OSError:  # nobody reads it any more
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+        stream.write = write
 
 
 def resolve(args):
@@ -698,7 +752,7 @@ def resolve(args):
             saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
             if saved["script"] != SCRIPT.name:
                 raise ValueError(f"this one has a checkpoint of {saved['script']}")
-        return Args(**saved["args"]), run_dir, saved
+            return Args(**saved["args"]), run_dir, saved
 
     args = replace(args)  # a copy
     bundled = Path(args.model).resolve() == Path(Args.model)
@@ -718,21 +772,27 @@ def resolve(args):
             f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x "
             f"--num-generations, which is {N}"
         )
+    if len({f.__name__ for f in REWARDS}) < len(REWARDS):
+        fail("REWARDS: two have one name, under which they are logged; name them apart")
     run_name = args.run_name or (
         f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        f"-{secrets.token_hex(3)}"
     )
-    return args, Path(args.runs_dir, run_name), None
+    run_dir = Path(args.runs_dir, run_name)
+    if (run_dir / "checkpoint.pt").exists():
+        fail(f"--run-name {run_name}: exists; take another name, or go on with --resume {run_dir}")
+    return args, run_dir, None
 
 
 def load_config(args, flag, source):
     """A model's configuration, into whose context prompt and response fit, and its tokenizer."""
-    with one_line(f"{flag} {source}"):
+    with one_line(f"{flag} {source}, found here: {Path(source).exists()}"):
         config = AutoConfig.from_pretrained(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
     for name, value in vars(config).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)  # no dropout in RL: with it even the first ratio is not 1
-    for name in ("max_position_embeddings", "sliding_window"):
+    for name in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(config.get_text_config(), name, None)
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             fail(
@@ -748,16 +808,6 @@ def load_model(args, config, tokenizer):
 
     In float32: at these learning rates a bf16 weight would not move. A GPU computes in autocast.
     """
-    model, info = AutoModelForCausalLM.from_pretrained(
-        args.model, config=config, dtype=torch.float32, output_loading_info=True
-    )
-    if info["missing_keys"]:
-        fail(
-            f"--model {args.model}: its files hold no weights for "
-            f"{', '.join(sorted(info['missing_keys']))}"
-        )
-    if args.gradient_checkpointing:
-        model.activation_checkpointing_enable()
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -765,37 +815,65 @@ def load_model(args, config, tokenizer):
         # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
-    model.to(device)
-    # compute_logprobs applies the head by hand: a model that does more after it is refused here.
-    ids = torch.arange(5, device=device)[None]  # (1, 5)
-    with one_line(f"--model {args.model}: not supported"), torch.no_grad():
+    with one_line(f"--model {args.model}, --device {args.device}: not supported"), torch.no_grad():
+        ids = torch.arange(5, device=device)[None]  # (1, 5)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            args.model, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys']))}")
+        if args.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+        model.to(device)
+        eos_ids = torch.tensor(find_eos_ids(model, tokenizer), device=device)
+        # compute_logprobs applies the head by hand: a model that does more after it is refused.
         by_hand = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
         if not torch.equal(model(ids).logits, by_hand):  # (1, 5, V) each
             fields = {name: x for name, x in vars(config).items() if "logit" in name}
             raise ValueError(f"its logits are capped or scaled, {fields}")
-    eos_ids = model.generation_config.eos_token_id
-    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
-    eos_ids = sorted({tokenizer.eos_token_id, *eos_ids} - {None})
-    return model, torch.tensor(eos_ids, device=device)
+        # Two tokens show whether it can sample with keys and values.
+        two = replace(args, max_new_tokens=2, cuda_graph=False)
+        generate(two, model, ids, ids >= 0, 1, 0.0, eos_ids)
+    return model, eos_ids
+
+
+def find_eos_ids(model, tokenizer):
+    """All tokens that end a response: the tokenizer's, the model's, and the chat template's."""
+    ids = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        rest = "".join(rendered.split("answer")[1:]).strip()  # what a turn is ended with
+        first = tokenizer(rest, add_special_tokens=False).input_ids[:1]
+        ids |= set(first) & set(tokenizer.added_tokens_decoder)
+    if ids == {None}:
+        raise ValueError("neither its tokenizer nor its generation config has an EOS token")
+    return sorted(ids - {None})
 
 
 def open_run(args, run_dir, saved, model):
-    """The run's logs, of metrics and of samples, in its folder, and the list of SIGINT and SIGTERM.
+    """The run's logs, of metrics and of samples, in its folder, and a list of the signals to stop.
 
     The first of them ends the run after its step, the second one at once.
     """
-    if saved:
-        for name, size in saved["log_sizes"].items():  # what came after it will be logged again
-            os.truncate(run_dir / name, size)
-    else:
-        run_dir.mkdir(parents=True)
+    names = ("metrics.jsonl", "samples.jsonl")
+    with one_line(f"{run_dir}: cannot be written, or another process is writing it"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in names]
+        fcntl.flock(logs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        for name, log in zip(names, logs, strict=True):
+            size = saved["log_sizes"][name] if saved else 0
+            log.truncate(min(size, log.tell()))  # what came after it will be logged again
+    if not saved:
         (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
         packages = (torch, transformers, datasets, tyro, wandb)
         versions = {package.__name__: package.__version__ for package in packages}
-        content = json.dumps(vars(args) | {"versions": versions}, indent=2)
-        (run_dir / "args.json").write_text(content)
+        content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
+        (run_dir / "args.json").write_text(json.dumps(content, indent=2))
     if args.track:
-        options = dict(id=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
+        run_id = json.loads((run_dir / "args.json").read_text())["id"]
+        options = dict(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
         try:
             wandb.init(**options)
         except wandb.Error:  # no network, or no key
@@ -811,8 +889,6 @@ def open_run(args, run_dir, saved, model):
         "note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; "
         "watch the reward"
     )
-    names = ("metrics.jsonl", "samples.jsonl")
-    logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in names]
     signals = []
 
     def on_signal(number, frame):
@@ -823,15 +899,22 @@ def open_run(args, run_dir, saved, model):
             file=sys.stderr,
         )
 
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, on_signal)
     return *logs, signals
+
+
+def write(file, record):
+    """One line of a log."""
+    with one_line(file.name):
+        print(json.dumps(record), file=file)
 
 
 def log_metrics(file, metrics):
     """One record; what is not finite, which JSON does not know, is null."""
     finite = {name: x if abs(x) < float("inf") else None for name, x in metrics.items()}
-    print(json.dumps(finite), file=file)
+    write(file, finite)
     if wandb.run is not None:
         wandb.log(metrics, step=metrics["step"])
 
@@ -843,22 +926,33 @@ def show(args, progress, metrics, record):
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
         progress.write(f"step {step}: {progress.postfix}")
         progress.write(f"    {record['prompt']!r} -> {sample!r}, reward {record['rewards'][0]:.2f}")
-        if metrics["rollout/eos_frac"] < 0.5 or metrics["rollout/zero_std_frac"] > 0.9:
+        if metrics["rollout/eos_frac"] < 0.5:
+            answered = sum("</answer>" in text for text in record["completions"])
             progress.write(
-                "    warning: eos_frac < 0.5 (cut responses) or zero_std_frac > 0.9 (equal groups)"
+                f"    warning: eos_frac < 0.5, cut responses; {answered} of these "
+                f"{len(record['completions'])} had answered and go on: they have yet to learn to "
+                "stop; the others may need a higher --max-new-tokens"
             )
+        if metrics["rollout/zero_std_frac"] > 0.9:
+            progress.write("    warning: zero_std_frac > 0.9: equal rewards teach nothing")
 
 
-def save_checkpoint(args, run_dir, parts, state, metrics):
+def save_checkpoint(args, run_dir, parts, state, metrics, problems):
     """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
-    content = {"script": SCRIPT.name, "args": vars(args), "state": state, "metrics": metrics}
+    content = {"script": SCRIPT.name, "args": vars(args), "problems": problems}
+    content |= {"state": state, "metrics": metrics}
     content |= {name: part.state_dict() for name, part in parts.items()}
     content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
-    with open(run_dir / "checkpoint.tmp", "wb", buffering=0) as file:
-        torch.save(content, file)
-        os.fsync(file.fileno())
-    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+    path = run_dir / "checkpoint.tmp"
+    with one_line(path):
+        with open(path, "wb", buffering=0) as file:
+            torch.save(content, file)
+            os.fsync(file.fileno())
+        os.replace(path, run_dir / "checkpoint.pt")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    print_safely()
+    lower = "out of memory; lower --micro-batch-tokens or --sampling-tokens"
+    with one_line(lower, torch.OutOfMemoryError):
+        main(tyro.cli(Args))

@@ -1,34 +1,30 @@
 """Carry a change of grpo.py to its siblings: python tests/carry.py
 
-Takes what git says has changed in grpo.py since the last commit, applies it to each of the other
-scripts, and says what needs a hand: where the text around a change is another one there, that part
-of it is left in SCRIPT.py.rej. Run it once for each change, and then tests/test_siblings.py.
+Merges what git says has changed in grpo.py since the last commit into each of the other scripts
+(git merge-file: their own text stays). Where both have changed the same lines, the script gets
+conflict markers for a hand to resolve. Run it once for each change, and then
+tests/test_siblings.py.
 """
 
 import subprocess
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
-    change = subprocess.run(
-        ["git", "diff", "HEAD", "-U2", "grpo.py"], cwd=ROOT, capture_output=True, text=True
-    )
-    for path in sorted(ROOT.glob("*.py")):
-        if path.name == "grpo.py" or "def policy_loss(" not in path.read_text(encoding="utf-8"):
-            continue
-        text = change.stdout.replace("grpo.py", path.name)
-        command = ["git", "apply", "--recount", "-C1", "--reject", "-"]
-        done = subprocess.run(command, cwd=ROOT, input=text, capture_output=True, text=True)
-        rejected = path.with_suffix(".py.rej")
-        if done.returncode == 0:
-            print(f"{path.name}: carried")
-        elif rejected.exists():
-            parts = rejected.read_text(encoding="utf-8").count("\n@@ ")
-            print(f"{path.name}: {parts} by hand, see {rejected.name}")
-        else:
-            print(f"{path.name}: {done.stderr.strip()}")
+    command = ["git", "show", "HEAD:./grpo.py"]
+    before = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        base = Path(folder, "before")
+        base.write_text(before, encoding="utf-8")
+        for path in sorted(ROOT.glob("*.py")):
+            if path.name == "grpo.py" or "def policy_loss(" not in path.read_text(encoding="utf-8"):
+                continue
+            merge = ["git", "merge-file", "--diff3", path.name, base, "grpo.py"]
+            conflicts = subprocess.run(merge, cwd=ROOT).returncode
+            print(f"{path.name}: {f'{conflicts} by hand' if conflicts else 'carried'}")
 
 
 if __name__ == "__main__":

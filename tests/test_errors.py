@@ -91,7 +91,7 @@ def refuse(tmp_path, monkeypatch, capsys):
 # ---- numbers
 
 MAY_BE_0 = {"seed", "eval_every", "save_every", "warmup_updates", "beta", "max_resample", "vf_coef"}
-MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda", "rollout_correction"}
+MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda", "rollout_correction", "sequence_cap"}
 AT_MOST_1 = {"clip_eps", "clip_eps_low", "gamma", "gae_lambda"}
 # The other samples of the prompt are the baseline: there must be one.
 GROUPS = {
@@ -334,8 +334,74 @@ def test_a_model_that_does_more_to_its_logits_is_refused_at_load(
     transformers.AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
     capsys.readouterr()
     monkeypatch.setattr(script, "generate", None)
-    words = f"error: --model {folder}: not supported", word
+    words = f"error: --model {folder}, --device auto: not supported", word
     refuse(script, *words, model=str(folder), dataset=data, **OTHER_MODEL)
+
+
+FAMILIES = {  # that have no keys and values to sample with, or other ones
+    "MambaConfig": dict(hidden_size=32, num_hidden_layers=2, state_size=4),
+    "BloomConfig": dict(hidden_size=32, n_layer=2, n_head=4),
+    "T5Config": dict(d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=4),
+}
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_that_is_not_supported_is_refused_at_load(
+    script, refuse, tmp_path, data, capsys, name
+):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    config = getattr(transformers, name)(
+        vocab_size=len(tokenizer), eos_token_id=2, **FAMILIES[name]
+    )
+    folder = tmp_path / "model"
+    classes = (
+        transformers.AutoModelForSeq2SeqLM
+        if name == "T5Config"
+        else transformers.AutoModelForCausalLM
+    )
+    classes.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    capsys.readouterr()
+    words = f"error: --model {folder}, --device auto: not supported"
+    refuse(script, words, model=str(folder), dataset=data, **OTHER_MODEL)
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
+def test_weights_that_cannot_be_read(script, refuse, copy_model, data, content):
+    """Cut short, a pointer of git LFS, or those of a model of another shape."""
+    folder = copy_model(weights=True, **({} if content is not None else {"hidden_size": 64}))
+    if content is not None:
+        (folder / "model.safetensors").write_bytes(content)
+    refuse(
+        script, f"--model {folder}", "not supported", model=str(folder), dataset=data, **OTHER_MODEL
+    )
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_such_device(script, refuse, data):
+    refuse(script, "--device cuda", device="cuda", dataset=data)
+
+
+@pytest.mark.scripts("grpo")
+def test_no_token_that_ends_a_text(script, refuse, copy_model, data):
+    folder = copy_model(weights=True, eos_token_id=None)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(folder)
+    refuse(script, f"--model {folder}", "EOS token", model=str(folder), dataset=data, **OTHER_MODEL)
+
+
+@pytest.mark.scripts("grpo")
+def test_a_broken_chat_template(script, refuse, copy_model, data):
+    folder = copy_model()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}"
+    tokenizer.save_pretrained(folder)
+    refuse(script, f"--dataset {data}", "endfor", model=str(folder), dataset=data, **OTHER_MODEL)
 
 
 # ---- data
@@ -397,10 +463,17 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
         ["train data has 0", "18 too long for --max-prompt-toke"],
     ),
     # What is lacking is a row to hold out, and not a column.
-    ("one_row.jsonl", GOOD, {}, ["(test)", "train[90%:]", "no data"]),
-    ("one_row.json", GOOD, {}, ["(test)", "train[90%:]", "no data"]),
-    ("one_row.csv", "question,answer\n1+2=,3\n", {}, ["(test)", "train[90%:]", "no data"]),
+    ("one_row.jsonl", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
+    ("one_row.json", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
+    ("one_row.csv", "question,answer\n1+2=,3\n", {}, ["(train)", "train set will be empty"]),
     ("notes.txt", GOOD, {}, ["(train)", "Couldn't find any data file"]),
+    ("rows.JSONL", GOOD * 20, {}, ["(train)", "any supported extension"]),
+    # Neither text nor messages: never the text that Python prints for it.
+    ("dict.jsonl", GOOD.replace('"1+2="', '{"text": "1+2="}') * 20, {}, ["train data has 0"]),
+    ("list.jsonl", GOOD.replace('"1+2="', '["1+2="]') * 20, {}, ["--question-column question"]),
+    ("answers.jsonl", GOOD.replace('"3"', '["3", "three"]') * 20, {}, ["train data has 0"]),
+    ("bool.jsonl", GOOD.replace('"3"', "true") * 20, {}, ["train data has 0"]),
+    ("blank.jsonl", GOOD.replace("1+2=", " \\n ") * 20, {}, ["train data has 0"]),
 ]
 
 
@@ -454,9 +527,9 @@ def test_missing_dataset(script, refuse, name):
 
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(
-    "files, words", [([], ["any data files"]), (["train.jsonl"], ["(test)", "['train']"])]
+    "files, words", [([], ["any data files"]), (["test.jsonl"], ["(train)", "'train'"])]
 )
-def test_folder_without_both_files(script, refuse, tmp_path, files, words):
+def test_folder_without_training_data(script, refuse, tmp_path, files, words):
     (tmp_path / "data").mkdir()
     for name in files:
         (tmp_path / "data" / name).write_text(jsonl(ROWS))
@@ -506,8 +579,38 @@ def test_resume_with_other_arguments(script, refuse, tmp_path):
     for field in dataclasses.fields(script.Args):
         if field.name != "resume":
             value = not field.default if isinstance(field.default, bool) else 0
+            value = 1 if field.default == 0 and value == 0 else value
             words = f"--resume {tmp_path}", "leave out all others"
             refuse(script, *words, resume=str(tmp_path), **{field.name: value})
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("content", [b"", b"PK", None], ids=["empty", "cut", "older"])
+def test_a_checkpoint_that_cannot_be_read(script, refuse, tmp_path, content):
+    path = tmp_path / "checkpoint.pt"
+    if content is None:
+        torch.save({"script": "grpo.py", "args": {"flag_of_another_version": 1}}, path)
+    else:
+        path.write_bytes(content)
+    refuse(script, f"--resume {tmp_path}", resume=str(tmp_path))
+
+
+@pytest.mark.scripts("grpo")
+def test_a_runs_folder_that_cannot_be_written(script, refuse, tmp_path, data):
+    (tmp_path / "file").write_text("no folder")
+    refuse(
+        script,
+        f"{tmp_path / 'file'}",
+        "cannot be written",
+        runs_dir=str(tmp_path / "file"),
+        dataset=data,
+    )
+
+
+@pytest.mark.scripts("grpo")
+def test_two_rewards_of_one_name(script, refuse, monkeypatch, data):
+    monkeypatch.setattr(script, "REWARDS", [lambda completions: [0], lambda answers: [0]])
+    refuse(script, "REWARDS", "one name", dataset=data)
 
 
 class Unsafe:  # a pickle that runs code when it is read
@@ -667,6 +770,11 @@ def test_held_out_problems(script, load, tmp_path):
     assert load(script, "all.jsonl", eval_dataset="data") == [pairs(ROWS), pairs(ROWS[30:35])]
     # One file of that folder is a file like any other.
     assert load(script, "data/train.jsonl") == [pairs(ROWS[:27]), pairs(ROWS[27:30])]
+    # A folder without a test file is like one file: its last tenth is held out, unless there are others for that.
+    (tmp_path / "data" / "test.jsonl").unlink()
+    assert load(script, "data") == [pairs(ROWS[:27]), pairs(ROWS[27:30])]
+    assert load(script, "data", eval_dataset="other.jsonl") == [pairs(ROWS[:30]), pairs(ROWS[35:])]
+    assert load(script, "other.jsonl", eval_dataset="data") == [pairs(ROWS[35:]), pairs(ROWS[:30])]
 
 
 @pytest.mark.scripts("grpo")

@@ -13,6 +13,7 @@ import sys
 import datasets
 import huggingface_hub
 import pytest
+import torch
 import transformers
 from conftest import ROOT, SCRIPTS, SHARED
 from tokenizers.processors import TemplateProcessing
@@ -215,18 +216,25 @@ def copy_adder(folder, **config):
 @pytest.mark.scripts("grpo")
 def test_hub_data_sets(script, monkeypatch):
     """A hub id, and id:config where it has several; its splits are train and test, or test alone of a held-out one."""
-    asked, rows = [], datasets.Dataset.from_list([{"question": "1+2=", "answer": "3"}])
-    monkeypatch.setattr(
-        script.datasets, "load_dataset", lambda *names, split: asked.append((*names, split)) or rows
-    )
+    asked, answers = [], {("openai/gsm8k", "main"): "34", ("owner/other",): "56"}
+
+    def load(*names):
+        asked.append(names)
+        rows = [
+            datasets.Dataset.from_list([{"question": "1+2=", "answer": x}]) for x in answers[names]
+        ]
+        return datasets.DatasetDict(zip(["train", "test"], rows, strict=True))
+
+    monkeypatch.setattr(script.datasets, "load_dataset", load)
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     given = dict(dataset="openai/gsm8k:main", max_prompt_tokens=9)
+    read = []
     for args in (script.Args(**given), script.Args(**given, eval_dataset="owner/other")):
         for split in ("train", "test"):
             [example] = script.load_data(args, tokenizer, split)
-            assert (example["prompt"], example["answer"]) == ("1+2=", "3")
-    both = [("openai/gsm8k", "main", "train"), ("openai/gsm8k", "main", "test")]
-    assert asked == [*both, both[0], ("owner/other", "test")]
+            assert example["prompt"] == "1+2="
+            read.append(example["answer"])
+    assert asked == [("openai/gsm8k", "main")] * 3 + [("owner/other",)] and read == list("3436")
 
 
 # ---- prompts
@@ -296,6 +304,90 @@ def test_no_chat_template(first_prompt, tmp_path, system):
     assert example["prompt"] == (f"{system}\n12+34=\n" if system else "12+34=")
     assert tokenizer.decode(example["prompt_ids"]) == "!" + example["prompt"]  # BOS, once
     assert tokenizer.eos_token_id not in example["prompt_ids"]
+
+
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "<{{ m['role'] }}:{{ m['content'] }}>{% endfor %}"
+)
+SILENT = NO_SYSTEM.replace("{{ raise_exception('no system') }}{% endif %}", "{% else %}") + ""
+SILENT = SILENT.replace("{% endfor %}", "{% endif %}{% endfor %}")  # leaves a system message out
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("template", [NO_SYSTEM, SILENT], ids=["refuses", "drops"])
+def test_a_template_without_a_system_message_gets_the_instructions_in_the_users(
+    first_prompt, tmp_path, template
+):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
+    assert first_prompt(tokenizer, system_prompt="think")["prompt"] == "<user:think\n\n12+34=>"
+    assert first_prompt(tokenizer, system_prompt="")["prompt"] == "<user:12+34=>"
+
+
+MESSAGES = [{"role": "user", "content": "12+34="}]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_column_of_chat_messages(first_prompt, tmp_path):
+    """As most data sets for chat models have it; a system message of its own stays the only one."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": MESSAGES, "answer": 46}) + "\n" + path.read_text()[:0])
+    path.write_text(path.read_text() * 10)
+    expected = "![system:think][user:12+34=][assistant:"
+    assert first_prompt(tokenizer, system_prompt="think")["prompt"] == expected
+    several = [
+        {"role": "system", "content": "add"},
+        *MESSAGES,
+        {"role": "assistant", "content": "?"},
+        *MESSAGES,
+    ]
+    path.write_text((json.dumps({"question": several, "answer": 46}) + "\n") * 10)
+    expected = "![system:add][user:12+34=][assistant:?][user:12+34=][assistant:"
+    assert first_prompt(tokenizer, system_prompt="think")["prompt"] == expected
+
+
+@pytest.mark.scripts("grpo")
+def test_all_columns_reach_the_rewards(first_prompt, tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    row = {"question": "12+34=", "answer": "46", "level": 3, "tests": ["a", "b"]}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
+    assert first_prompt(tokenizer, system_prompt="")["columns"] == row
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA_2 = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %} </s>{% endif %}{% endfor %}"
+PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+ENDS = [(CHATML, {"<|im_end|>"}), (LLAMA_2, {"</s>"}), (PLAIN, set()), (None, set())]
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("template, ends", ENDS, ids=["ChatML", "Llama 2", "plain", "none"])
+def test_the_token_that_ends_a_turn_ends_a_response(script, tmp_path, template, ends):
+    """Base models come with a chat template whose end of a turn neither tokenizer nor model name."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "</s>"], special_tokens=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
+    found = set(script.find_eos_ids(model, tokenizer))
+    assert found == {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))}
+
+
+@pytest.mark.scripts("grpo")
+def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monkeypatch):
+    """Tags that a tokenizer calls special are kept, and so is an EOS token's name that is no end."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    tokenizer.add_tokens(["<mark>"], special_tokens=True)
+    mark, eos = tokenizer.convert_tokens_to_ids("<mark>"), tokenizer.eos_token_id
+    ids = torch.tensor([[mark, *tokenizer("12", add_special_tokens=False).input_ids, eos, eos]])
+    mask = torch.tensor([[True, True, True, True, False]])
+    monkeypatch.setattr(script, "generate", lambda *args: (ids, mask, torch.zeros(1, 5)))
+    args = script.Args(max_new_tokens=5)
+    model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
+    given = args, model, tokenizer, [{"prompt_ids": [5]}], 1, 1.0, torch.tensor([eos])
+    assert script.respond(*given).completions == ["<mark>12"]
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from utils.rewards import (
     accuracy_reward,
+    apply_reward,
+    cell_text,
+    describe,
     format_reward,
     gold_number,
     lenient_accuracy_reward,
@@ -68,6 +71,24 @@ NUMBERS = [
     ("18kg", "18"),
     ("**18**", "18"),
     ("\\boxed{18}", "18"),
+    ("25 m2", "25"),
+    ("25m2", "25"),
+    ("25 cm^3.", "25"),
+    ("m2", None),
+    ("H2", "2"),
+    # thousands with spaces, mixed numbers
+    ("1 000", "1000"),
+    ("$1\u202f450.50", "2901/2"),
+    ("12 345 678", "12345678"),
+    ("1234 567", "567"),
+    ("1 00", "0"),
+    ("10 000/4", "2500"),
+    ("1/2 300", "300"),
+    ("3 1/2", "7/2"),
+    ("-3 1/2 m2", "-7/2"),
+    ("7 3/2", "3/2"),
+    ("1.5 1/2", "1/2"),
+    ("3,5", "5"),
     # LaTeX's fractions
     ("\\frac{3}{4}", "3/4"),
     ("\\boxed{\\frac{3}{4}}.", "3/4"),
@@ -180,7 +201,11 @@ COMPLETIONS = [
     ("<answer>18</answer><answer>18</answer>", "18", 0.0, 1.0, 0.2),
     ("<answer><answer>18</answer></answer>", "18", 0.0, 1.0, 0.2),
     ("<answer>18</answer></answer>", "18", 0.0, 1.0, 0.2),
-    ("<think>in <answer> tags</think><answer>18</answer>", "18", 0.0, 1.0, 0.4),
+    # A thought may speak of the tags: what follows the last </think> is the answer.
+    ("<think>in <answer> tags</think><answer>18</answer>", "18", 1.0, 1.0, 0.4),
+    ("<think><answer>17</answer></think><answer>18</answer>", "18", 1.0, 1.0, 0.4),
+    ("<answer>18</answer></think><answer>17</answer>", "18", 0.0, 0.0, 0.3),
+    ("</think><answer>17</answer><answer>18</answer>", "18", 0.0, 1.0, 0.3),
     # Only the tags as they are written count.
     ("<ANSWER>18</ANSWER>", "18", 0.0, 1.0, 0.0),
     ("<answer >18</answer >", "18", 0.0, 1.0, 0.0),
@@ -228,6 +253,92 @@ def test_lists_of_different_lengths_are_an_error(reward):
     """zip would otherwise drop the tail, and the rewards would belong to other completions."""
     with pytest.raises(ValueError):
         reward(["18", "18"], ["18"])
+
+
+# ---- how a batch is scored
+
+
+def examples(*prompts, answer="18"):
+    return [
+        {"prompt": x, "answer": answer, "columns": {"question": x, "level": 3}} for x in prompts
+    ]
+
+
+def test_a_reward_is_given_what_it_names():
+    """By keyword, as in TRL: a reward of its plain texts runs as it is, and one of two lists as well."""
+    seen = {}
+
+    def trl_style(completions, level, **rest):
+        seen.update(rest)
+        return [len(text) + x for text, x in zip(completions, level, strict=True)]
+
+    rows = examples("a", "b")
+    assert apply_reward(trl_style, rows, ["x", "xx", "", "xxx"]) == [4, 5, 3, 6]
+    assert seen == {"prompts": ["a", "a", "b", "b"], "answers": ["18"] * 4, "question": [*"aabb"]}
+    assert apply_reward(lambda completions, answers: [True, 0], rows, ["", ""]) == [1.0, 0.0]
+    assert apply_reward(accuracy_reward, rows, ["<answer>18</answer>", ""]) == [1.0, 0.0]
+
+
+def test_a_tag_that_the_prompt_has_opened_counts():
+    """Reasoning models' templates end in <think>; a second one is then not paid for, and elsewhere one is missing."""
+    rows = examples("q<think>\n", "q")
+    text = "so 18</think><answer>18</answer>"
+    assert apply_reward(format_reward, rows, [text, text]) == [0.4, 0.3]
+    assert apply_reward(format_reward, rows[:1], ["<think>" + text]) == [0.4]
+
+
+BAD_VALUES = [
+    [1.0],
+    [1.0] * 4,
+    1.0,
+    None,
+    [[1.0], [1.0]],
+    ["a", "b"],
+    [1.0, None],
+    [1.0, float("nan")],
+]
+
+
+@pytest.mark.parametrize("values", BAD_VALUES, ids=str)
+def test_a_reward_that_does_not_give_a_number_each_is_named(values, capsys):
+    def strange(completions, answers):
+        return values
+
+    with pytest.raises(SystemExit) as stop:
+        apply_reward(strange, examples("a", "b"), ["", ""])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith("error: the reward strange must return 2 ")
+    assert error.count("\n") == 1
+
+
+def test_a_fault_in_a_reward_keeps_its_traceback():
+    def faulty(completions, answers):
+        return [float(text) for text in completions]
+
+    with pytest.raises(ValueError, match="could not convert"):
+        apply_reward(faulty, examples("a"), ["x"])
+
+
+CELLS = [("18", "18"), (18, "18"), (10**18 + 1, "1000000000000000001"), (0.5, "0.5"), (85.0, "85")]
+CELLS += [
+    (0.1, "0.1"),
+    (0.10000000149011612, ""),
+    (1.2345678901234568e17, ""),
+]  # was in 32 bits; digits lost
+CELLS += [(None, ""), (True, ""), (["18"], ""), ({"a": 1}, ""), (b"18", "")]
+
+
+@pytest.mark.parametrize("cell, text", CELLS)
+def test_a_cell_is_the_text_that_was_written_or_none(cell, text):
+    assert cell_text(cell) == text
+
+
+def test_how_gold_answers_are_read_is_described():
+    text = describe(["#### 3 1/2", "18 (p. 4)", "3,5", "7"])
+    assert (
+        text
+        == "answers: '#### 3 1/2' is 7/2, '18 (p. 4)' is 4, '3,5' is 5; in 2 the last of several numbers counts"
+    )
 
 
 # Random text out of the pieces that mean something here, and any unicode in between.

@@ -5,6 +5,8 @@ each costs no more than its steps.
 """
 
 import dataclasses
+import fcntl
+import gc
 import json
 import multiprocessing
 import multiprocessing.forkserver
@@ -15,6 +17,8 @@ import resource
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -193,7 +197,10 @@ def test_files(script, finished):
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
 
     args = json.loads((finished / "args.json").read_text())
-    assert set(args) == {field.name for field in dataclasses.fields(script.Args)} | {"versions"}
+    assert set(args) == {field.name for field in dataclasses.fields(script.Args)} | {
+        "versions",
+        "id",
+    }
     assert args["num_prompts"] == 4 and None not in (
         args["learning_rate"],
         args["max_prompt_tokens"],
@@ -357,8 +364,12 @@ def set_trap(
 
     SIGXFSZ stands for a limit on the size of files: the kernel then kills the process in the middle of a write.
     """
-    elsewhere = {name: (os, name) for name in ("replace", "fsync", "truncate")}
-    elsewhere |= {"save": (torch, "save"), "optimizer": (torch.optim.AdamW, "step")}
+    elsewhere = {name: (os, name) for name in ("replace", "fsync")}
+    elsewhere |= {
+        "flock": (fcntl, "flock"),
+        "save": (torch, "save"),
+        "optimizer": (torch.optim.AdamW, "step"),
+    }
     owner, name = elsewhere.get(where, (script, where))
     function, calls = getattr(owner, name), []
 
@@ -439,7 +450,7 @@ KILLS = [  # each kills the run at one moment, and the step of the checkpoint th
     ),  # it has just got its name
     (dict(where="optimizer", call=1, signals=KILL, after=True), 2),  # in an update of step 3
     (dict(where="respond", call=1, signals=KILL), 2),  # at the beginning of a rollout
-    (dict(where="truncate", call=2, signals=KILL), 2),  # the logs are being shortened
+    (dict(where="flock", call=1, signals=KILL, after=True), 2),  # the logs will be shortened
     (
         dict(where="save", call=1, signals=KILL),
         2,
@@ -494,6 +505,7 @@ SIGNALS = [  # at a call of a function
         [signal.SIGTERM],
     ),  # at the beginning of the rollout of step 2; the first is of the evaluation
     ("fsync", 2, [signal.SIGTERM]),  # while the checkpoint of step 2 is written
+    ("policy_loss", 2, [signal.SIGHUP]),  # the terminal was closed
 ]
 
 
@@ -534,6 +546,93 @@ def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
         "--resume",
         str(tmp_path / "a run"),
     ]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_process_that_nohup_has_started_outlives_its_terminal(run, watch):
+    """Whatever ignores a signal when it starts goes on ignoring it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGHUP))
+        assert (run(num_steps=2) / "model").exists()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_closed_pipe_ends_no_run(data, tmp_path):
+    """As with | tee log, which Ctrl-C ends before the script: what it prints is lost, and nothing else."""
+    fields = dict(num_steps=30, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4)
+    fields |= dict(eval_every=0, dataset=data, runs_dir=tmp_path, run_name="run")
+    flags = [
+        x for name, value in fields.items() for x in (f"--{name}".replace("_", "-"), str(value))
+    ]
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "grpo.py", *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert b"train data" in process.stdout.readline()  # as soon as it is printed
+    process.stdout.close()
+    log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
+    while not log.is_file() or log.read_text().count("\n") < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 128 + signal.SIGINT
+    assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == read_jsonl(log)[-1]["step"] >= 2
+
+
+@pytest.mark.scripts("grpo")
+def test_two_processes_do_not_write_one_run(script, run, tmp_path, capsys):
+    """Be it resumed or begun anew; and a run that ended before its first checkpoint may be begun anew."""
+    run(num_steps=1)
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "metrics.jsonl").write_text("what a run wrote that was killed at once\n")
+    for folder in ("run", "new"):
+        with open(tmp_path / folder / "metrics.jsonl", "a") as log:
+            fcntl.flock(log, fcntl.LOCK_EX)
+            with pytest.raises(SystemExit) as stop:
+                if folder == "new":
+                    run("new", num_steps=1)
+                script.main(script.Args(resume=str(tmp_path / "run")))
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and "another process is writing it" in error, error
+    run("new", num_steps=1)
+    assert [record["step"] for record in read_jsonl(tmp_path / "new" / "metrics.jsonl")] == [0, 1]
+    with pytest.raises(SystemExit) as stop:
+        run("new", num_steps=1)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and "--run-name new: exists" in error and "--resume" in error
+
+
+@pytest.mark.scripts("grpo")
+def test_default_names_never_collide(script, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    folders = [script.resolve(script.Args())[1] for _ in range(9)]
+    assert len(set(folders)) == 9 and all("grpo__adder__1__now" in x.name for x in folders)
+
+
+@pytest.mark.scripts("grpo")
+def test_a_log_is_never_lengthened(run, spawn, tmp_path):
+    """By filling it with zeros up to its length at the checkpoint, after a power cut or an empty disk."""
+    run(num_steps=1)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "samples.jsonl").unlink()
+    assert ended(spawn(resume=True)) == 0
+    assert [
+        (tmp_path / "run" / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")
+    ] == [0, 0]
+
+
+@pytest.mark.scripts("grpo")
+def test_resuming_with_other_problems_is_said(script, run, tmp_path, capsys):
+    """A file that has changed since, or a template that prints today's date."""
+    rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 40)]
+    path = tmp_path / "rows.jsonl"
+    for number in (0, 1):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows[number:]))
+        if number == 0:
+            run(num_steps=1, dataset=str(path))
+        script.main(script.Args(resume=str(tmp_path / "run")))
+        assert ("the problems are others now" in capsys.readouterr().out) == (number == 1)
 
 
 @pytest.mark.scripts("grpo")
@@ -598,8 +697,8 @@ def watch(script, monkeypatch):
 
 
 @pytest.mark.scripts("grpo")
-def test_full_disk(script, watch, run, finished, tmp_path):
-    """Files that cannot grow are like a full disk: the error is raised, and what was saved before can be resumed."""
+def test_full_disk(script, watch, run, finished, tmp_path, capsys):
+    """Files that cannot grow are like a full disk: one line says so, and what was saved before can be resumed."""
     steps = []
 
     def before_respond(args, *rest):
@@ -611,9 +710,12 @@ def test_full_disk(script, watch, run, finished, tmp_path):
 
     watch("respond", before_respond)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.raises((OSError, RuntimeError)):
+    with pytest.raises(SystemExit) as stop:
         run(**MANY_UPDATES)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    assert stop.value.code == 2 and "checkpoint.tmp" in capsys.readouterr().err
+    del stop  # and with it the log, which is locked
+    gc.collect()
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 2
     script.main(make_args(script, resume=str(tmp_path / "run")))
     assert_same_runs(tmp_path / "run", finished)
@@ -709,7 +811,10 @@ def test_what_is_said(run, capsys):
     assert re.search(
         r"step 3: .*reward_mean=.*accuracy=.*response_len=2.*kl/ref=.*eval/accuracy=0", out
     )
-    assert out.count("warning: eos_frac < 0.5 (cut responses)") == 3
+    assert (
+        len(re.findall(r"warning: eos_frac < 0.5, cut responses; 0 of these \d had answered", out))
+        == 3
+    )
     assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
 
 
@@ -817,7 +922,7 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
         **{
             k: v
             for k, v in json.loads((folder / "args.json").read_text()).items()
-            if k != "versions"
+            if k not in ("versions", "id")
         }
     )
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
@@ -876,7 +981,8 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     rollout = script.Rollout(nothing, nothing, nothing, mask, nothing, completions)
     asked = []
     monkeypatch.setattr(script, "respond", lambda *given: asked.append(given[4:6]) or rollout)
-    found = script.evaluate(script.Args(), None, None, [{"answer": "85"}] * 4, None)
+    example = {"prompt": "8+77=", "answer": "85", "columns": {}}
+    found = script.evaluate(script.Args(), None, None, [example] * 4, None)
     assert asked == [(1, 0.0)]  # one response, greedy
     assert found == {
         "eval/accuracy": 0.25,

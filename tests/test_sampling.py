@@ -11,9 +11,7 @@ from transformers import AutoModelForCausalLM
 
 V = 48  # vocabulary
 EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a response
-TOKENIZER = SimpleNamespace(
-    batch_decode=lambda rows, skip_special_tokens: [row.tolist() for row in rows]
-)
+TOKENIZER = SimpleNamespace(batch_decode=lambda rows: [row.tolist() for row in rows])
 pytestmark = pytest.mark.scripts("grpo")
 PROMPTS = [
     [7],
@@ -214,7 +212,10 @@ def roll_out(
         == (len(prompts) * samples, new_tokens)
     )
     assert rollout[3].dtype == torch.bool and logprobs.dtype == torch.float32
-    assert texts == [ids[mask].tolist() for ids, mask in zip(*rollout[2:], strict=True)]
+    is_text = rollout[3] & ~torch.isin(
+        rollout[2], torch.tensor(eos_ids)
+    )  # all but the token that ends it
+    assert texts == [ids[mask].tolist() for ids, mask in zip(rollout[2], is_text, strict=True)]
     return rollout, logprobs
 
 

@@ -212,6 +212,19 @@ def test_rollout_correction_by_hand():
     assert off.tolist() == [[1.0] * 4]
 
 
+def test_sequences_far_from_the_sampler_are_left_out_by_hand():
+    """The product of a sequence's ratios is 3, 4.5 and 1 / 8; those beyond the cap get no weight, at any token."""
+    sampled = -torch.tensor([[1.5, 2.0, 9.0], [1.5, 3.0, 1.0], [0.5, 0.5, 0.5]]).log()
+    mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
+    args = make_args(grpo_offpolicy, sequence_cap=3.001)
+    weights = grpo_offpolicy.rollout_correction(args, torch.zeros(3, 3), sampled, mask)
+    expected = torch.tensor([[1.5, 2.0, 1.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
+    torch.testing.assert_close(weights, expected)
+    args.rollout_correction = 0.0
+    weights = grpo_offpolicy.rollout_correction(args, torch.zeros(3, 3), sampled, mask)
+    assert weights.tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
+
+
 @pytest.mark.parametrize("cap", [0.0, 1.2, 2.0, 50.0])
 def test_rollout_correction_against_a_slow_loop(cap):
     _, old, sampled, _, mask = ragged_batch(0)

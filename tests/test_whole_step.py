@@ -95,9 +95,18 @@ CASES = [  # script, fields, what is special
     ("remax", dict(num_minibatches=1, num_generations=1, num_prompts=12)),
     (
         "grpo_offpolicy",
-        dict(staleness=2, num_steps=3, rollout_correction=1.02, dual_clip=1.05, seed=1),
+        dict(
+            staleness=2,
+            num_steps=3,
+            rollout_correction=1.02,
+            dual_clip=1.05,
+            seed=1,
+        ),
     ),
-    ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_iterations=1, num_minibatches=1)),
+    (
+        "grpo_offpolicy",
+        dict(staleness=2, num_steps=3, num_iterations=1, num_minibatches=1, sequence_cap=0.5),
+    ),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", {}),
     ("grpo_process", {}),
@@ -457,9 +466,12 @@ def reference(name, args, steps):
             pairs = [list(zip(*pair, strict=True)) for pair in zip(old, sampled, strict=True)]
             cap = args.rollout_correction
             ratios = [[math.exp(p - q) if cap else 1.0 for p, q in row] for row in pairs]
+            products = [math.exp(math.fsum(p - q for p, q in row)) for row in pairs]
+            near = [not 0 < args.sequence_cap < product for product in products]
+            memory.setdefault("near", set()).update(near)
             advantages = [
-                [a * min(w, cap or 1.0) for a, w in zip(*row, strict=True)]
-                for row in zip(advantages, ratios, strict=True)
+                [a * min(w, cap or 1.0) * kept for a, w in zip(*row, strict=True)]
+                for *row, kept in zip(advantages, ratios, near, strict=True)
             ]
             gaps = [abs(p - q) for row in pairs for p, q in row]
             metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
@@ -610,6 +622,8 @@ def reference(name, args, steps):
         assert min(len(step["minibatches"]) for step in steps) < per_rollout
     if name == "grpo_process" and args.beta > 0:
         assert len(memory["steps"]) > 1, "the responses are to have different numbers of steps"
+    if args.__dict__.get("sequence_cap"):
+        assert memory["near"] == {True, False}, "some sequences are to be left out, and others not"
     assert memory["emptied"] == (
         {True, False} if getattr(args, "overlong_filter", False) else {False}
     )
