@@ -12,7 +12,9 @@ import report
 sys.path.insert(0, str(ROOT / "benchmark"))
 import report_pictures
 
-HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+)
 HOSTILE += "<!--<script> & <b>bold</b> \u2028 $& \\u003c"
 
 
@@ -20,7 +22,11 @@ def metric(step, **values):
     """A record of a healthy step, with these values instead."""
     names = dict(reward_mean=1.0, accuracy=0.5, eos_frac=1.0, zero_std_frac=0.1)
     record = {f"rollout/{name}": values.pop(name, x) for name, x in names.items()}
-    entropy, kl, skipped = values.pop("entropy", 0.5), values.pop("kl", 0.01), values.pop("skipped", 0)
+    entropy, kl, skipped = (
+        values.pop("entropy", 0.5),
+        values.pop("kl", 0.01),
+        values.pop("skipped", 0),
+    )
     assert not values
     record |= {"policy/entropy": entropy, "kl/ref": kl, "optim/skipped": skipped}
     return {"step": step, "episodes": 8 * step, "tokens": 100 * step} | record
@@ -32,54 +38,36 @@ def group(step, prompt, answer, completions, rewards, advantages=None):
     return {"step": step, "prompt": prompt, "answer": answer} | sides
 
 
-@pytest.fixture
-def write_run(tmp_path):
-    """A function that writes the folder of a run."""
-
-    def write(name, metrics=(), samples=(), script="grpo", **args):
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
-        (folder / f"{script}.py").write_text("")
-        versions = {"versions": {"torch": "2.13.0"}}
-        (folder / "args.json").write_text(json.dumps({"seed": 1, "beta": 0.01} | args | versions))
-        for file, records in {"metrics.jsonl": metrics, "samples.jsonl": samples}.items():
-            (folder / file).write_text("".join(json.dumps(record) + "\n" for record in records))
-        return folder
-
-    return write
+def write_run(folder, metrics=(), samples=(), **args):
+    """The folder of a run."""
+    folder.mkdir(parents=True)
+    (folder / "grpo.py").write_text("")
+    args = {"seed": 1, "beta": 0.01} | args | {"versions": {"torch": "2.13.0"}}
+    (folder / "args.json").write_text(json.dumps(args))
+    for name, records in {"metrics.jsonl": metrics, "samples.jsonl": samples}.items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
 
 
 @pytest.fixture(scope="module")
 def chromium():
     pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
-    pytest.importorskip("playwright", reason="playwright drives the browser: pip install playwright")
+    pytest.importorskip(
+        "playwright", reason="playwright drives the browser: pip install playwright"
+    )
     if report_pictures.CHROMIUM is None:
         pytest.skip("no browser: apt-get install chromium")
     with report_pictures.browser() as browser:
         yield browser
 
 
-@pytest.fixture
-def look(chromium):
-    """A function that opens the report of these runs; in the end there is no error in the console."""
-    pages, errors = [], []
-
-    def look(*folders):
-        page = chromium.new_page()
-        pages.append(page)
-        page.on("console", lambda line: line.type == "error" and errors.append(line.text))
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(report.main(report.Args(list(folders))).as_uri())
-        return page
-
-    yield look
-    for page in pages:
-        page.close()
-    assert errors == []
-
-
-def steps_shown(page):
-    return [int(text.removeprefix("step ")) for text in page.locator(".group b").all_inner_texts()]
+def open_report(chromium, folders):
+    """The page of these runs, and a list that gets what is wrong in its console."""
+    page, errors = chromium.new_page(), []
+    page.on("console", lambda line: line.type == "error" and errors.append(line.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(report.main(report.Args(folders)).as_uri())
+    return page, errors
 
 
 # ---- what is read
@@ -91,7 +79,12 @@ def test_the_marks_of_a_broken_run():
     healthy = [metric(step, entropy=0.05 if step > 1 else 0.5, **edge) for step in range(1, 9)]
     assert report.marks([{"step": 0, "eval/accuracy": 0.5}, *healthy]) == []
 
-    metrics = [metric(1, eos_frac=0.49), metric(2), metric(3, eos_frac=0.1), metric(4, eos_frac=None)]
+    metrics = [
+        metric(1, eos_frac=0.49),
+        metric(2),
+        metric(3, eos_frac=0.1),
+        metric(4, eos_frac=None),
+    ]
     assert report.marks(metrics) == [
         "rollout/eos_frac is below 0.5 (most responses are cut) in 2 of 3 steps, first in step 1"
     ]
@@ -112,9 +105,9 @@ def test_entropy_has_collapsed_if_it_stays_low():
     assert report.marks(metrics[:11]) == []
 
 
-def test_what_is_missing_is_said_and_the_rest_is_read(write_run):
+def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
     records = [metric(1), metric(2)]
-    folder = write_run("half", records, [group(1, "1+1=", "2", ["2"], [0.2])])
+    folder = write_run(tmp_path / "half", records, [group(1, "1+1=", "2", ["2"], [0.2])])
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('not json\n[1]\n{"episodes": 3}\n' + json.dumps(metric(3))[:-9])
     (folder / "samples.jsonl").unlink()
@@ -129,11 +122,11 @@ def test_what_is_missing_is_said_and_the_rest_is_read(write_run):
     assert "args.json is missing or unreadable" in report.read_run(folder, "half")["gaps"]
 
 
-def test_right_and_cut(write_run):
+def test_right_and_cut(tmp_path):
     """Right is the number in the answer tags; cut, in a step where not all ended, no </answer> at the end."""
     texts = ["<answer>4</answer>", "<answer>5</answer>\n", "<answer>4</answer> and", "4"]
     samples = [group(step, "2+2=", "#### 4", texts, [1.4, 0.4, 1.4, 0.0]) for step in (1, 2)]
-    folder = write_run("a", [metric(1, eos_frac=0.5), metric(2)], samples)
+    folder = write_run(tmp_path / "a", [metric(1, eos_frac=0.5), metric(2)], samples)
     one, two = report.read_run(folder, "a")["samples"]
     assert one["right"] == two["right"] == [1, 0, 1, 0]
     assert one["cut"] == [False, False, True, True]
@@ -143,13 +136,15 @@ def test_right_and_cut(write_run):
 def test_the_first_six_are_those_of_the_page_on_metrics():
     text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     section = text.split("## Watch these six first")[1].split("\n## ")[0]
-    assert [line.split("`")[1] for line in section.splitlines() if line[:3] == "- `"] == report.FIRST
+    assert [
+        line.split("`")[1] for line in section.splitlines() if line[:3] == "- `"
+    ] == report.FIRST
 
 
-def test_without_plotly_a_line_says_how_to_install_it(write_run, monkeypatch, capsys):
+def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(SystemExit) as end:
-        report.main(report.Args([write_run("a")]))
+        report.main(report.Args([write_run(tmp_path / "a")]))
     assert end.value.code == 2
     line = capsys.readouterr().err
     (pin,) = [x for x in (ROOT / "benchmark/requirements.txt").read_text().split() if "plotly" in x]
@@ -164,108 +159,122 @@ def test_a_folder_that_is_not_there(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-# ---- the page
+# ---- the page: curves
 
 
-def test_a_run_of_a_script(look, tmp_path):
-    """What grpo.py writes is what the page reads: rows, curves, samples, and nothing is missing."""
-    sizes = dict(num_prompts=2, num_generations=2, num_steps=2, eval_size=2, device="cpu")
-    grpo.main(grpo.Args(runs_dir=str(tmp_path), run_name="a", **sizes))
-    page = look(tmp_path / "a")
-    assert (tmp_path / "a" / "report.html").is_file()
-    assert page.locator("#runs .note.dim").count() == 0
-    assert "2 of 2" in page.inner_text("#runs table >> nth=0")
-    names = page.eval_on_selector_all(".chart", "charts => charts.map(x => x.layout.title.text)")
-    assert names == report.FIRST
-    assert page.eval_on_selector_all(".chart", "charts => charts.every(x => x.data.length)")
-    assert steps_shown(page) == [1, 1, 2, 2]
-    assert page.locator(".card .head").count() == 8
-    assert page.locator(".card span:text-matches('^reward')").count() == 8
-    assert page.locator(".card span:text-matches('^adv')").count() == 8
-
-
-def test_seeds_are_a_mean_and_a_band(look, write_run):
+def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     """Two seeds of one configuration, by hand, and another configuration beside them."""
     rewards = {1: [0.0, 1.0, 2.0], 2: [1.0, 2.0, 6.0]}
     folders = [
-        write_run(f"s{seed}", [metric(k + 1, reward_mean=x) for k, x in enumerate(values)], seed=seed)
+        write_run(
+            tmp_path / f"s{seed}",
+            [metric(k + 1, reward_mean=x) for k, x in enumerate(values)],
+            seed=seed,
+        )
         for seed, values in rewards.items()
     ]
-    folders.append(write_run("other", [metric(1, reward_mean=None), metric(2)], beta=0.5, run_name="x"))
-    page = look(*folders)
-    curves = "document.querySelector('#first .chart').data.map(trace => trace.y)"
+    folders.append(write_run(tmp_path / "x", [metric(1, reward_mean=None), metric(2)], beta=0.5))
+    page, errors = open_report(chromium, folders)
     labels = ["grpo.py, beta 0.01, seeds 1, 2", "grpo.py, beta 0.5, seed 1"]
     assert page.locator("#legend label").all_inner_texts() == labels
     differing = page.inner_text("#runs details >> nth=0")
     assert "beta" in differing and "torch" not in differing
+    page.wait_for_selector("#first .main-svg")
+
+    def curves(axis="y"):
+        return page.evaluate(
+            f"document.querySelector('#first .chart').data.map(trace => trace.{axis})"
+        )
 
     # Mean of the last steps of each seed, then lowest, highest and mean over the seeds.
-    assert page.evaluate(curves)[:3] == [[0, 0.5, 1], [1, 1.5, 3], [0.5, 1, 2]]
+    assert curves()[:3] == [[0, 0.5, 1], [1, 1.5, 3], [0.5, 1, 2]]
     page.uncheck("#smooth")
-    assert page.evaluate(curves) == [[0, 1, 2], [1, 2, 6], [0.5, 1.5, 4], [None, 1]]
+    assert curves() == [[0, 1, 2], [1, 2, 6], [0.5, 1.5, 4], [None, 1]]
     page.uncheck("#band")
-    assert page.evaluate(curves) == [[0, 1, 2], [1, 2, 6], [None, 1]]
+    assert curves() == [[0, 1, 2], [1, 2, 6], [None, 1]]
     page.select_option("#across", "episodes")
-    assert page.evaluate("document.querySelector('#first .chart').data[0].x") == [8, 16, 24]
+    assert curves("x") == [[8, 16, 24], [8, 16, 24], [8, 16]]
     page.uncheck("#legend input >> nth=0")
-    assert page.evaluate(curves) == [[None, 1]]
+    assert curves() == [[None, 1]]
+    assert page.locator("#all .main-svg").count() == 0  # until its group is opened
     page.click("#all summary >> nth=0")
-    page.wait_for_selector("#all .chart .main-svg")
+    page.wait_for_selector("#all .main-svg")
+    page.close()
+    assert errors == []
 
 
-def test_filters(look, write_run):
-    right, wrong = "<answer>4</answer>", "<think>2</think>"
-    samples = [
-        group(1, "2+2=", "4", [right, wrong], [1.4, 0.2]),
-        group(2, "1+3=", "4", [wrong, wrong], [0.2, 0.2]),
-        group(3, "3+1=", "4", [right, right], [1.4, 1.4], [[0.5, -0.5, 1.0], [0.1]]),
-        group(4, "2+2=", "4", [right, "<answer>Five</answer>"], [1.4, 0.4]),
-        group(5, "4+0=", "4", [right, right], [1.4, 1.3]),
+# ---- the page: samples
+
+RIGHT, WRONG = "<answer>4</answer>", "<think>2</think>"
+GROUPS = [
+    group(1, "2+2=", "4", [RIGHT, WRONG], [1.4, 0.2]),
+    group(2, "1+3=", "4", [WRONG, WRONG], [0.2, 0.2]),
+    group(3, "3+1=", "4", [RIGHT, RIGHT], [1.4, 1.4], [[0.5, -0.5, 1.0], [0.1]]),
+    group(4, "2+2=", "4", [RIGHT, "<answer>Five</answer>"], [1.4, 0.4]),
+    group(5, "4+0=", "4", [RIGHT, RIGHT], [1.4, 1.3]),
+]
+HOSTILE_NAME = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def report_page(chromium, tmp_path_factory):
+    """One page of many runs: to read plotly takes a browser a second."""
+    home = tmp_path_factory.mktemp("runs")
+    many = [
+        group(k // 16, f"{k}+1=", str(k + 1), [f"number {k} " + "x" * 200], [k % 2])
+        for k in range(10_000)
     ]
-    metrics = [metric(step, eos_frac=0.5 if step == 2 else 1.0) for step in range(1, 6)]
-    page = look(write_run("a", metrics, samples))
-    assert steps_shown(page) == [1, 2, 3, 4, 5]
-    assert page.locator(".strip").count() == 4  # a token each
-    for field, value, expected in [
-        ("step-from", "4", [4, 5]),
-        ("step-to", "2", [1, 2]),
-        ("reward-to", "0.3", [1, 2]),
-        ("reward-from", "1.35", [1, 3, 4, 5]),
-        ("search", "FIVE", [4]),
-        ("search", "1+3", [2]),
-        ("search", "nowhere", []),
-    ]:
-        page.fill(f"#{field}", value)
-        assert steps_shown(page) == expected, (field, value)
-        page.fill(f"#{field}", "")
-    kinds = {"right": [3, 5], "wrong": [2], "mixed": [1, 4], "equal": [2, 3]}
-    for kind, expected in kinds.items():
-        page.select_option("#kind", kind)
-        assert steps_shown(page) == expected, kind
-    page.select_option("#kind", "")
-    page.check("#cut")
-    assert steps_shown(page) == [2]
-    page.uncheck("#cut")
-    page.check("#repeated")
-    assert steps_shown(page) == [1, 4]
-    page.fill("#reward-to", "0.3")  # the other response of the group stays, but pale
-    assert page.locator(".card.out").count() == 1
+    hostile = [group(1, HOSTILE, HOSTILE, [HOSTILE, "5"], [0.0, float("nan")])]
+    sizes = dict(num_prompts=2, num_generations=2, num_steps=2, eval_size=2, device="cpu")
+    grpo.main(grpo.Args(runs_dir=str(home), run_name="real", **sizes))
+    (home / "empty").mkdir()
+    old_metrics = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+    folders = [
+        write_run(home / "many", [metric(1)], many),
+        write_run(
+            home / "few", [metric(k, eos_frac=0.4 if k == 2 else 1.0) for k in range(1, 6)], GROUPS
+        ),
+        write_run(home / HOSTILE_NAME, [metric(1)], hostile, system_prompt=HOSTILE),
+        home / "real",
+        home / "empty",
+        write_run(home / "started", [{"step": 0, "eval/accuracy": 0.5}]),
+        write_run(home / "old", old_metrics, [{"step": 1, "completions": [3]}]),
+    ]
+    page, errors = open_report(chromium, folders)
+    yield page, errors, f"{home.name}/"
+    page.close()
 
 
-def test_text_of_a_model_stays_text(look, write_run):
-    samples = [group(1, HOSTILE, HOSTILE, [HOSTILE, "5"], [0.0, float("nan")])]
-    page = look(write_run("<img src=x onerror=alert(1)>", [metric(1)], samples, system_prompt=HOSTILE))
-    assert page.text_content(".card .text >> nth=0") == HOSTILE
-    assert page.text_content(".prompt") == HOSTILE
-    assert page.title() == "PlainRL: runs"
-    assert page.locator("#groups img, #groups script, #groups b:has-text('bold'), #runs img").count() == 0
-    assert "NaN" in page.inner_text(".card >> nth=1")
+@pytest.fixture
+def look(report_page):
+    """A function that shows the samples of a run, without a filter."""
+    page, errors, prefix = report_page
+
+    def look(name):
+        page.evaluate(
+            "document.querySelectorAll('#filters input').forEach(x => { x.value = ''; x.checked = false; })"
+        )
+        page.select_option("#kind", "")
+        page.select_option("#run", label=prefix + name)
+        return page
+
+    look.notes = lambda name: [
+        note.removeprefix(f"{prefix}{name}: ")
+        for note in page.locator("#runs .note").all_inner_texts()
+        if note.startswith(f"{prefix}{name}: ")
+    ]
+    yield look
+    assert errors == []
 
 
-def test_ten_thousand_groups_load_in_three_seconds(look, write_run):
-    samples = [group(k // 16, f"{k}+1=", str(k + 1), [f"number {k}", "x" * 200], [0.0, 1.0]) for k in range(10_000)]
-    page = look(write_run("a", [metric(1)], samples))
-    assert page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd") < 3000
+def steps_shown(page):
+    return [int(text.removeprefix("step ")) for text in page.locator(".group b").all_inner_texts()]
+
+
+def test_ten_thousand_groups_are_shown_in_three_seconds(look, report_page):
+    page = report_page[0]
+    assert page.evaluate("performance.getEntriesByName('samples are shown')[0].startTime") < 3000
+    look("many")
     assert len(steps_shown(page)) == 20
     page.click("#on")
     assert "21 to 40 of 10000" in page.inner_text("#count")
@@ -273,18 +282,80 @@ def test_ten_thousand_groups_load_in_three_seconds(look, write_run):
     assert steps_shown(page) == [9999 // 16]
 
 
-def test_runs_that_have_nothing_yet(look, write_run, tmp_path):
+def test_a_run_of_a_script(look):
+    """What grpo.py writes is what the page reads: nothing is missing."""
+    page = look("real")
+    assert steps_shown(page) == [1, 1, 2, 2]
+    for text in ("^reward -?[0-9]", "^adv. [+-][0-9]"):
+        assert page.locator(f".card span:text-matches('{text}')").count() == 8
+    assert not any(".jsonl" in note or "args" in note for note in look.notes("real"))
+    cells = (
+        page.locator("#runs table >> nth=0").locator("tr:has-text('/real') td").all_inner_texts()
+    )
+    assert cells[1:4] == ["grpo.py", "1", "2 of 2"] and "-" not in cells
+    first = page.eval_on_selector_all("#first .chart", "charts => charts.map(x => x.dataset.name)")
+    assert first == report.FIRST
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "steps"),
+    [
+        ("step-from", "4", [4, 5]),
+        ("step-to", "2", [1, 2]),
+        ("reward-to", "0.3", [1, 2]),
+        ("reward-from", "1.35", [1, 3, 4, 5]),
+        ("search", "FIVE", [4]),
+        ("search", "1+3", [2]),
+        ("search", "nowhere", []),
+        ("kind", "right", [3, 5]),
+        ("kind", "wrong", [2]),
+        ("kind", "mixed", [1, 4]),
+        ("kind", "equal", [2, 3]),
+        ("cut", True, [2]),
+        ("repeated", True, [1, 4]),
+    ],
+)
+def test_a_filter_filters(look, field, value, steps):
+    page = look("few")
+    assert steps_shown(page) == [1, 2, 3, 4, 5]
+    if field == "kind":
+        page.select_option("#kind", value)
+    elif value is True:
+        page.check(f"#{field}")
+    else:
+        page.fill(f"#{field}", value)
+    assert steps_shown(page) == steps
+    if field == "reward-to":
+        assert page.locator(".card.out").count() == 1  # the other response of its group, pale
+
+
+def test_the_mark_and_the_advantages_of_tokens(look):
+    page = look("few")
+    (note,) = look.notes("few")
+    assert note.startswith("rollout/eos_frac is below 0.5")
+    assert page.locator(".strip").count() == 4
+    assert "adv. +0.33" in page.inner_text(".group >> nth=2")
+
+
+def test_text_of_a_model_stays_text(look):
+    page = look(HOSTILE_NAME)
+    assert page.text_content(".card .text >> nth=0") == HOSTILE
+    assert page.text_content(".prompt") == HOSTILE
+    assert page.title() == "PlainRL: runs"
+    assert page.locator("#groups img, #groups script, .text b, #runs img, #legend img").count() == 0
+    assert "NaN" in page.inner_text(".card >> nth=1")
+
+
+def test_runs_that_have_nothing_yet(look):
     """An empty folder, one without steps, one of another version: the page says what they lack."""
-    empty = tmp_path / "runs" / "empty"
-    empty.mkdir(parents=True)
-    started = write_run("started", [{"step": 0, "eval/accuracy": 0.5}])
-    old = write_run("old", [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}], [{"step": 1, "completions": [3]}])
-    page = look(empty, started, old)
-    notes = page.locator("#runs .note").all_inner_texts()
-    missing = [f"runs/empty: {name}" for name in ("args.json is missing or unreadable", "metrics.jsonl is missing")]
-    assert set(missing) <= set(notes)
-    assert "runs/started: samples.jsonl has no record" in notes
-    assert f"runs/old: metrics.jsonl has no {', '.join(report.FIRST)}" in notes
+    page = look("empty")
     assert "no samples" in page.inner_text("#count")
-    page.select_option("#run", label="runs/old")
-    assert page.inner_text(".card .text") == "3"
+    missing = [
+        "args.json is missing or unreadable",
+        "metrics.jsonl is missing",
+        "samples.jsonl is missing",
+    ]
+    assert look.notes("empty") == missing
+    assert look.notes("started") == ["samples.jsonl has no record"]
+    assert look.notes("old") == [f"metrics.jsonl has no {', '.join(report.FIRST)}"]
+    assert look("old").inner_text(".card .text") == "3"
