@@ -43,16 +43,21 @@ def main(folders: list[Path]) -> None:
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary, browser() as chromium:
         path = report.main(report.Args(folders, Path(temporary, "report.html")))
-        page = chromium.new_page(viewport={"width": 1240, "height": 640})
+        page = chromium.new_page(viewport={"width": 1280, "height": 1600})
         page.goto(path.as_uri())
 
-        def take(name: str, heading: str) -> None:
-            page.evaluate(f"document.getElementById('{heading}').scrollIntoView()")
-            page.screenshot(path=FOLDER / f"{name}.png")
+        def take(name: str, last: str) -> None:
+            """From the heading of this name to the end of the last element."""
+            top, bottom = (page.locator(x).bounding_box() for x in (f"#{name}", last))
+            height = bottom["y"] + bottom["height"] - top["y"] + 8
+            clip = {"x": 0, "y": top["y"] - 5, "width": 1280, "height": height}
+            page.screenshot(path=FOLDER / f"{name}.png", clip=clip, full_page=True)
 
-        take("curves", "curves")
+        page.locator("#curves").scroll_into_view_if_needed()
+        page.wait_for_function("document.querySelectorAll('#first .main-svg').length >= 6")
+        take("curves", "#first")
         page.select_option("#kind", "mixed")
-        take("samples", "samples")
+        take("samples", ".group >> nth=2")
 
 
 if __name__ == "__main__":
