@@ -41,7 +41,7 @@ def read_json(text):
     return json.loads(text, parse_float=lambda x: float(f"{float(x):.6g}"), parse_constant=str)
 
 
-def read_records(path, needed):
+def read_records(path, needed, kind):
     """The records of a .jsonl file that have a step and what is needed; lines on what it lacks."""
     if not path.is_file():
         return [], [f"{path.name} is missing"]
@@ -51,7 +51,7 @@ def read_records(path, needed):
     for line in lines:
         try:
             record = read_json(line)
-            if isinstance(record["step"], int) and isinstance(record[needed], int | list):
+            if isinstance(record["step"], int) and isinstance(record[needed], kind):
                 records.append(record)
         except (ValueError, TypeError, KeyError):
             pass  # counted below
@@ -73,8 +73,8 @@ def read_run(folder, name):
         args = {"args.json": f"none in {name}"}  # so that it is no other run with another seed
         gaps.append("args.json is missing or unreadable")
     args["script"] = next((path.name for path in folder.glob("*.py")), "?")  # the run's own copy
-    metrics, metrics_gaps = read_records(folder / "metrics.jsonl", "step")
-    samples, samples_gaps = read_records(folder / "samples.jsonl", "completions")
+    metrics, metrics_gaps = read_records(folder / "metrics.jsonl", "step", int)
+    samples, samples_gaps = read_records(folder / "samples.jsonl", "completions", list)
     eos_frac = dict(series(metrics, "rollout/eos_frac"))
     for group in samples:
         texts = [str(text) for text in group["completions"]]
@@ -128,9 +128,9 @@ def main(args: Args) -> Path:
         from plotly.offline import get_plotlyjs
     except ImportError:
         fail("plotly, which draws the curves, is not installed: pip install plotly==7.1.0")
-    for folder in args.runs:
-        if not folder.is_dir():
-            fail(f"{folder}: no such folder; give folders of runs, such as runs/<name>")
+    missing = [str(folder) for folder in args.runs if not folder.is_dir()]
+    if missing or not args.runs:
+        fail(f"give folders of runs, such as runs/<name>; no folder: {' '.join(missing) or 'none'}")
     folders = [folder.resolve() for folder in args.runs]
     home = Path(os.path.commonpath(folders))
     runs, blocks = [], []

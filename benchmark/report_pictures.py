@@ -1,4 +1,4 @@
-"""Draw the two pictures of report.py's page: python benchmark/report_pictures.py runs/*
+"""Draw the two pictures of report.py's page: python benchmark/report_pictures.py runs/*/
 
 They are docs/report/curves.png and samples.png, taken by a headless Chromium (apt-get install chromium, and pip install
 playwright==1.65.2). The runs in the README are those of

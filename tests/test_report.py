@@ -151,12 +151,15 @@ def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, cap
     assert line.startswith("error: ") and line.endswith(f"pip install {pin}\n")
 
 
-def test_a_folder_that_is_not_there(tmp_path, capsys):
+@pytest.mark.parametrize("names", [[], ["a", "nothing"]])
+def test_a_folder_that_is_not_there(tmp_path, capsys, names):
     pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    write_run(tmp_path / "a")
     with pytest.raises(SystemExit) as end:
-        report.main(report.Args([tmp_path / "nothing"]))
+        report.main(report.Args([tmp_path / name for name in names]))
     assert end.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and all(str(tmp_path / name) in line for name in names[1:])
 
 
 # ---- the page: curves
@@ -238,7 +241,11 @@ def report_page(chromium, tmp_path_factory):
         home / "real",
         home / "empty",
         write_run(home / "started", [{"step": 0, "eval/accuracy": 0.5}]),
-        write_run(home / "old", old_metrics, [{"step": 1, "completions": [3]}]),
+        write_run(
+            home / "old",
+            old_metrics,
+            [{"step": 1, "completions": [3]}, {"step": 1, "completions": 3}],
+        ),
     ]
     page, errors = open_report(chromium, folders)
     yield page, errors, f"{home.name}/"
@@ -357,5 +364,8 @@ def test_runs_that_have_nothing_yet(look):
     ]
     assert look.notes("empty") == missing
     assert look.notes("started") == ["samples.jsonl has no record"]
-    assert look.notes("old") == [f"metrics.jsonl has no {', '.join(report.FIRST)}"]
+    assert look.notes("old") == [
+        "samples.jsonl: 1 unreadable lines are left out",
+        f"metrics.jsonl has no {', '.join(report.FIRST)}",
+    ]
     assert look("old").inner_text(".card .text") == "3"
