@@ -10,6 +10,7 @@ import grpo
 import report
 
 sys.path.insert(0, str(ROOT / "benchmark"))
+import lessons
 import report_pictures
 
 HOSTILE = (
@@ -105,6 +106,20 @@ def test_entropy_has_collapsed_if_it_stays_low():
     assert report.marks(metrics[:11]) == []
 
 
+def test_the_mark_of_the_entropy_finds_the_recorded_runs_that_collapsed():
+    """As docs/metrics.md says: all that are sampled too cold or collapsed, and no other."""
+    found, seeds = set(), 0
+    for record in lessons.read_records().values():
+        entropy = record["curves"]["policy/entropy"]
+        metrics = [metric(k + 1, entropy=value) for k, value in enumerate(entropy)]
+        if report.marks(metrics):
+            found.add(record["command"])
+            seeds += 1
+    arms = lessons.LESSONS[15][1]
+    assert found == {arms["sampled too cold"], arms["PPO, collapsed"]}
+    assert seeds == 6
+
+
 def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
     records = [metric(1), metric(2)]
     folder = write_run(tmp_path / "half", records, [group(1, "1+1=", "2", ["2"], [0.2])])
@@ -167,7 +182,7 @@ def test_a_folder_that_is_not_there(tmp_path, capsys, names):
 
 def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     """Two seeds of one configuration, by hand, and another configuration beside them."""
-    rewards = {1: [0.0, 1.0, 2.0], 2: [1.0, 2.0, 6.0]}
+    rewards = {1: [0, 1, 2, 3, 4, 10], 2: [2, 3, 4, 5, 6, 14]}
     folders = [
         write_run(
             tmp_path / f"s{seed}",
@@ -189,14 +204,15 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
             f"document.querySelector('#first .chart').data.map(trace => trace.{axis})"
         )
 
-    # Mean of the last steps of each seed, then lowest, highest and mean over the seeds.
-    assert curves()[:3] == [[0, 0.5, 1], [1, 1.5, 3], [0.5, 1, 2]]
+    # Of each seed the mean of the last five steps; then lowest, highest and mean over the seeds.
+    low, high = [0, 0.5, 1, 1.5, 2, 4], [2, 2.5, 3, 3.5, 4, 6.4]
+    assert curves()[:3] == [low, high, [1, 1.5, 2, 2.5, 3, 5.2]]
     page.uncheck("#smooth")
-    assert curves() == [[0, 1, 2], [1, 2, 6], [0.5, 1.5, 4], [None, 1]]
+    assert curves() == [rewards[1], rewards[2], [1, 2, 3, 4, 5, 12], [None, 1]]
     page.uncheck("#band")
-    assert curves() == [[0, 1, 2], [1, 2, 6], [None, 1]]
+    assert curves() == [rewards[1], rewards[2], [None, 1]]
     page.select_option("#across", "episodes")
-    assert curves("x") == [[8, 16, 24], [8, 16, 24], [8, 16]]
+    assert curves("x") == [[8, 16, 24, 32, 40, 48]] * 2 + [[8, 16]]
     page.uncheck("#legend input >> nth=0")
     assert curves() == [[None, 1]]
     assert page.locator("#all .main-svg").count() == 0  # until its group is opened
