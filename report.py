@@ -1,0 +1,150 @@
+"""Look at runs: curves and samples, in one HTML file that needs no network and no server.
+
+    python report.py runs/A               one run, finished or not: runs/A/report.html
+    python report.py runs/A runs/B        several, over each other: runs/report.html
+
+It reads args.json, metrics.jsonl and samples.jsonl of each run and shows what is there; what is
+missing or unreadable is said on the page. Runs whose args.json differ in the seed alone are one
+configuration, drawn as mean and band. The page is assets/report.html; plotly draws the curves.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from utils.rewards import accuracy_reward
+
+PAGE = Path(__file__).resolve().parent / "assets" / "report.html"
+FIRST = ["rollout/reward_mean", "rollout/accuracy", "rollout/eos_frac", "rollout/zero_std_frac"]
+FIRST += ["policy/entropy", "kl/ref"]  # docs/metrics.md: the six to watch first
+BROKEN = {  # docs/metrics.md: the marks of a broken run
+    "rollout/eos_frac": ("below", 0.5, "most responses are cut"),
+    "rollout/zero_std_frac": ("above", 0.9, "most groups have equal rewards"),
+    "optim/skipped": ("above", 0, "gradients that are not finite"),
+}
+
+
+@dataclass
+class Args:
+    runs: tyro.conf.Positional[list[Path]]
+    """folders of runs"""
+    out: Path | None = None
+    """file to write; None: report.html in the folder that holds all the runs"""
+
+
+def read_json(text):
+    """JSON with six digits of a number, as many as float32 has, and NaN as a string."""
+    return json.loads(text, parse_float=lambda x: float(f"{float(x):.6g}"), parse_constant=str)
+
+
+def read_records(path, needed, kind):
+    """The records of a .jsonl file that have a step and what is needed; lines on what it lacks."""
+    if not path.is_file():
+        return [], [f"{path.name} is missing"]
+    # What follows the last line break is nothing, or a line that is being written.
+    *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    records = []
+    for line in lines:
+        try:
+            record = read_json(line)
+            if isinstance(record["step"], int) and isinstance(record[needed], kind):
+                records.append(record)
+        except (ValueError, TypeError, KeyError):
+            pass  # counted below
+    gaps = [] if records else [f"{path.name} has no record"]
+    if len(records) < len(lines):
+        gaps.append(f"{path.name}: {len(lines) - len(records)} unreadable lines are left out")
+    if rest:
+        gaps.append(f"{path.name}: the last line is half-written and left out")
+    return records, gaps
+
+
+def read_run(folder, name):
+    """A run as the page takes it: name, args, metrics, samples, marks and gaps."""
+    gaps = []
+    try:
+        args = dict(read_json((folder / "args.json").read_text(encoding="utf-8")))
+        args |= args.pop("versions", {})
+    except (OSError, ValueError, TypeError):
+        args = {"args.json": f"none in {name}"}  # so that it is no other run with another seed
+        gaps.append("args.json is missing or unreadable")
+    args["script"] = next((path.name for path in folder.glob("*.py")), "?")  # the run's own copy
+    metrics, metrics_gaps = read_records(folder / "metrics.jsonl", "step", int)
+    samples, samples_gaps = read_records(folder / "samples.jsonl", "completions", list)
+    eos_frac = dict(series(metrics, "rollout/eos_frac"))
+    for group in samples:
+        texts = [str(text) for text in group["completions"]]
+        right = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
+        # Which responses of a step were cut is not logged, only how many.
+        all_ended = eos_frac.get(group["step"]) == 1
+        cut = [not all_ended and not text.rstrip().endswith("</answer>") for text in texts]
+        group |= {"completions": texts, "right": right, "cut": cut}
+    run = {"name": name, "args": args, "metrics": metrics, "samples": samples}
+    return run | {"marks": marks(metrics), "gaps": gaps + metrics_gaps + samples_gaps}
+
+
+def series(metrics, name):
+    """The steps and the values of a metric, where it is a number."""
+    return [(x["step"], x[name]) for x in metrics if isinstance(x.get(name), int | float)]
+
+
+def marks(metrics):
+    """What docs/metrics.md says of broken runs, where it is so."""
+    found = []
+    for name, (side, limit, meaning) in BROKEN.items():
+        sign = 1 if side == "above" else -1
+        pairs = series(metrics, name)
+        steps = [step for step, value in pairs if sign * (value - limit) > 0]
+        if steps:
+            when = f"in {len(steps)} of {len(pairs)} steps, first in step {steps[0]}"
+            found.append(f"{name} is {side} {limit} ({meaning}) {when}")
+    entropy = series(metrics, "policy/entropy")
+    for k in range(len(entropy) - 4):
+        if all(value < entropy[0][1] / 10 for _, value in entropy[k : k + 5]):
+            text = "policy/entropy has collapsed: below a tenth of its first value for five steps"
+            return [*found, f"{text}, first in steps {entropy[k][0]} to {entropy[k + 4][0]}"]
+    return found
+
+
+def block(name, data):
+    """Data inside the page. Without "<" no text of a model ends the block."""
+    text = json.dumps(data).replace("<", "\\u003c")
+    return f'<script type="application/json" id="{name}">{text}</script>\n'
+
+
+def fail(message):
+    """End with one line, status 2 and no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+def main(args: Args) -> Path:
+    """Write the page, and return its path."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        fail("plotly, which draws the curves, is not installed: pip install plotly==7.1.0")
+    missing = [str(folder) for folder in args.runs if not folder.is_dir()]
+    if missing or not args.runs:
+        fail(f"give folders of runs, such as runs/<name>; no folder: {' '.join(missing) or 'none'}")
+    folders = [folder.resolve() for folder in args.runs]
+    home = Path(os.path.commonpath(folders))
+    runs, blocks = [], []
+    for k, folder in enumerate(folders):
+        run = read_run(folder, str(folder.relative_to(home.parent)))
+        blocks.append(block(f"samples-{k}", run.pop("samples")))
+        runs.append(run)
+    blocks.append(block("data", {"runs": runs, "first": FIRST, "broken": BROKEN}))
+    page = PAGE.read_text(encoding="utf-8").replace("<!-- data -->", "".join(blocks))
+    out = args.out or home / "report.html"
+    out.write_text(page.replace("<!-- plotly -->", get_plotlyjs()), encoding="utf-8")
+    print(out)
+    return out
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))

@@ -1,0 +1,387 @@
+"""report.py: what it reads of a run, and its page in a browser."""
+
+import json
+import sys
+
+import pytest
+from conftest import ROOT
+
+import grpo
+import report
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import lessons
+import report_pictures
+
+HOSTILE = (
+    "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
+)
+HOSTILE += "<!--<script> & <b>bold</b> \u2028 $& \\u003c"
+
+
+def metric(step, **values):
+    """A record of a healthy step, with these values instead."""
+    names = dict(reward_mean=1.0, accuracy=0.5, eos_frac=1.0, zero_std_frac=0.1)
+    record = {f"rollout/{name}": values.pop(name, x) for name, x in names.items()}
+    entropy, kl, skipped = (
+        values.pop("entropy", 0.5),
+        values.pop("kl", 0.01),
+        values.pop("skipped", 0),
+    )
+    assert not values
+    record |= {"policy/entropy": entropy, "kl/ref": kl, "optim/skipped": skipped}
+    return {"step": step, "episodes": 8 * step, "tokens": 100 * step} | record
+
+
+def group(step, prompt, answer, completions, rewards, advantages=None):
+    advantages = advantages or [x - sum(rewards) / len(rewards) for x in rewards]
+    sides = {"completions": completions, "rewards": rewards, "advantages": advantages}
+    return {"step": step, "prompt": prompt, "answer": answer} | sides
+
+
+def write_run(folder, metrics=(), samples=(), **args):
+    """The folder of a run."""
+    folder.mkdir(parents=True)
+    (folder / "grpo.py").write_text("")
+    args = {"seed": 1, "beta": 0.01} | args | {"versions": {"torch": "2.13.0"}}
+    (folder / "args.json").write_text(json.dumps(args))
+    for name, records in {"metrics.jsonl": metrics, "samples.jsonl": samples}.items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    pytest.importorskip(
+        "playwright", reason="playwright drives the browser: pip install playwright"
+    )
+    if report_pictures.CHROMIUM is None:
+        pytest.skip("no browser: apt-get install chromium")
+    with report_pictures.browser() as browser:
+        yield browser
+
+
+def open_report(chromium, folders):
+    """The page of these runs, and a list that gets what is wrong in its console."""
+    page, errors = chromium.new_page(), []
+    page.on("console", lambda line: line.type == "error" and errors.append(line.text))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(report.main(report.Args(folders)).as_uri())
+    return page, errors
+
+
+# ---- what is read
+
+
+def test_the_marks_of_a_broken_run():
+    """Each at its limit and just beyond it."""
+    edge = dict(eos_frac=0.5, zero_std_frac=0.9)
+    healthy = [metric(step, entropy=0.05 if step > 1 else 0.5, **edge) for step in range(1, 9)]
+    assert report.marks([{"step": 0, "eval/accuracy": 0.5}, *healthy]) == []
+
+    metrics = [
+        metric(1, eos_frac=0.49),
+        metric(2),
+        metric(3, eos_frac=0.1),
+        metric(4, eos_frac=None),
+    ]
+    assert report.marks(metrics) == [
+        "rollout/eos_frac is below 0.5 (most responses are cut) in 2 of 3 steps, first in step 1"
+    ]
+    metrics = [metric(1), metric(2, zero_std_frac=0.91, skipped=1)]
+    found = report.marks(metrics)
+    assert [line.split(" (")[0] for line in found] == [
+        "rollout/zero_std_frac is above 0.9",
+        "optim/skipped is above 0",
+    ]
+    assert all(line.endswith("in 1 of 2 steps, first in step 2") for line in found)
+
+
+def test_entropy_has_collapsed_if_it_stays_low():
+    low = {step: 0.049 for step in (3, 4, 5, 6, 8, 9, 10, 11, 12, 13)}
+    metrics = [metric(step, entropy=low.get(step, 0.5)) for step in range(1, 15)]
+    (line,) = report.marks(metrics)
+    assert "policy/entropy" in line and line.endswith("first in steps 8 to 12")
+    assert report.marks(metrics[:11]) == []
+
+
+def test_the_mark_of_the_entropy_finds_the_recorded_runs_that_collapsed():
+    """As docs/metrics.md says: all that are sampled too cold or collapsed, and no other."""
+    found, seeds = set(), 0
+    for record in lessons.read_records().values():
+        entropy = record["curves"]["policy/entropy"]
+        metrics = [metric(k + 1, entropy=value) for k, value in enumerate(entropy)]
+        if report.marks(metrics):
+            found.add(record["command"])
+            seeds += 1
+    arms = lessons.LESSONS[15][1]
+    assert found == {arms["sampled too cold"], arms["PPO, collapsed"]}
+    assert seeds == 6
+
+
+def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
+    records = [metric(1), metric(2)]
+    folder = write_run(tmp_path / "half", records, [group(1, "1+1=", "2", ["2"], [0.2])])
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('not json\n[1]\n{"episodes": 3}\n' + json.dumps(metric(3))[:-9])
+    (folder / "samples.jsonl").unlink()
+    run = report.read_run(folder, "half")
+    assert run["metrics"] == records
+    assert run["gaps"] == [
+        "metrics.jsonl: 3 unreadable lines are left out",
+        "metrics.jsonl: the last line is half-written and left out",
+        "samples.jsonl is missing",
+    ]
+    (folder / "args.json").write_text('{"seed": 1, "be')
+    assert "args.json is missing or unreadable" in report.read_run(folder, "half")["gaps"]
+
+
+def test_right_and_cut(tmp_path):
+    """Right is the number in the answer tags; cut, in a step where not all ended, no </answer> at the end."""
+    texts = ["<answer>4</answer>", "<answer>5</answer>\n", "<answer>4</answer> and", "4"]
+    samples = [group(step, "2+2=", "#### 4", texts, [1.4, 0.4, 1.4, 0.0]) for step in (1, 2)]
+    folder = write_run(tmp_path / "a", [metric(1, eos_frac=0.5), metric(2)], samples)
+    one, two = report.read_run(folder, "a")["samples"]
+    assert one["right"] == two["right"] == [1, 0, 1, 0]
+    assert one["cut"] == [False, False, True, True]
+    assert two["cut"] == [False] * 4
+
+
+def test_the_first_six_are_those_of_the_page_on_metrics():
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    section = text.split("## Watch these six first")[1].split("\n## ")[0]
+    assert [
+        line.split("`")[1] for line in section.splitlines() if line[:3] == "- `"
+    ] == report.FIRST
+
+
+def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(SystemExit) as end:
+        report.main(report.Args([write_run(tmp_path / "a")]))
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    (pin,) = [x for x in (ROOT / "benchmark/requirements.txt").read_text().split() if "plotly" in x]
+    assert line.startswith("error: ") and line.endswith(f"pip install {pin}\n")
+
+
+@pytest.mark.parametrize("names", [[], ["a", "nothing"]])
+def test_a_folder_that_is_not_there(tmp_path, capsys, names):
+    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    write_run(tmp_path / "a")
+    with pytest.raises(SystemExit) as end:
+        report.main(report.Args([tmp_path / name for name in names]))
+    assert end.value.code == 2
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1 and all(str(tmp_path / name) in line for name in names[1:])
+
+
+# ---- the page: curves
+
+
+def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
+    """Two seeds of one configuration, by hand, and another configuration beside them."""
+    rewards = {1: [0, 1, 2, 3, 4, 10], 2: [2, 3, 4, 5, 6, 14]}
+    folders = [
+        write_run(
+            tmp_path / f"s{seed}",
+            [metric(k + 1, reward_mean=x) for k, x in enumerate(values)],
+            seed=seed,
+        )
+        for seed, values in rewards.items()
+    ]
+    folders.append(write_run(tmp_path / "x", [metric(1, reward_mean=None), metric(2)], beta=0.5))
+    page, errors = open_report(chromium, folders)
+    labels = ["grpo.py, beta 0.01, seeds 1, 2", "grpo.py, beta 0.5, seed 1"]
+    assert page.locator("#legend label").all_inner_texts() == labels
+    differing = page.inner_text("#runs details >> nth=0")
+    assert "beta" in differing and "torch" not in differing
+    page.wait_for_selector("#first .main-svg")
+
+    def curves(axis="y"):
+        return page.evaluate(
+            f"document.querySelector('#first .chart').data.map(trace => trace.{axis})"
+        )
+
+    # Of each seed the mean of the last five steps; then lowest, highest and mean over the seeds.
+    low, high = [0, 0.5, 1, 1.5, 2, 4], [2, 2.5, 3, 3.5, 4, 6.4]
+    assert curves()[:3] == [low, high, [1, 1.5, 2, 2.5, 3, 5.2]]
+    page.uncheck("#smooth")
+    assert curves() == [rewards[1], rewards[2], [1, 2, 3, 4, 5, 12], [None, 1]]
+    page.uncheck("#band")
+    assert curves() == [rewards[1], rewards[2], [None, 1]]
+    page.select_option("#across", "episodes")
+    assert curves("x") == [[8, 16, 24, 32, 40, 48]] * 2 + [[8, 16]]
+    page.uncheck("#legend input >> nth=0")
+    assert curves() == [[None, 1]]
+    assert page.locator("#all .main-svg").count() == 0  # until its group is opened
+    page.click("#all summary >> nth=0")
+    page.wait_for_selector("#all .main-svg")
+    page.close()
+    assert errors == []
+
+
+# ---- the page: samples
+
+RIGHT, WRONG = "<answer>4</answer>", "<think>2</think>"
+GROUPS = [
+    group(1, "2+2=", "4", [RIGHT, WRONG], [1.4, 0.2]),
+    group(2, "1+3=", "4", [WRONG, WRONG], [0.2, 0.2]),
+    group(3, "3+1=", "4", [RIGHT, RIGHT], [1.4, 1.4], [[0.5, -0.5, 1.0], [0.1]]),
+    group(4, "2+2=", "4", [RIGHT, "<answer>Five</answer>"], [1.4, 0.4]),
+    group(5, "4+0=", "4", [RIGHT, RIGHT], [1.4, 1.3]),
+]
+HOSTILE_NAME = "<img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def report_page(chromium, tmp_path_factory):
+    """One page of many runs: to read plotly takes a browser a second."""
+    home = tmp_path_factory.mktemp("runs")
+    many = [
+        group(k // 16, f"{k}+1=", str(k + 1), [f"number {k} " + "x" * 200], [k % 2])
+        for k in range(10_000)
+    ]
+    hostile = [group(1, HOSTILE, HOSTILE, [HOSTILE, "5"], [0.0, float("nan")])]
+    sizes = dict(num_prompts=2, num_generations=2, num_steps=2, eval_size=2, device="cpu")
+    grpo.main(grpo.Args(runs_dir=str(home), run_name="real", **sizes))
+    (home / "empty").mkdir()
+    old_metrics = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
+    folders = [
+        write_run(home / "many", [metric(1)], many),
+        write_run(
+            home / "few", [metric(k, eos_frac=0.4 if k == 2 else 1.0) for k in range(1, 6)], GROUPS
+        ),
+        write_run(home / HOSTILE_NAME, [metric(1)], hostile, system_prompt=HOSTILE),
+        home / "real",
+        home / "empty",
+        write_run(home / "started", [{"step": 0, "eval/accuracy": 0.5}]),
+        write_run(
+            home / "old",
+            old_metrics,
+            [{"step": 1, "completions": [3]}, {"step": 1, "completions": 3}],
+        ),
+    ]
+    page, errors = open_report(chromium, folders)
+    yield page, errors, f"{home.name}/"
+    page.close()
+
+
+@pytest.fixture
+def look(report_page):
+    """A function that shows the samples of a run, without a filter."""
+    page, errors, prefix = report_page
+
+    def look(name):
+        page.evaluate(
+            "document.querySelectorAll('#filters input').forEach(x => { x.value = ''; x.checked = false; })"
+        )
+        page.select_option("#kind", "")
+        page.select_option("#run", label=prefix + name)
+        return page
+
+    look.notes = lambda name: [
+        note.removeprefix(f"{prefix}{name}: ")
+        for note in page.locator("#runs .note").all_inner_texts()
+        if note.startswith(f"{prefix}{name}: ")
+    ]
+    yield look
+    assert errors == []
+
+
+def steps_shown(page):
+    return [int(text.removeprefix("step ")) for text in page.locator(".group b").all_inner_texts()]
+
+
+def test_ten_thousand_groups_are_shown_in_three_seconds(look, report_page):
+    page = report_page[0]
+    assert page.evaluate("performance.getEntriesByName('samples are shown')[0].startTime") < 3000
+    look("many")
+    assert len(steps_shown(page)) == 20
+    page.click("#on")
+    assert "21 to 40 of 10000" in page.inner_text("#count")
+    page.fill("#search", "number 9999")
+    assert steps_shown(page) == [9999 // 16]
+
+
+def test_a_run_of_a_script(look):
+    """What grpo.py writes is what the page reads: nothing is missing."""
+    page = look("real")
+    assert steps_shown(page) == [1, 1, 2, 2]
+    for text in ("^reward -?[0-9]", "^adv. [+-][0-9]"):
+        assert page.locator(f".card span:text-matches('{text}')").count() == 8
+    assert not any(".jsonl" in note or "args" in note for note in look.notes("real"))
+    cells = (
+        page.locator("#runs table >> nth=0").locator("tr:has-text('/real') td").all_inner_texts()
+    )
+    assert cells[1:4] == ["grpo.py", "1", "2 of 2"] and "-" not in cells
+    first = page.eval_on_selector_all("#first .chart", "charts => charts.map(x => x.dataset.name)")
+    assert first == report.FIRST
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "steps"),
+    [
+        ("step-from", "4", [4, 5]),
+        ("step-to", "2", [1, 2]),
+        ("reward-to", "0.3", [1, 2]),
+        ("reward-from", "1.35", [1, 3, 4, 5]),
+        ("search", "FIVE", [4]),
+        ("search", "1+3", [2]),
+        ("search", "nowhere", []),
+        ("kind", "right", [3, 5]),
+        ("kind", "wrong", [2]),
+        ("kind", "mixed", [1, 4]),
+        ("kind", "equal", [2, 3]),
+        ("cut", True, [2]),
+        ("repeated", True, [1, 4]),
+    ],
+)
+def test_a_filter_filters(look, field, value, steps):
+    page = look("few")
+    assert steps_shown(page) == [1, 2, 3, 4, 5]
+    if field == "kind":
+        page.select_option("#kind", value)
+    elif value is True:
+        page.check(f"#{field}")
+    else:
+        page.fill(f"#{field}", value)
+    assert steps_shown(page) == steps
+    if field == "reward-to":
+        assert page.locator(".card.out").count() == 1  # the other response of its group, pale
+
+
+def test_the_mark_and_the_advantages_of_tokens(look):
+    page = look("few")
+    (note,) = look.notes("few")
+    assert note.startswith("rollout/eos_frac is below 0.5")
+    assert page.locator(".strip").count() == 4
+    assert "adv. +0.33" in page.inner_text(".group >> nth=2")
+
+
+def test_text_of_a_model_stays_text(look):
+    page = look(HOSTILE_NAME)
+    assert page.text_content(".card .text >> nth=0") == HOSTILE
+    assert page.text_content(".prompt") == HOSTILE
+    assert page.title() == "PlainRL: runs"
+    assert page.locator("#groups img, #groups script, .text b, #runs img, #legend img").count() == 0
+    assert "NaN" in page.inner_text(".card >> nth=1")
+
+
+def test_runs_that_have_nothing_yet(look):
+    """An empty folder, one without steps, one of another version: the page says what they lack."""
+    page = look("empty")
+    assert "no samples" in page.inner_text("#count")
+    missing = [
+        "args.json is missing or unreadable",
+        "metrics.jsonl is missing",
+        "samples.jsonl is missing",
+    ]
+    assert look.notes("empty") == missing
+    assert look.notes("started") == ["samples.jsonl has no record"]
+    assert look.notes("old") == [
+        "samples.jsonl: 1 unreadable lines are left out",
+        f"metrics.jsonl has no {', '.join(report.FIRST)}",
+    ]
+    assert look("old").inner_text(".card .text") == "3"
