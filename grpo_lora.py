@@ -1,11 +1,11 @@
 """GRPO with low-rank adapters, in one file: grpo.py (DeepSeekMath, Shao et al. 2024,
-arXiv:2402.03300v3) with LoRA (Hu et al. 2021, arXiv:2106.09685), which trains a policy of 1.7 B
-parameters on a GPU of 16 GB.
+arXiv:2402.03300v3) with LoRA (Hu et al. 2021, arXiv:2106.09685). By counting, a policy of 1.7 B
+parameters then needs 14 GB of a GPU instead of 38.
 
 The weights W (out, in) of each linear layer of the model, all but the head's, stay as they are. To
 what the layer gives, a product of two small matrices is added, which are all that is trained:
 
-    y = W x + (alpha / rank) B A x               A (rank, in), B (out, rank)    (Hu et al., Eq. 3)
+    y = W x + (alpha / rank) B A x      A (rank, in), B (out, rank)   (Hu et al., Eq. 3 and 4.1)
 
 A starts uniform within +-1/sqrt(in) and B at 0, so that the policy starts as the reference. The
 objective and its equations are grpo.py's, theta being all A and B:
@@ -18,7 +18,7 @@ reference is the model without them, on the same weights; (3) on a GPU the weigh
 but for the head, and A and B in float32; the trained model itself samples, and nothing is copied or
 merged, since a merge into bf16 would round small updates away; (4) a checkpoint holds A, B and
 their averages; what is left of a run is the model with B A merged into its weights in float32, and
-the adapters alone, as a folder that peft and vLLM load; (5) the learning rate is three times
+the adapters alone, as a folder in peft's format; (5) the learning rate is three times
 grpo.py's. Schulman et al. (2025, "LoRA Without Regret", thinkingmachines.ai/blog/lora) found the
 best rate of LoRA at some ten times that of full training; public sweeps of GRPO on MATH
 (github.com/gernim/lora-reward-density) at three.
