@@ -959,6 +959,6 @@ def save_checkpoint(args, run_dir, parts, state, metrics, problems):
 
 if __name__ == "__main__":
     print_safely()
-    lower = "out of memory; lower --micro-batch-tokens or --sampling-tokens"
+    lower = "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use grpo_lora.py"
     with one_line(lower, torch.OutOfMemoryError):
         main(tyro.cli(Args))

@@ -22,7 +22,7 @@ import torch
 from records import FOLDER, ROOT, provenance, read_run, write
 
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
-SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu"]
+SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
 
 
 def run(script: str, seed: int, device: str) -> dict:

@@ -74,6 +74,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "grpo_offpolicy": 1 / (num_seqs * max(1, length)),
             "grpo_process": 1 / (num_seqs * max(1, length)),
             "grpo_multigpu": 1 / (num_seqs * max(1, length)),
+            "grpo_lora": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
@@ -100,6 +101,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
                 "grpo_offpolicy",
                 "grpo_process",
                 "grpo_multigpu",
+                "grpo_lora",
             ):
                 upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)

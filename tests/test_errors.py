@@ -103,6 +103,7 @@ GROUPS = {
     "grpo_offpolicy",
     "grpo_process",
     "grpo_multigpu",
+    "grpo_lora",
 }
 
 

@@ -24,6 +24,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo_offpolicy": 6937,
     "grpo_process": 7358,
     "grpo_multigpu": 7566,
+    "grpo_lora": 7106,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -190,6 +191,22 @@ PAIRS = {
             "connect": "the processes are connected",
             "open_run": "rank 0 alone writes",
             "save_checkpoint": "gathered from all, written by rank 0",
+        },
+    ),
+    ("grpo_lora", "grpo"): (
+        60,
+        {
+            "header": "the adapters' file",
+            "RECIPES": "adapters take a larger learning rate",
+            "Args.lora_rank": "low-rank adapters",
+            "Args.lora_alpha": "low-rank adapters",
+            "low_rank": "low-rank adapters",
+            "compute_advantages": "the heading of the section stands before another function",
+            "main": "adapters are trained and saved; the trained model itself samples",
+            "inference_copy": "nothing is copied: sampler, reference and policy have the same weights",
+            "add_adapters": "low-rank adapters",
+            "load_model": "the weights are not trained: bf16 on a GPU; there must be layers to adapt",
+            "save_adapters": "what other libraries load",
         },
     ),
     ("grpo_process", "grpo"): (

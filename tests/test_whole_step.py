@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from utils.rewards import accuracy_reward, format_reward
@@ -109,6 +110,7 @@ CASES = [  # script, fields, what is special
     ),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", {}),
+    ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
     ("grpo_process", {}),
     ("grpo_process", dict(num_iterations=1, num_minibatches=1, beta=0.0)),
 ]
@@ -200,6 +202,27 @@ def outputs_of(network, sequence):
         0, len(prompt) - 1 :
     ]
     return network.score(hidden)[:, 0]
+
+
+class WithAdapters(torch.nn.ParameterList):
+    """grpo_lora.py's policy: its parameters are A and B of each linear layer of the trunk, in order, and before it
+    computes anything it forms every W + (alpha / rank) B A."""
+
+    def __init__(self, base, args):
+        super().__init__()
+        self.base, self.names, self.scale = [base], [], args.lora_alpha / args.lora_rank
+        torch.manual_seed(args.seed)
+        for name, layer in base.named_modules():
+            if isinstance(layer, torch.nn.Linear) and layer is not base.get_output_embeddings():
+                self.names.append(f"{name}.weight")
+                self.append(torch.nn.Linear(layer.in_features, args.lora_rank).weight.detach())
+                self.append(torch.zeros(layer.out_features, args.lora_rank))
+
+    def __call__(self, ids):
+        (base,) = self.base
+        pairs = zip(self.names, list(self)[::2], list(self)[1::2], strict=True)
+        weights = {name: base.get_parameter(name) + self.scale * B @ A for name, A, B in pairs}
+        return functional_call(base, weights, (ids,))
 
 
 def k3(ref, logprob):
@@ -352,6 +375,8 @@ def reference(name, args, steps):
     model, ref_model, sampler = [
         AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(3)
     ]
+    if hasattr(args, "lora_rank"):
+        model = WithAdapters(model, args)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     networks, rates = [model], [args.learning_rate]
     if name == "ppo_rlhf":
@@ -637,7 +662,8 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     script = __import__(name)
     double(script)
     args, steps, saved = run(script, monkeypatch, tmp_path, given)
-    networks, expected = reference("grpo" if name == "grpo_multigpu" else name, args, steps)
+    known_as = "grpo" if name in ("grpo_multigpu", "grpo_lora") else name
+    networks, expected = reference(known_as, args, steps)
     lengths = [len(response) for step in steps for _, response in step["sequences"]]
     assert len(set(lengths)) > 3, "the lengths are to be ragged"
     for step, metrics in zip(steps, expected, strict=True):
@@ -651,10 +677,7 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     for key, network in zip(("model", "value_model"), networks, strict=False):
         for parameter, weights in network.state_dict().items():
             torch.testing.assert_close(saved[key][parameter], weights, rtol=1e-6, atol=1e-8)
-        start = AutoModelForCausalLM.from_pretrained(
-            ROOT / "assets" / "adder", dtype=torch.float64
-        ).state_dict()
-        moved = max(
-            (saved["model"][parameter] - start[parameter]).abs().max() for parameter in start
-        )
+        start = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "adder", dtype=torch.float64)
+        start = WithAdapters(start, args) if name == "grpo_lora" else start
+        moved = max((saved["model"][key] - x).abs().max() for key, x in start.state_dict().items())
         assert moved > 1e-4

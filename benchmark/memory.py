@@ -1,0 +1,255 @@
+"""What a script needs of a GPU's memory, by counting: python benchmark/memory.py
+
+It writes the tables of docs/runs.md: which script trains which model on which card, and with which flags. Nothing is
+loaded: the shapes of the models are written down below, as their config.json has them. For one case:
+
+    python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576
+
+Weights, averages, gradients, copies, keys and values are exact. Activations are counted for a decoder with a gated MLP,
+and are within 15 % of the peak that tests/test_memory.py measures on an emulated GPU.
+Not counted: what the allocator loses between blocks, and CUDA's own context of half a GB. A card of n GB is taken to
+give n * 1e9 bytes; most report 3 to 7 % more than that, and this is what is left for both.
+"""
+
+import argparse
+from types import SimpleNamespace
+
+from records import ROOT, fill, table
+
+PROMPT = (
+    212  # tokens of a long prompt of the recipe: GSM8K's question, the instructions and a template
+)
+CARDS = [16, 24, 40, 48, 80]  # GB
+SCRIPTS = ["grpo", "grpo_lora", "ppo_rlhf"]
+FLAGS = dict(
+    sampling_tokens=49152,
+    micro_batch_tokens=2048,
+    beta=0.04,
+    lora_rank=16,
+    num_prompts=16,
+    num_generations=8,
+    max_new_tokens=300,
+    gradient_checkpointing=True,
+)
+# What is tried, in this order, until it fits.
+LOWER = [
+    {},
+    dict(sampling_tokens=24576),
+    dict(sampling_tokens=12288),
+    dict(sampling_tokens=12288, beta=0),
+]
+# On a card where the defaults leave room: the first that fits.
+HIGHER = [
+    dict(sampling_tokens=131072, micro_batch_tokens=16384),
+    dict(sampling_tokens=131072, micro_batch_tokens=8192),
+    dict(sampling_tokens=98304, micro_batch_tokens=4096),
+]
+
+
+def llama(layers, width, heads, key_heads, inner, vocabulary, tied=True, **more):
+    fields = dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads)
+    fields |= dict(num_key_value_heads=key_heads, intermediate_size=inner, vocab_size=vocabulary)
+    return dict(model_type="llama", tie_word_embeddings=tied) | fields | more
+
+
+QWEN2 = dict(model_type="qwen2")
+MODELS = {  # as in config.json of the repositories of HuggingFaceTB and Qwen
+    "Qwen2.5-0.5B": llama(24, 896, 14, 2, 4864, 151936, **QWEN2),
+    "Qwen3-0.6B": llama(28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128),
+    "Qwen2.5-1.5B": llama(28, 1536, 12, 2, 8960, 151936, **QWEN2),
+    "SmolLM2-1.7B": llama(24, 2048, 32, 32, 8192, 49152),
+    "Qwen2.5-3B": llama(36, 2048, 16, 2, 11008, 151936, **QWEN2),
+    "Qwen2.5-7B": llama(28, 3584, 28, 4, 18944, 152064, tied=False, **QWEN2),
+}
+
+
+def shape(config: dict) -> SimpleNamespace:
+    """What is counted with, of a config.json of Llama, Qwen2, Qwen3, Gemma 3 (text) or GPT-2.
+
+    matrices: (in, out) of each matrix of a layer; small: the other numbers of a layer; keys: numbers in a token's keys,
+    of one layer; linear: whether the matrices are nn.Linear, which alone get adapters; normed: whether queries and keys
+    are normed.
+    """
+    c = SimpleNamespace(**config)
+    found = SimpleNamespace(tied=getattr(c, "tie_word_embeddings", True), normed=False, linear=True)
+    found.V = c.vocab_size
+    if c.model_type == "gpt2":
+        found.D = found.Q = found.keys = D = c.n_embd
+        found.layers, found.linear = c.n_layer, False
+        found.F = F = getattr(c, "n_inner", None) or 4 * D
+        found.matrices = [(D, 3 * D), (D, D), (D, F), (F, D)]
+        found.small = sum(out for _, out in found.matrices) + 4 * D  # biases, two norms with a bias
+        found.outside = c.n_positions * D + 2 * D  # positions, the last norm
+        return found
+    if c.model_type not in ("llama", "qwen2", "qwen3", "gemma3_text"):
+        raise ValueError(f"model_type {c.model_type}: of this one the shapes are not known here")
+    found.layers = c.num_hidden_layers
+    found.D, found.F = D, F = c.hidden_size, c.intermediate_size
+    head = getattr(c, "head_dim", None) or D // c.num_attention_heads
+    found.Q, found.keys = Q, K = c.num_attention_heads * head, c.num_key_value_heads * head
+    found.matrices = [(D, Q), (D, K), (D, K), (Q, D), (D, F), (D, F), (F, D)]
+    found.normed = c.model_type in ("qwen3", "gemma3_text")
+    found.small = 4 * D if c.model_type == "gemma3_text" else 2 * D  # norms
+    found.small += 2 * head if found.normed else 0
+    found.small += Q + 2 * K if c.model_type == "qwen2" else 0  # biases
+    found.outside = D  # the last norm
+    return found
+
+
+def parameters(config: dict) -> int:
+    """Numbers in the model's weights, its head counted once where it is the embedding."""
+    s = shape(config)
+    layer = sum(width * out for width, out in s.matrices) + s.small
+    return s.layers * layer + s.outside + s.V * s.D * (1 if s.tied else 2)
+
+
+def adapters(config: dict, rank: int) -> int:
+    """Numbers in A (rank, in) and B (out, rank) of all layers of the trunk."""
+    s = shape(config)
+    if not s.linear:
+        raise ValueError(f"model_type {config['model_type']}: its layers are not nn.Linear")
+    return s.layers * sum(rank * (width + out) for width, out in s.matrices)
+
+
+def activations(script: str, config: dict, tokens: int, checkpointing: bool = True) -> int:
+    """Bytes of one micro-batch at the worst moment of its backward pass on a GPU, beside gradients that are there.
+
+    The hidden state between layers is float32 where the weights are, else bf16, and one is kept for each layer. That
+    moment is one of three: the MLP of a layer (four tensors of width F are kept and three made, in bf16), its attention
+    (queries, keys and values, as they are and rotated, and their gradients), or a chunk of logits. The factors of D and
+    of the queries are fitted to peaks on the emulated GPU. Weights in float32 are cast to bf16 for the moment of their
+    layer, and their gradient is made in bf16 and then cast.
+    """
+    s = shape(config)
+    frozen = script == "grpo_lora"
+    between = s.layers * tokens * s.D * (2 if frozen else 4)
+    queries = s.Q + 2 * s.keys  # numbers in a token's queries, keys and values
+    mlp = 16 * s.F + 26 * s.D + 4 * queries if frozen else 14 * s.F + 42 * s.D + 6 * queries
+    attention = 12 * queries + 27 * s.D if frozen else 14 * queries + 42 * s.D
+    attention += 8 * queries if s.normed else 0  # queries and keys, in float32
+    sizes = [width * out for width, out in s.matrices]
+    cast = 0 if frozen else 2 * sum(sizes) + 6 * max(sizes)
+    kept = 8 * s.F + 18 * s.D + 4 * queries if frozen else 8 * s.F + 26 * s.D + 4 * queries
+    others = 0 if checkpointing else (s.layers - 1) * (tokens * kept + cast)
+    # Of a chunk: logits, log-probabilities and a gradient, float32; and the gradient of the head.
+    logits = 12 * min(2**24, tokens * s.V) + (0 if frozen else 4 * s.V * s.D)
+    layer = tokens * max(mlp, attention) + cast
+    return between + (max(layer, logits) if checkpointing else others + layer + logits // 4)
+
+
+def sampling(config: dict, f: SimpleNamespace) -> dict[str, int]:
+    """Bytes of keys and values of the most tokens that are sampled at a time; and of what is computed beside them."""
+    s = shape(config)
+    columns = PROMPT + f.max_new_tokens
+    each = 2 * 2 * s.layers * s.keys  # a token's, bf16
+    rows = max(f.num_generations, f.sampling_tokens // columns)
+    cache = rows * columns * each
+    logits = (
+        6 * 4 * min(rows, f.num_prompts * f.num_generations) * s.V
+    )  # with noise, and the graph's own
+    growing = 2 * rows * columns * each // (2 * s.layers)  # a layer's keys are copied as they grow
+    # An evaluation prefills one prompt a row, and then has no more than the prompts' keys and values.
+    prefill = rows * PROMPT * (3 * 2 * s.F + 6 * 2 * s.D + each) + 4 * rows * s.V
+    return {"keys and values": cache, "sampling beside": max(logits + growing, prefill - cache)}
+
+
+def count(script: str, config: dict, **flags) -> dict[str, int]:
+    """Bytes by what they are for, of the script with these flags on one GPU; "peak" is the most at any moment."""
+    f = SimpleNamespace(**FLAGS | flags)
+    s, P = shape(config), parameters(config)
+    head = s.V * s.D
+    in_bf16 = 2 * P + 4 * head - (0 if s.tied else 2 * head)  # with a head in float32 of its own
+    if script == "grpo_lora":
+        trained = adapters(config, f.lora_rank)
+        found = {
+            "weights": in_bf16 + 4 * trained,
+            "averages": 8 * trained,
+            "gradients": 4 * trained,
+        }
+    elif script in ("grpo", "ppo_rlhf"):
+        critic = (
+            (P if s.tied else P - head) + s.D if script == "ppo_rlhf" else 0
+        )  # a score for the head
+        trained = P + critic
+        found = {"weights": 4 * trained, "averages": 8 * trained, "gradients": 4 * trained}
+        found |= {"sampling copy": in_bf16, "reference": in_bf16 if f.beta else 0}
+    else:
+        raise ValueError(f"{script}: of this one the copies are not known here")
+    found |= sampling(config, f)
+    found["activations"] = activations(
+        script, config, f.micro_batch_tokens, f.gradient_checkpointing
+    )
+    while_sampling = found["keys and values"] + found["sampling beside"]
+    while_training = found["gradients"] + found["activations"]
+    always = sum(
+        found.get(name, 0) for name in ("weights", "averages", "sampling copy", "reference")
+    )
+    return found | {"peak": always + max(while_sampling, while_training)}
+
+
+def words(flags: dict) -> str:
+    return " ".join(f"`--{name.replace('_', '-')} {value}`" for name, value in flags.items())
+
+
+def verdict(script: str, config: dict, card: int) -> str:
+    """Whether it fits on a card of so many GB, and with which flags."""
+    for flags in LOWER:
+        peak = count(script, config, **flags)["peak"]
+        if peak <= card * 1e9:
+            break
+    else:
+        return "no"
+    if not flags and card == max(CARDS):
+        for flags in HIGHER:
+            if count(script, config, **flags)["peak"] <= card * 1e9:
+                break
+        else:
+            flags = {}
+    return "yes" if not flags else words(flags)
+
+
+def fits_table() -> str:
+    rows = []
+    for model, config in MODELS.items():
+        for script in SCRIPTS:
+            peak = count(script, config)["peak"] / 1e9
+            cells = [verdict(script, config, card) for card in CARDS]
+            rows.append([model, f"{script}.py", f"{peak:.1f}", *cells])
+    return table(["model", "script", "GB by default", *(f"{card} GB" for card in CARDS)], rows)
+
+
+def parts_table(model: str) -> str:
+    counts = {script: count(script, MODELS[model]) for script in SCRIPTS}
+    names = dict.fromkeys(name for found in counts.values() for name in found)
+    names = [name for name in names if name != "peak"] + ["peak"]
+    rows = [
+        [name, *(f"{found[name] / 1e9:.1f}" if name in found else "-" for found in counts.values())]
+        for name in names
+    ]
+    return table(["GB", *(f"{script}.py" for script in SCRIPTS)], rows)
+
+
+TABLES = {"memory": lambda: parts_table("SmolLM2-1.7B"), "fits": fits_table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("script", nargs="?", choices=SCRIPTS)
+    parser.add_argument("model", nargs="?", choices=list(MODELS), default="SmolLM2-1.7B")
+    for name, value in FLAGS.items():
+        kind = int if isinstance(value, bool) else type(value)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
+    options = vars(parser.parse_args())
+    script, model = options.pop("script"), options.pop("model")
+    if script is None:
+        for name, make in TABLES.items():
+            fill(ROOT / "docs" / "runs.md", name, make())
+        return
+    for name, size in count(script, MODELS[model], **options).items():
+        print(f"{size / 1e9:7.2f} GB  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""grpo_lora.py: what its adapters compute, which layers have them, and what other libraries read of them."""
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from peft import PeftModel
+from test_sampling import build
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+import grpo_lora
+
+ADDER = ROOT / "assets" / "adder"
+FAMILIES = ["Llama", "Llama, tied head", "Qwen2", "GPT-NeoX", "Gemma 3, long window"]
+FAMILIES += ["Phi, bias in the head", "OPT, positions from 2"]
+IDS = torch.tensor([[3, 4, 30, 2, 19], [41, 8, 7, 45, 12]])
+
+
+def make_args(rank=3, alpha=5, seed=1, model="base"):
+    return SimpleNamespace(lora_rank=rank, lora_alpha=alpha, seed=seed, model=model)
+
+
+def trained(model):
+    return {name: x for name, x in model.named_parameters() if x.requires_grad}
+
+
+def adapted(args, model):
+    """The model with adapters as after some training: no B is 0."""
+    copied = grpo_lora.add_adapters(args, model)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for name, x in trained(copied).items():
+            x += 0.2 * torch.randn_like(x) if name.endswith("lora_B") else 0.0
+    return copied
+
+
+def explicit(args, adapters, weights):
+    """All weights of the model by name, with W + (alpha / rank) B A in the place of each W that has adapters."""
+    merged = dict(weights)
+    for name, A in adapters.items():
+        if name.endswith(".lora_A"):
+            layer = name.removesuffix(".lora_A")
+            B = adapters[f"{layer}.lora_B"]
+            merged[f"{layer}.weight"] = (
+                weights[f"{layer}.weight"] + args.lora_alpha / args.lora_rank * B @ A
+            )
+    return merged
+
+
+def test_low_rank_by_hand():
+    """x = (1, 2), A = ((3, 4), (5, 6)), B = ((1, 0), (0, 1), (1, 1)): A x = (11, 17), B A x = (11, 17, 28)."""
+    A, B = (
+        torch.tensor([[3.0, 4.0], [5.0, 6.0]]),
+        torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
+    )
+    found = grpo_lora.low_rank(make_args(rank=2, alpha=6), torch.tensor([[1.0, 2.0]]), A, B)
+    assert found.tolist() == [[33.0, 51.0, 84.0]]  # times 6 / 2
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_gradients_are_those_of_the_merged_weight(family):
+    """In float64 against a model without adapters whose weights are W + (alpha / rank) B A, formed with autograd."""
+    args, base = make_args(), build(family).double()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = adapted(args, base)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    direction = torch.randn(*IDS.shape, base.config.vocab_size, dtype=torch.float64)
+    mine = trained(model)
+    logits = model(IDS).logits
+    (logits * direction).sum().backward()
+    theirs = {name: x.detach().clone().requires_grad_() for name, x in mine.items()}
+    merged = explicit(args, theirs, dict(base.named_parameters()))
+    expected = functional_call(base, merged, (IDS,)).logits
+    (expected * direction).sum().backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    for name in mine:
+        torch.testing.assert_close(mine[name].grad, theirs[name].grad, rtol=1e-7, atol=1e-9)
+        assert theirs[name].grad.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_linear_layer_of_the_trunk_has_adapters(family):
+    base = build(family)
+    model = grpo_lora.add_adapters(make_args(), base)
+    layers = {
+        name: layer for name, layer in base.named_modules() if isinstance(layer, torch.nn.Linear)
+    }
+    head = {name for name, layer in layers.items() if layer is base.get_output_embeddings()}
+    assert len(head) == 1 and len(layers) > 4
+    found = {name: tuple(x.shape) for name, x in trained(model).items()}
+    expected = {}
+    for name in layers.keys() - head:
+        out, width = layers[name].weight.shape
+        expected |= {f"{name}.lora_A": (3, width), f"{name}.lora_B": (out, 3)}
+    assert found == expected
+
+
+def test_the_start():
+    """A is uniform within 1 / sqrt(in), from the seed; B is 0, so that the policy is the reference, bit for bit."""
+    base = build("Llama")
+    before = base(IDS).logits
+    models = {seed: grpo_lora.add_adapters(make_args(rank=8, seed=seed), base) for seed in (1, 2)}
+    torch.rand(3)
+    again = trained(grpo_lora.add_adapters(make_args(rank=8), base))
+    assert torch.equal(models[1](IDS).logits, before) and torch.equal(base(IDS).logits, before)
+    for name, x in trained(models[1]).items():
+        assert x.dtype == torch.float32 and torch.equal(x, again[name])
+        if name.endswith("lora_B"):
+            assert not x.any()
+        else:
+            bound = x.shape[1] ** -0.5
+            assert 0.9 * bound < x.abs().max() <= bound
+            assert x.std().item() == pytest.approx(bound / 3**0.5, rel=0.15)
+            assert not torch.equal(x, trained(models[2])[name])
+
+
+def test_the_reference_has_the_same_weights_and_no_adapters():
+    """Nothing is copied, and what the adapters become is nothing to the reference."""
+    base = build("Qwen2")
+    before = base(IDS).logits
+    model = adapted(make_args(), base)
+    assert (model(IDS).logits - before).abs().max() > 0.1
+    assert torch.equal(base(IDS).logits, before)
+    own = dict(model.named_parameters())
+    for name, x in base.named_parameters():
+        assert own[name].data_ptr() == x.data_ptr() and not x.requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_loads_the_adapters_and_transformers_the_merged_model(family, tmp_path):
+    base = build(family)
+    base.save_pretrained(tmp_path / "base")
+    args = make_args(rank=4, alpha=12, model=str(tmp_path / "base"))
+    model = adapted(args, base)
+    with torch.no_grad():
+        before, expected = base(IDS).logits, model(IDS).logits
+        weights = explicit(args, trained(model), dict(base.named_parameters()))
+        weights = {name: x.clone() for name, x in weights.items()}
+        grpo_lora.save_adapters(args, model, tmp_path / "adapter")
+        model.save_pretrained(tmp_path / "model")
+        start = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        of_peft = PeftModel.from_pretrained(start, str(tmp_path / "adapter"))
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+        assert (expected - before).abs().max() > 0.1
+        torch.testing.assert_close(of_peft(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(merged(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    state = dict(merged.named_parameters())
+    assert state.keys() == weights.keys() and merged.dtype == torch.float32
+    for name, x in weights.items():
+        torch.testing.assert_close(state[name], x)
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 12)
+    assert config["base_model_name_or_path"] == args.model
+
+
+def run(tmp_path, **given):
+    small = dict(num_steps=2, num_prompts=2, num_generations=4, eval_size=2, device="cpu")
+    args = grpo_lora.Args(**small | given, runs_dir=str(tmp_path / "runs"), run_name="run")
+    grpo_lora.main(args)
+    return tmp_path / "runs" / "run"
+
+
+def test_what_a_run_keeps(tmp_path):
+    """The checkpoint has 12 bytes for each number in A and B, and no weight of the model."""
+    folder = run(tmp_path, lora_rank=2, learning_rate=1e-2)
+    base = AutoModelForCausalLM.from_pretrained(ADDER)
+    model = grpo_lora.add_adapters(make_args(rank=2), base)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    for x, y in zip(trained(model).values(), saved["model"].values(), strict=True):
+        assert not torch.equal(x, y), "the adapters are to have moved"
+        x.data = y
+    args = make_args(rank=2, alpha=32)
+    expected = explicit(args, trained(model), dict(base.named_parameters()))
+    written = AutoModelForCausalLM.from_pretrained(folder / "model")
+    for name, x in written.named_parameters():
+        torch.testing.assert_close(x, expected[name])
+    numbers = sum(x.numel() for x in trained(model).values())
+    tensors = [*saved["model"].values()]
+    tensors += [x for state in saved["optimizer"]["state"].values() for x in state.values()]
+    kept = sum(x.numel() * x.element_size() for x in tensors if x.ndim)
+    assert kept == 12 * numbers < (folder / "checkpoint.pt").stat().st_size < 12 * numbers + 150_000
+
+
+def test_without_a_reference(tmp_path):
+    records = [json.loads(line) for line in (run(tmp_path, beta=0.0) / "metrics.jsonl").open()]
+    assert "kl/ref" not in records[-1] and records[-1]["optim/grad_norm"] > 0
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path, capsys):
+    """GPT-2's layers are Conv1D but for the head: one line that names them, and nothing is written."""
+    fields = dict(n_embd=32, n_layer=1, n_head=2, n_positions=128)
+    config = transformers.GPT2Config(vocab_size=57, **fields, eos_token_id=2, bos_token_id=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
+    for path in ADDER.glob("tokenizer*"):
+        shutil.copy(path, tmp_path / "gpt2")
+    recipe = dict(dataset=str(ROOT / "assets" / "addition"), system_prompt="", max_prompt_tokens=64)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, model=str(tmp_path / "gpt2"), max_new_tokens=32, **recipe)
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert (
+        error.startswith(f"error: --model {tmp_path / 'gpt2'}: not supported") and "Conv1D" in error
+    )
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_learning_rate_is_three_times_the_parents():
+    import grpo
+
+    mine, parents = [script.RECIPES["learning_rate"] for script in (grpo_lora, grpo)]
+    assert mine == pytest.approx([3 * rate for rate in parents])
+    assert {field.name for field in dataclasses.fields(grpo_lora.Args)} >= {
+        "lora_rank",
+        "lora_alpha",
+    }

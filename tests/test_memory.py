@@ -1,0 +1,147 @@
+"""benchmark/memory.py counts what torch counts: on the meta device, and at the peak on an emulated GPU."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from transformers import AutoModelForCausalLM
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+import memory
+
+import grpo_lora
+
+TINY = dict(num_hidden_layers=3, hidden_size=48, num_attention_heads=6, num_key_value_heads=2)
+TINY |= dict(intermediate_size=80, vocab_size=97, max_position_embeddings=64, head_dim=8)
+CONFIGS = {
+    "Llama": transformers.LlamaConfig(**TINY),
+    "Llama, tied head": transformers.LlamaConfig(**TINY, tie_word_embeddings=True),
+    "Qwen2": transformers.Qwen2Config(**TINY),
+    "Qwen3": transformers.Qwen3Config(**TINY | dict(head_dim=12)),
+    "GPT-2": transformers.GPT2Config(n_embd=48, n_layer=3, n_head=6, vocab_size=97, n_positions=64),
+    "Gemma 3": transformers.Gemma3TextConfig(**TINY | dict(head_dim=20)),
+}
+# The bytes of the weights; and the peak of forward and backward above what was there before, gradients included.
+PEAKS = """import json, sys, types
+sys.path[:0] = [{root!r}, {root!r} + "/benchmark"]
+import grpo, grpo_lora, memory, torch, transformers
+def held():
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
+for config in {configs!r}:
+    for name, script in (("grpo", grpo), ("grpo_lora", grpo_lora)):
+        start = held()
+        given = {{key: value for key, value in config.items() if key != "model_type"}}
+        dtype = torch.bfloat16 if script is grpo_lora else torch.float32
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**given), dtype=dtype)
+        model = model.cuda()
+        model.activation_checkpointing_enable()
+        if script is grpo_lora:
+            model = grpo_lora.add_adapters(types.SimpleNamespace(lora_rank=16, lora_alpha=32, seed=1), model)
+        model.train()
+        ids = torch.randint(3, 60, (64, 17)).cuda()
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        allocated = held() - start - ids.nbytes - mask.nbytes
+        for _ in range(2):  # in the second, gradients are there already
+            before = held()
+            logprobs = script.compute_logprobs(model, (ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:]), 1.0)
+            logprobs.sum().backward()
+            del logprobs
+        peak = torch.cuda.max_memory_allocated() - before
+        print("PEAK", json.dumps([name, config, allocated, peak]))
+        del model
+"""
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_parameters_adapters_and_keys_are_those_that_torch_counts(family):
+    config = CONFIGS[family]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    given = config.to_dict()
+    assert memory.parameters(given) == sum(x.numel() for x in model.parameters())
+    cache = model(torch.zeros(2, 5, dtype=torch.long, device="meta")).past_key_values
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    s = memory.shape(given)
+    assert 2 * 5 * 2 * s.layers * s.keys == numbers
+    if family == "GPT-2":
+        with pytest.raises(ValueError, match="gpt2: its layers are not nn.Linear"):
+            memory.adapters(given, 16)
+        return
+    args = grpo_lora.Args(lora_rank=5)
+    model = grpo_lora.add_adapters(args, AutoModelForCausalLM.from_config(config))
+    trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
+    assert memory.adapters(given, 5) == trained
+
+
+def test_the_models_have_as_many_parameters_as_their_names_say():
+    """In millions, as their model cards have it, of which the shapes here are an independent source."""
+    cards = [494, 596, 1544, 1711, 3086, 7616]
+    assert [round(memory.parameters(c) / 1e6) for c in memory.MODELS.values()] == cards
+
+
+def test_bytes_by_hand():
+    """A model of one layer with D = Q = K = F = 2 and V = 3: 28 matrix numbers, 4 + 2 in norms, 6 in a tied head."""
+    config = memory.llama(1, 2, 1, 1, 2, 3)
+    assert memory.parameters(config) == 40 and memory.adapters(config, 1) == 28
+    flags = dict(sampling_tokens=1024, num_prompts=1, num_generations=2)
+    found = memory.count("grpo", config, **flags)
+    assert [found[name] for name in ("weights", "averages", "gradients")] == [160, 320, 160]
+    assert found["sampling copy"] == found["reference"] == 2 * 40 + 4 * 6
+    assert (
+        found["keys and values"] == 1024 * 2 * 2 * 2
+    )  # keys and values of two numbers of two bytes
+    assert memory.count("grpo", config, **flags, beta=0)["reference"] == 0
+    found = memory.count("grpo_lora", config, **flags, lora_rank=1)
+    assert [found[name] for name in ("weights", "averages", "gradients")] == [216, 224, 112]
+    assert "reference" not in found and "sampling copy" not in found
+    assert memory.count("ppo_rlhf", config, **flags)["weights"] == 4 * (
+        40 + 40 + 2
+    )  # a critic with a score
+
+
+def test_the_peak_is_the_larger_of_sampling_and_update():
+    config = memory.MODELS["SmolLM2-1.7B"]
+    for script in memory.SCRIPTS:
+        for tokens in (1024, 49152):
+            found = memory.count(script, config, sampling_tokens=tokens)
+            peak, names = found.pop("peak"), ("gradients", "activations")
+            moments = (
+                found["keys and values"] + found["sampling beside"],
+                sum(found.pop(n) for n in names),
+            )
+            always = sum(found.values()) - moments[0]
+            assert peak == always + max(moments)
+
+
+def test_peaks_on_an_emulated_gpu(tmp_path):
+    """Weights to the byte but for buffers; activations within 15 %."""
+    if shutil.which("g++") is None or torch.version.cuda is not None or sys.platform != "linux":
+        pytest.skip("the emulated device needs Linux, g++, and a torch that was built without CUDA")
+    configs = [
+        memory.llama(2, 256, 4, 2, 256, 64),
+        memory.llama(2, 256, 4, 2, 1024, 64),
+        memory.llama(2, 256, 4, 4, 256, 64, head_dim=192),
+        memory.llama(2, 64, 4, 2, 256, 20000),
+    ]
+    (tmp_path / "peaks.py").write_text(PEAKS.format(root=str(ROOT), configs=configs))
+    command = [sys.executable, ROOT / "tests" / "emulated_cuda", str(tmp_path / "peaks.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("PEAK")]
+    assert len(lines) == 2 * len(configs), done.stdout + done.stderr
+    for line in lines:
+        script, config, weights, peak = json.loads(line.removeprefix("PEAK "))
+        found = memory.count(script, config, micro_batch_tokens=64 * 16)
+        assert found["weights"] == pytest.approx(weights, abs=20_000), (script, config)
+        assert found["activations"] == pytest.approx(peak, rel=0.15), (script, config)
+
+
+def test_the_tables_are_those_of_the_program():
+    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    for name, make in memory.TABLES.items():
+        assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name
