@@ -9,6 +9,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SCRIPTS
 from test_equations import make_args, ragged_batch
 
 import dr_grpo
@@ -279,6 +280,7 @@ def test_at_the_old_policy_the_gradient_is_the_stated_multiple_of_grpos(name, lo
 @pytest.fixture(scope="module")
 def trl():
     """TRL's trainers, of which the loss alone is used, on log-probabilities that are given."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # a warning of what may change
     pytest.importorskip("trl", reason="benchmark/requirements.txt has TRL")
     from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -669,3 +671,10 @@ def test_the_page_lists_every_patch_with_its_lines():
         assert (
             target == name and cells[1] == parent_of(name) and cells[2] == f"{code} + {docstring}"
         )
+
+
+def test_the_page_places_every_script_and_every_patch():
+    text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
+    firsts = re.findall(r"^\| ([a-z_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
+    names = [name for first in firsts for name in first.split(", ")]
+    assert sorted(names) == sorted(SCRIPTS + VARIANTS)
