@@ -103,6 +103,51 @@ def test_it_applies_and_says_what_it_is(name, load):
     assert 1 <= changed(name)[1] <= 40
 
 
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """variants/make.py on a copy of grpo.py and two of its patches."""
+    spec = importlib.util.spec_from_file_location("make", ROOT / "variants" / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "variants")
+    module.FOLDER.mkdir()
+    for name in ("grpo.py", "variants/cispo.diff", "variants/gdpo.diff"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return module
+
+
+def change_parent(folder, old, new):
+    text = (folder / "grpo.py").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (folder / "grpo.py").write_text(text.replace(old, new), encoding="utf-8")
+
+
+def applied(folder, name, fuzz=0):
+    command = ["patch", f"--fuzz={fuzz}", "-o", folder / "out.py", folder / "grpo.py"]
+    done = subprocess.run([*command, folder / "variants" / f"{name}.diff"], capture_output=True)
+    return done.returncode == 0 and (folder / "out.py").read_text(encoding="utf-8")
+
+
+def test_patches_are_made_anew_when_shared_text_changed(make, tmp_path):
+    """Also beside a changed line. Where the changed line itself is another, its patch waits for a hand."""
+    make.main([])
+    assert applied(tmp_path, "cispo") == applied(tmp_path, "cispo", fuzz=3)
+    before = applied(tmp_path, "cispo")
+    change_parent(tmp_path, "accuracy_reward, format_reward, gold_number,", "accuracy_reward,")
+    assert not applied(tmp_path, "cispo")
+    make.main([])
+    after = before.replace("accuracy_reward, format_reward, gold_number,", "accuracy_reward,")
+    assert applied(tmp_path, "cispo") == after and applied(tmp_path, "gdpo")
+    change_parent(tmp_path, "ratio.clamp(1 - args.clip_eps,", "ratio.clamp(1.0 - args.clip_eps,")
+    make.main([])
+    assert not applied(tmp_path, "cispo") and applied(tmp_path, "gdpo")
+    assert "clamp(max=1 +" in (tmp_path / "cispo.py.rej").read_text(encoding="utf-8")
+    (tmp_path / "cispo.py").write_text(after, encoding="utf-8")  # by hand
+    make.main([str(tmp_path / "cispo.py")])
+    assert applied(tmp_path, "cispo") == after
+
+
 # ---- losses
 
 

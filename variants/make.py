@@ -4,9 +4,9 @@
     python variants/make.py cispo.py                 the patch of it, against the parent it names
     python variants/make.py                          all patches, against the parents of today
 
-The last takes what patch can place, fuzz included, and writes patches that need none. Where a parent
-changed the very lines that a patch changes, patch says what it could not place, the patch stays as it
-is, and what could be placed is left in NAME.py, with the rest in NAME.py.rej, for your hand.
+The last takes what patch can place, with any fuzz, and writes patches that need none. Where a parent
+changed the very lines that a patch changes, the patch stays as it is, and what could be placed is left
+in NAME.py, with the rest in NAME.py.rej, for your hand and the second command.
 """
 
 import difflib
@@ -36,14 +36,14 @@ def main(copies: list[str]) -> None:
         parent = path.read_text(encoding="utf-8").split("\n", 1)[0].split()[1]
         with tempfile.TemporaryDirectory() as folder:
             child = Path(folder, f"{path.stem}.py")
-            command = ["patch", "--no-backup-if-mismatch", "-o", child, ROOT / parent, path]
+            command = ["patch", "--fuzz=3", "-o", child, ROOT / parent, path]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode == 0:
                 write_patch(path.stem, child.read_text(encoding="utf-8"))
                 continue
             for left in Path(folder).iterdir():
                 (ROOT / left.name).write_bytes(left.read_bytes())
-        print(f"{path.name}: by hand, see {path.stem}.py.rej\n{done.stdout}{done.stderr}")
+        print(f"{path.name}: by hand, see {path.stem}.py and {path.stem}.py.rej")
 
 
 if __name__ == "__main__":
