@@ -270,6 +270,10 @@ def test_gradients_against_a_slow_loop(name, seed, load):
     for given in (advantages, advantages.expand(mask.shape)):
         _, gradient = loss_and_gradient(script, args, logprobs, old, None, given, mask)
         assert torch.allclose(gradient, expected, atol=1e-12, rtol=1e-10)
+    if name in ("cispo", "dppo"):  # what they log as clipped
+        sizes = (len(mask), int(mask.sum()))
+        _, stats = script.policy_loss(args, logprobs, old, None, advantages, mask, *sizes)
+        assert stats["policy/clip_frac"] == left_out and stats["tokens"] == mask.sum()
 
 
 @pytest.mark.parametrize("name", LOSSES)
