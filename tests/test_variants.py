@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,16 +28,8 @@ import rloo
 from utils.rewards import accuracy_reward, format_reward
 
 VARIANTS = sorted(path.stem for path in (ROOT / "variants").glob("*.diff"))
-LOSSES = [
-    "cispo",
-    "dppo",
-    "gmpo",
-    "luspo",
-    "mdpo",
-    "sapo",
-    "topr",
-    "vespo",
-]  # their own policy_loss
+# Those with a policy_loss of their own; the others have their own advantages.
+LOSSES = ["cispo", "dppo", "gmpo", "luspo", "mdpo", "sapo", "topr", "vespo"]
 
 
 def parent_of(name):
@@ -91,7 +84,7 @@ def changed(name):
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_applies_and_says_what_it_is(name, load):
     """Without fuzz, as load demands. The first lines name paper and parent; no line is longer than a script's."""
-    source = (ROOT / load(name).__file__).read_text(encoding="utf-8")
+    source = Path(load(name).__file__).read_text(encoding="utf-8")
     docstring = source[: source.index('"""\n\nimport')]
     assert "arXiv:" in docstring[:250] and f"Parent: {parent_of(name)}.py" in docstring
     assert "Departures from the paper" in docstring and f"    python {name}.py  " in docstring
