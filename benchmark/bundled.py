@@ -6,6 +6,7 @@ run: script, seed, commit (and "dirty", if the tree had changes), versions, wall
 process's peak of memory, responses sampled, accuracies on the held-out additions, greedy, and the sampled accuracy at
 every step. benchmark/readme.py writes them into README.md.
 
+    python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   of variants/
     python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
     python benchmark/bundled.py --device emulated   in a GPU's precision, without one: tests/emulated_cuda
 """
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,8 +27,23 @@ SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
 
 
+@contextmanager
+def in_place(script: str):
+    """A variant is made of its parent and its patch, beside its parent, and taken away again."""
+    patch, path = ROOT / "variants" / f"{script}.diff", ROOT / f"{script}.py"
+    if not patch.is_file():
+        yield
+        return
+    parent = patch.read_text(encoding="utf-8").split()[1]
+    subprocess.run(["patch", "-s", "-o", path, ROOT / parent, patch], check=True)
+    try:
+        yield
+    finally:
+        path.unlink()
+
+
 def run(script: str, seed: int, device: str) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, in_place(script):
         processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
         launcher = (
             f"-m torch.distributed.run --nproc-per-node {processes}"

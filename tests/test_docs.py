@@ -8,6 +8,7 @@ import pytest
 from conftest import ROOT, SCRIPTS
 
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
+PAGES += [ROOT / "variants" / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
@@ -50,20 +51,23 @@ def test_the_family_tree_is_the_one_of_the_siblings():
     }
 
 
-def test_the_differences_shown_apply_to_grpo():
-    """docs/extend.md: what stands in a difference as context or as removed is grpo.py's text; the result is Python."""
+def test_the_differences_shown_are_real():
+    """docs/extend.md: what stands in a difference as context or as removed is grpo.py's text, and the result is
+    Python; the other one is an excerpt of a patch, lines that follow one another there."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```diff\n--- grpo.py\n\+\+\+ (\w+).py\n(.*?)```", text, re.DOTALL)
-    assert [name for name, _ in blocks] == ["words", "cispo"]
-    for name, block in blocks:
-        changed = (ROOT / "grpo.py").read_text(encoding="utf-8")
-        for hunk in re.split(r"^@@.*\n", block, flags=re.MULTILINE)[1:]:
-            lines = hunk.splitlines()
-            old = "\n".join(line[1:] for line in lines if line[:1] != "+")
-            new = "\n".join(line[1:] for line in lines if line[:1] != "-")
-            assert changed.count(old) == 1, old
-            changed = changed.replace(old, new)
-        compile(changed, name, "exec")
+    shown, excerpt = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
+    assert shown.startswith("--- grpo.py\n+++ words.py\n")
+    changed = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    for hunk in re.split(r"^@@.*\n", shown, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines()
+        old = "\n".join(line[1:] for line in lines if line[:1] != "+")
+        new = "\n".join(line[1:] for line in lines if line[:1] != "-")
+        assert changed.count(old) == 1, old
+        changed = changed.replace(old, new)
+    compile(changed, "words", "exec")
+    assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
+    count = len(list((ROOT / "variants").glob("*.diff")))
+    assert count == 14 and "has fourteen such patches" in text
 
 
 def test_the_lessons_state_what_is_recorded():

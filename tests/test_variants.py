@@ -1,0 +1,722 @@
+"""variants/: each patch applies to today's parent without fuzz, and the script that it makes is right.
+
+As in test_equations.py: by numbers worked by hand, against slow float64 loops with gradients worked out on paper, and
+by identities; against TRL's own losses where TRL is installed; and in two steps of main.
+"""
+
+import difflib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS
+from test_equations import make_args, ragged_batch
+
+import dr_grpo
+import grpo
+import rloo
+from utils.rewards import accuracy_reward, format_reward
+
+VARIANTS = sorted(path.stem for path in (ROOT / "variants").glob("*.diff"))
+# Those with a policy_loss of their own; the others have their own advantages.
+LOSSES = ["cispo", "dppo", "gmpo", "luspo", "mdpo", "sapo", "topr", "vespo"]
+
+
+def parent_of(name):
+    first = (ROOT / "variants" / f"{name}.diff").read_text(encoding="utf-8").split("\n", 1)[0]
+    return re.fullmatch(r"--- (\w+)\.py", first).group(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Outside of git: the patched scripts, what the bundled task needs, and utils from the repository."""
+    folder = tmp_path_factory.mktemp("variants")
+    shutil.copytree(ROOT / "assets" / "adder", folder / "assets" / "adder")
+    with (ROOT / "assets" / "addition" / "train.jsonl").open() as lines:
+        (folder / "few.jsonl").write_text("".join(itertools.islice(lines, 60)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def load(folder):
+    """A function that gives the module of a variant."""
+
+    def module(name):
+        if name not in sys.modules:
+            patch = ROOT / "variants" / f"{name}.diff"
+            parent = ROOT / f"{parent_of(name)}.py"
+            command = ["patch", "--fuzz=0", "-o", folder / f"{name}.py", parent, patch]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr + "python variants/make.py helps"
+            spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+        return sys.modules[name]
+
+    yield module
+    for name in VARIANTS:
+        sys.modules.pop(name, None)
+
+
+def changed(name):
+    """Lines taken away and added, of the docstring at the top and of the rest."""
+    lines = (ROOT / "variants" / f"{name}.diff").read_text(encoding="utf-8").splitlines()[2:]
+    counts, in_docstring = [0, 0], True
+    for line in lines:
+        counts[not in_docstring] += line[:1] in "+-"
+        in_docstring = in_docstring and line != ' """'
+    return counts
+
+
+# ---- the patches
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_applies_and_says_what_it_is(name, load):
+    """Without fuzz, as load demands. The first lines name paper and parent; no line is longer than a script's."""
+    source = Path(load(name).__file__).read_text(encoding="utf-8")
+    docstring = source[: source.index('"""\n\nimport')]
+    assert "arXiv:" in docstring[:250] and f"Parent: {parent_of(name)}.py" in docstring
+    assert "Departures from the paper" in docstring and f"    python {name}.py  " in docstring
+    assert max(map(len, source.splitlines())) <= 100
+    ours = source.splitlines()
+    theirs = (ROOT / f"{parent_of(name)}.py").read_text(encoding="utf-8").splitlines()
+    patch = list(difflib.unified_diff(theirs, ours, n=0, lineterm=""))[2:]
+    assert sum(line[:1] in "+-" for line in patch) == sum(changed(name))
+    assert 1 <= changed(name)[1] <= 40
+
+
+@pytest.fixture
+def make(tmp_path, monkeypatch):
+    """variants/make.py on a copy of grpo.py and two of its patches."""
+    spec = importlib.util.spec_from_file_location("make", ROOT / "variants" / "make.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "ROOT", tmp_path)
+    monkeypatch.setattr(module, "FOLDER", tmp_path / "variants")
+    module.FOLDER.mkdir()
+    for name in ("grpo.py", "variants/cispo.diff", "variants/gdpo.diff"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return module
+
+
+def change_parent(folder, old, new):
+    text = (folder / "grpo.py").read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    (folder / "grpo.py").write_text(text.replace(old, new), encoding="utf-8")
+
+
+def applied(folder, name, fuzz=0):
+    command = ["patch", f"--fuzz={fuzz}", "-o", folder / "out.py", folder / "grpo.py"]
+    done = subprocess.run([*command, folder / "variants" / f"{name}.diff"], capture_output=True)
+    return done.returncode == 0 and (folder / "out.py").read_text(encoding="utf-8")
+
+
+def test_patches_are_made_anew_when_shared_text_changed(make, tmp_path):
+    """Also beside a changed line. Where the changed line itself is another, its patch waits for a hand."""
+    make.main([])
+    assert applied(tmp_path, "cispo") == applied(tmp_path, "cispo", fuzz=3)
+    before = applied(tmp_path, "cispo")
+    change_parent(tmp_path, "accuracy_reward, format_reward, gold_number,", "accuracy_reward,")
+    assert not applied(tmp_path, "cispo")
+    make.main([])
+    after = before.replace("accuracy_reward, format_reward, gold_number,", "accuracy_reward,")
+    assert applied(tmp_path, "cispo") == after and applied(tmp_path, "gdpo")
+    change_parent(tmp_path, "ratio.clamp(1 - args.clip_eps,", "ratio.clamp(1.0 - args.clip_eps,")
+    make.main([])
+    assert not applied(tmp_path, "cispo") and applied(tmp_path, "gdpo")
+    assert "clamp(max=1 +" in (tmp_path / "cispo.py.rej").read_text(encoding="utf-8")
+    (tmp_path / "cispo.py").write_text(after, encoding="utf-8")  # by hand
+    make.main([str(tmp_path / "cispo.py")])
+    assert applied(tmp_path, "cispo") == after
+
+
+# ---- losses
+
+
+def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
+    logprobs = logprobs.detach().clone().requires_grad_()
+    loss, _ = script.policy_loss(
+        args, logprobs, old, ref, advantages, mask, len(mask), int(mask.sum())
+    )
+    loss.backward()
+    return loss.item(), logprobs.grad
+
+
+HAND = [
+    # Two tokens with ratios 1.5 and 0.5, probabilities 0.3 and 0.2 under the old policy; advantage; fields; the loss
+    # and its gradient with respect to the two log-probabilities. L, the constant of dr_grpo.py, is 10.
+    ("cispo", 2.0, dict(clip_eps_high=0.2), None, (-1.2 * 2 / 2, -0.5 * 2 / 2)),
+    ("cispo", -2.0, dict(clip_eps_high=0.2), None, (1.2 * 2 / 2, 0.5 * 2 / 2)),
+    ("dppo", 2.0, dict(delta=0.12), -0.5, (0.0, -0.5)),  # 0.3 -> 0.45 is too far up, 0.2 -> 0.1 free
+    ("dppo", 2.0, dict(delta=0.16), -2.0, (-1.5, -0.5)),
+    ("dppo", -2.0, dict(delta=0.09), 1.5, (1.5, 0.0)),
+    # The geometric mean of min(1.5, e^0.2) and 0.5; its gradient is the mean times A / 2 where nothing is cut.
+    ("gmpo", 2.0, dict(clip_eps=0.2), -2 * (0.5 * math.exp(0.2)) ** 0.5, (0.0, -((0.5 * math.exp(0.2)) ** 0.5))),
+    ("gmpo", -2.0, dict(clip_eps=0.2), 2 * (1.5 * math.exp(-0.2)) ** 0.5, ((1.5 * math.exp(-0.2)) ** 0.5, 0.0)),
+    # s = sqrt(0.75), below 1 - eps_low: cut for A < 0 only. Times the length, which is 2.
+    ("luspo", 2.0, dict(clip_eps_low=0.1, clip_eps_high=0.1), -4 * 0.75**0.5, (-2 * 0.75**0.5,) * 2),
+    ("luspo", -2.0, dict(clip_eps_low=0.1, clip_eps_high=0.1), 4 * 0.9, (0.0, 0.0)),
+    # l = log 0.75; the gradient is -(A - tau l) / L.
+    (
+        "mdpo",
+        2.0,
+        dict(tau=0.5),
+        (0.25 * math.log(0.75) ** 2 - 2 * math.log(0.75)) / 10,
+        (-(2 - 0.5 * math.log(0.75)) / 10,) * 2,
+    ),
+    # 4 / tau sigmoid(tau / 2) and 4 / tau sigmoid(-tau / 2); the slope is 4 s (1 - s) times the ratio.
+    (
+        "sapo",
+        2.0,
+        dict(tau_pos=2.0, tau_neg=7.0),
+        -2 * (2 / (1 + math.exp(-1)) + 2 / (1 + math.exp(1))) / 2,
+        tuple(-4 * r / (1 + math.exp(-1)) / (1 + math.exp(1)) for r in (1.5, 0.5)),
+    ),
+    ("topr", 2.0, {}, None, (-0.2, -0.2)),  # good: all of it, though 0.75 times as likely as before
+    ("topr", -2.0, {}, None, (0.15, 0.15)),
+    # phi(0.75) = 0.75^2 e^(3/4) for A > 0, 0.75^3 e^(1/2) for A < 0.
+    ("vespo", 2.0, {}, None, (-(0.75**2) * math.exp(0.75),) * 2),
+    ("vespo", -2.0, {}, None, (0.75**3 * math.exp(0.5),) * 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "advantage", "fields", "loss", "gradient"), HAND)
+def test_losses_by_hand(name, advantage, fields, loss, gradient, load):
+    old = torch.tensor([[0.3, 0.2, 9.0]], dtype=torch.float64).log()
+    logprobs = old + torch.tensor([[1.5, 0.5, 7.0]], dtype=torch.float64).log()
+    mask = torch.tensor([[True, True, False]])
+    args = make_args(load(name), beta=0.0, **fields)
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    value, slope = loss_and_gradient(load(name), args, logprobs, old, None, advantages, mask)
+    assert slope.tolist()[0] == pytest.approx([*gradient, 0.0], abs=1e-12)
+    if loss is not None:  # else it is the gradient alone that means something
+        assert value == pytest.approx(loss, abs=1e-12)
+
+
+FIELDS = dict(clip_eps_low=0.3, clip_eps_high=0.5, delta=0.1, tau=0.7, tau_pos=1.3, tau_neg=1.9)
+FIELDS |= dict(k_pos=1.5, lambda_pos=2.5, k_neg=2.0, lambda_neg=1.0, beta=0.0)
+
+
+def slow_gradient(name, args, logprobs, old, advantages, mask):
+    """d loss / d logprobs, one token at a time, with derivatives worked out on paper; and what the clip left out."""
+    n, total = len(mask), int(mask.sum())
+    gradient, left_out = torch.zeros(mask.shape, dtype=torch.float64), 0
+    for i in range(n):
+        length, A = int(mask[i].sum()), advantages[i].item()
+        logratios = [(logprobs[i, t] - old[i, t]).item() for t in range(length)]
+        l = math.fsum(logratios)  # noqa: E741
+        cut = [min(x, 0.4) if A > 0 else max(x, -0.4) for x in logratios]
+        for t, x in enumerate(logratios):
+            rho = math.exp(x)
+            if name == "cispo":
+                weight = min(rho, 1.5) / total
+                left_out += rho > 1.5
+            elif name == "dppo":
+                moved = math.exp(logprobs[i, t].item()) - math.exp(old[i, t].item())
+                out = moved > 0.1 if A > 0 else moved < -0.1
+                left_out += out
+                weight = 0.0 if out else rho / total
+            elif name == "gmpo":
+                weight = math.exp(math.fsum(cut) / length) / length / n if cut[t] == x else 0.0
+                left_out += cut[t] != x
+            elif name == "luspo":
+                s = math.exp(l / length)
+                out = s > 1.5 if A > 0 else s < 0.7
+                left_out += out
+                weight = 0.0 if out else s / n
+            elif name == "mdpo":
+                weight = (1 - 0.7 * l / A) / 10 / n
+            elif name == "sapo":
+                tau = 1.3 if A > 0 else 1.9
+                gate = 1 / (1 + math.exp(-tau * (rho - 1)))
+                weight = 4 * gate * (1 - gate) * rho / length / n
+            elif name == "topr":
+                weight = (1.0 if A >= 0 else min(1.0, math.exp(l))) / 10 / n
+                left_out += A < 0 and l < 0
+            elif name == "vespo":
+                k, lam = (1.5, 2.5) if A >= 0 else (2.0, 1.0)
+                weight = math.exp(l) ** k * math.exp(lam * (1 - math.exp(l))) / total
+            gradient[i, t] = -A * weight
+    return gradient, left_out
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_against_a_slow_loop(name, seed, load):
+    """Of a ragged batch with garbage in the masked slots, with advantages of responses and with the same of tokens."""
+    script = load(name)
+    logprobs, old, _, advantages, mask = ragged_batch(seed)
+    args = make_args(script, **FIELDS)
+    expected, left_out = slow_gradient(name, args, logprobs, old, advantages, mask)
+    assert left_out > 0 or name in ("mdpo", "sapo", "vespo")
+    for given in (advantages, advantages.expand(mask.shape)):
+        _, gradient = loss_and_gradient(script, args, logprobs, old, None, given, mask)
+        assert torch.allclose(gradient, expected, atol=1e-12, rtol=1e-10)
+    if name in ("cispo", "dppo"):  # what they log as clipped
+        sizes = (len(mask), int(mask.sum()))
+        _, stats = script.policy_loss(args, logprobs, old, None, advantages, mask, *sizes)
+        assert stats["policy/clip_frac"] == left_out and stats["tokens"] == mask.sum()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_losses_of_slices_add_up(name, load):
+    """The memory budget changes no gradient. With a KL term, which is GRPO's, divided as the policy term is."""
+    script = load(name)
+    logprobs, old, ref, advantages, mask = ragged_batch(3)
+    args = make_args(script, **FIELDS | dict(beta=0.3))
+    whole, gradient = loss_and_gradient(script, args, logprobs, old, ref, advantages, mask)
+    parts, slices = [], (slice(0, 1), slice(1, 4), slice(4, 6))
+    for rows in slices:
+        part = logprobs[rows].detach().clone().requires_grad_()
+        given = (old[rows], ref[rows], advantages[rows], mask[rows])
+        loss, _ = script.policy_loss(args, part, *given, len(mask), int(mask.sum()))
+        (slope,) = torch.autograd.grad(loss, part)
+        parts.append((loss.item(), slope))
+    assert math.fsum(loss for loss, _ in parts) == pytest.approx(whole, abs=1e-12)
+    assert torch.allclose(torch.cat([slope for _, slope in parts]), gradient, atol=1e-12)
+    without = loss_and_gradient(
+        script, make_args(script, **FIELDS), logprobs, old, None, advantages, mask
+    )
+    lengths = mask.sum(1, keepdim=True)
+    share = {"gmpo": lengths * 6, "sapo": lengths * 6, "luspo": 6, "mdpo": 60, "topr": 60}
+    slope = 0.3 * (1 - (ref - logprobs.detach()).masked_fill(~mask, 0.0).exp())  # of k3
+    expected = slope / share.get(name, int(mask.sum()))
+    assert torch.allclose(gradient - without[1], expected.masked_fill(~mask, 0.0), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_at_the_old_policy_the_gradient_is_the_stated_multiple_of_grpos(name, load):
+    logprobs, _, _, advantages, mask = ragged_batch(2)
+    same = logprobs.detach().clone()
+    script, args = load(name), make_args(load(name), beta=0.0)
+    _, gradient = loss_and_gradient(script, args, same, same, None, advantages, mask)
+    plain = grpo if name not in ("mdpo", "topr") else dr_grpo
+    given = (make_args(plain, beta=0.0), same, same, None, advantages, mask)
+    _, expected = loss_and_gradient(plain, *given)
+    lengths = mask.sum(1, keepdim=True)  # (n, 1)
+    if name in (
+        "cispo",
+        "dppo",
+        "vespo",
+    ):  # the mean over all tokens instead of that over responses
+        expected = expected * lengths * len(mask) / mask.sum()
+    elif name == "luspo":
+        expected = expected * lengths
+    assert torch.allclose(gradient, expected, atol=1e-12) and gradient.abs().max() > 0.01
+
+
+# ---- against TRL
+
+
+@pytest.fixture(scope="module")
+def trl():
+    """TRL's trainers, of which the loss alone is used, on log-probabilities that are given."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # a warning of what may change
+    pytest.importorskip("trl", reason="benchmark/requirements.txt has TRL")
+    from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    return {"gmpo": GMPOTrainer, "grpo": GRPOTrainer}
+
+
+class Lists(dict):
+    """TRL's metrics, which nobody reads."""
+
+    def __missing__(self, name):
+        return self.setdefault(name, [])
+
+
+def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
+    """What _compute_loss of TRL 1.16 returns in evaluation, where nothing is accumulated."""
+    trainer = trainer_class.__new__(trainer_class)
+    args = dict(delta=None, use_bias_correction_kl=False)
+    args |= dict(sapo_temperature_pos=1.3, sapo_temperature_neg=1.9)
+    args |= dict(vespo_k_pos=1.5, vespo_lambda_pos=2.5, vespo_k_neg=2.0, vespo_lambda_neg=1.0)
+    fields = dict(loss_type=loss_type, beta=0.0, args=SimpleNamespace(**args), use_vllm=False)
+    fields |= dict(top_entropy_quantile=1.0, off_policy_mask_threshold=None)
+    fields |= dict(importance_sampling_level="token", epsilon_low=0.0, epsilon_high=0.0)
+    fields |= dict(aux_loss_enabled=False, _entropy_bonus_enabled=False)
+    fields |= dict(model=SimpleNamespace(training=False), _metrics={"eval": Lists()})
+    fields["accelerator"] = SimpleNamespace(
+        num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+    )
+    given_logprobs = (logprobs, torch.zeros_like(old), None)
+    fields["_get_per_token_logps_and_entropies"] = lambda *args, **kwargs: given_logprobs
+    fields["current_gradient_accumulation_steps"] = 1
+    vars(trainer).update(fields | given)
+    inputs = {name: torch.zeros(len(mask), 1) for name in ("prompt_ids", "prompt_mask")}
+    inputs |= dict(completion_ids=torch.zeros(mask.shape), completion_mask=mask.long())
+    inputs |= dict(advantages=advantages[:, 0], old_per_token_logps=old)
+    inputs |= dict(num_items_in_batch=mask.sum())
+    return trainer._compute_loss(trainer.model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("cispo", dict(epsilon_high=1.5)),  # TRL's is the bound itself
+        ("sapo", {}),
+        ("luspo", dict(epsilon_low=0.3, epsilon_high=0.5, importance_sampling_level="sequence")),
+        ("vespo", {}),
+        ("gmpo", dict(epsilon_low=0.4, epsilon_high=0.4)),
+    ],
+)
+def test_losses_against_trl(name, given, load, trl):
+    """Value and gradient, on random tensors. TRL multiplies by the mask, so that there is no garbage under it."""
+    logprobs, old, _, advantages, mask = ragged_batch(4)
+    logprobs, old = (x.detach().masked_fill(~mask, -1.0) for x in (logprobs, old))
+    args = make_args(load(name), **FIELDS)
+    mine = loss_and_gradient(load(name), args, logprobs, old, None, advantages, mask)
+    logprobs.requires_grad_()
+    loss = trl_loss(trl.get(name, trl["grpo"]), name, given, logprobs, old, advantages, mask)
+    loss.backward()
+    assert mine[0] == pytest.approx(loss.item(), abs=1e-6)  # TRL has its temperatures in float32
+    assert torch.allclose(mine[1], logprobs.grad, atol=1e-6)
+
+
+# ---- advantages
+
+
+def test_advantages_by_hand(load):
+    rewards = torch.tensor(
+        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4]
+    ).double()
+    maxrl = load("maxrl").compute_advantages(make_args(load("maxrl")), rewards)
+    expected = [[3.0, -1.0, -1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]
+    assert maxrl.tolist() == expected
+    # Centred: 3/4, -1/4 three times; 1/2, -1/2 twice each; 0. Their squares add up to 3/4 + 1, over 16 - 1.
+    std = (1.75 / 15) ** 0.5 + 1e-4
+    plus = load("reinforce_pp").compute_advantages(make_args(load("reinforce_pp")), rewards)
+    centred = [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4]
+    assert torch.allclose(plus, torch.tensor(centred).double() / std, atol=1e-12)
+    lengths = torch.tensor([[3, 1, 1, 1], [1, 2, 3, 4], [5] * 4, [1, 2, 3, 4]])
+    opo = load("opo").compute_advantages(make_args(load("opo")), rewards, lengths)
+    baseline = torch.tensor([[0.5], [0.3], [0.0], [1.0]]).double()
+    assert torch.allclose(opo, rewards - baseline, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_advantages_against_slow_loops(seed, load):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(2, 3, 4, generator=generator, dtype=torch.float64)  # (K, B, G)
+    lengths = torch.randint(1, 9, (3, 4), generator=generator)
+    rewards = scores[0]
+
+    def mean_and_std(values):
+        mean = math.fsum(values) / len(values)
+        return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
+
+    def advantages(name, *given):
+        return load(name).compute_advantages(make_args(load(name)), *given).flatten().tolist()
+
+    centred, opo, maxrl, sums = [], [], [], [0.0] * 12
+    for b, row in enumerate(rewards.tolist()):
+        mean = math.fsum(row) / 4
+        centred += [x - mean for x in row]
+        maxrl += [x / mean - 1 for x in row]
+        weights = [n / int(lengths[b].sum()) for n in lengths[b].tolist()]
+        opo += [x - math.fsum(w * y for w, y in zip(weights, row, strict=True)) for x in row]
+    for k, b in itertools.product(range(2), range(3)):
+        mean, std = mean_and_std(scores[k, b].tolist())
+        for g in range(4):
+            sums[4 * b + g] += (scores[k, b, g].item() - mean) / (std + 1e-4)
+    mean, std = mean_and_std(sums)
+    spread = mean_and_std(centred)[1] + 1e-4
+    assert advantages("maxrl", rewards) == pytest.approx(maxrl, abs=1e-12)
+    assert advantages("opo", rewards, lengths) == pytest.approx(opo, abs=1e-12)
+    assert advantages("reinforce_pp", rewards) == pytest.approx([x / spread for x in centred])
+    assert advantages("gdpo", scores) == pytest.approx([(x - mean) / (std + 1e-4) for x in sums])
+
+
+def test_advantages_where_they_are_those_of_the_parent(load):
+    """Equal lengths: OPO is Dr. GRPO. One group: REINFORCE++ is GRPO, and so is GDPO with one reward, but for 1e-4."""
+    rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    opo = load("opo").compute_advantages(make_args(load("opo")), rewards, torch.full((3, 4), 7))
+    assert torch.allclose(opo, dr_grpo.compute_advantages(make_args(dr_grpo), rewards), atol=1e-12)
+    one = rewards[:1]
+    expected = grpo.compute_advantages(make_args(grpo), one)
+    plus = load("reinforce_pp").compute_advantages(make_args(load("reinforce_pp")), one)
+    assert torch.allclose(plus, expected, atol=1e-12)
+    gdpo = load("gdpo").compute_advantages(make_args(load("gdpo")), one[None])
+    assert torch.allclose(gdpo, expected, atol=1e-3) and not torch.equal(gdpo, expected)
+    for name, given in (("reinforce_pp", one), ("gdpo", one[None])):  # rounding is no signal
+        equal = torch.full_like(given, 0.1, dtype=torch.float32)
+        assert (load(name).compute_advantages(make_args(load(name)), equal) == 0).all()
+
+
+def test_maxrl_is_unbiased_for_the_series_of_log_p(load):
+    """Every group of G responses, weighted with its probability: the mean gradient is that of the first G - 1 terms."""
+    script, p = load("maxrl"), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    for G in (2, 3, 5):
+        expected = torch.tensor(0.0, dtype=torch.float64)
+        for group in itertools.product((0.0, 1.0), repeat=G):
+            rewards = torch.tensor([group], dtype=torch.float64)
+            logprobs = torch.where(rewards[0] == 1, p.log(), (1 - p).log())  # (G,)
+            advantages = script.compute_advantages(make_args(script), rewards)[0]
+            (gradient,) = torch.autograd.grad((advantages * logprobs).mean(), p)
+            expected += logprobs.sum().exp().item() * gradient
+        series = -sum((1 - p) ** k / k for k in range(1, G))
+        (gradient,) = torch.autograd.grad(series, p)
+        assert expected.item() == pytest.approx(gradient.item(), abs=1e-12)
+
+
+# ---- clip_cov, copg
+
+
+def test_clip_cov_by_hand(load):
+    """Of two responses, advantages 3 and -1 (mean 1), log-probabilities -1, -5 and -3, -3 (mean -3)."""
+    logprobs = torch.tensor([[-1.0, -5.0, math.nan], [-3.0, -3.0, math.inf]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]] * 2)
+    advantages = torch.tensor([[3.0], [-1.0]], dtype=torch.float64)
+    script = load("clip_cov")
+    # Covariances 2 * 2 = 4, -2 * 2 = -4, and 0 twice.
+    for low, high, left in (
+        (1.0, 5.0, (0, 0)),
+        (-5.0, -1.0, (0, 1)),
+        (4.0, 9.0, None),
+        (1.0, 4.0, None),
+    ):
+        args = make_args(script, cov_low=low, cov_high=high)
+        kept = script.clip_cov(args, logprobs, advantages, mask)
+        expected = advantages.expand(2, 3).clone()
+        if left:
+            expected[left] = 0.0
+        assert torch.equal(kept, expected)
+    assert advantages.tolist() == [[3.0], [-1.0]]  # not changed in place
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.5, None), (0.1, 2), (1e-6, 1)])
+def test_clip_cov_leaves_out_so_many_tokens_between_the_bounds(share, count, load):
+    logprobs, _, _, advantages, mask = ragged_batch(1)
+    logprobs, script = logprobs.detach(), load("clip_cov")
+    total = int(mask.sum())
+    values = [
+        (i, t, logprobs[i, t].item(), advantages[i].item()) for i, t in mask.nonzero().tolist()
+    ]
+    means = [math.fsum(value[k] for value in values) / total for k in (2, 3)]
+    covariances = {(i, t): (x - means[0]) * (a - means[1]) for i, t, x, a in values}
+    between = {place for place, value in covariances.items() if 0.05 < value < 0.6}
+    count = min(len(between), int(share * total)) if count is None else count
+    assert 2 < len(between) < total and count == min(len(between), max(1, int(share * total)))
+    args, seen = make_args(script, cov_low=0.05, cov_high=0.6, cov_share=share), set()
+    for seed in range(60):
+        torch.manual_seed(seed)
+        kept = script.clip_cov(args, logprobs, advantages, mask)
+        out = {(i, t) for i, t in (kept != advantages).nonzero().tolist()}
+        assert len(out) == count and out <= between and all(kept[place] == 0 for place in out)
+        seen |= out
+    assert seen == between  # at random: each of them some time
+
+
+def test_copg_descends_the_regression_on_pairs(load):
+    """One group: the gradient of the script's three functions is that of L, by autograd, at any policy."""
+    script, beta, G = load("copg"), 0.3, 6
+    logprobs, old, ref, _, mask = ragged_batch(5)
+    rewards = torch.rand(1, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    args = make_args(script, beta=beta)
+    returns = script.compute_returns(args, rewards, logprobs.detach(), ref, mask)
+    advantages = script.compute_advantages(args, returns).view(-1, 1)
+    _, gradient = loss_and_gradient(script, args, logprobs, old, ref, advantages, mask)
+    clean = logprobs.detach().masked_fill(~mask, 0.0).requires_grad_()
+    R = rewards[0] - beta * torch.where(mask, clean - ref, 0.0).sum(1)  # (G,)
+    pairs = [(R[i] - R[j]) ** 2 for i in range(G) for j in range(i)]
+    (expected,) = torch.autograd.grad(sum(pairs) / (2 * beta * G * (G - 1)), clean)
+    assert torch.allclose(gradient, expected, atol=1e-12) and gradient.abs().max() > 0.01
+    given = (args, rewards, logprobs.detach(), ref, mask)  # of the policy that sampled: RLOO's
+    assert torch.equal(returns, rloo.compute_returns(*given))
+
+
+# ---- main
+
+SMALL = dict(num_prompts=3, num_generations=4, max_new_tokens=21, eval_size=1, seed=3)
+SMALL |= dict(learning_rate=1e-3, micro_batch_tokens=150, device="cpu")
+
+
+def run(script, folder, name, num_steps=1, **given):
+    """On the bundled task; gives the samples, and the lengths of the responses of each step (B, G)."""
+    rollouts, respond, evaluate = [], script.respond, script.evaluate
+
+    def recorded(*call):
+        rollout = respond(*call)
+        rollouts.append(rollout.response_mask.sum(1).view(-1, call[4]).tolist())
+        return rollout
+
+    script.respond = recorded
+    script.evaluate = lambda *call: {"eval/accuracy": 0.0}  # half of the time, and all shared text
+    try:
+        given |= dict(num_steps=num_steps, runs_dir=str(folder), run_name=name)
+        args = make_args(script, **SMALL | given)
+        args.dataset = str(folder / "few.jsonl")
+        metrics = script.main(args)
+    finally:
+        script.respond, script.evaluate = respond, evaluate
+    samples = [json.loads(line) for line in (folder / name / "samples.jsonl").open()]
+    return metrics, samples, rollouts
+
+
+def weights(folder, name):
+    return torch.load(folder / name / "checkpoint.pt", weights_only=True)["model"]
+
+
+def same_weights(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def expected_advantages(name, samples, lengths):
+    """What a step's records say that the advantages are, (B, G), by the formulas of the docstrings; None: in parts."""
+    rewards = torch.tensor([sample["rewards"] for sample in samples], dtype=torch.float64)
+    mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
+    if name == "gdpo":
+        texts = [sample["completions"] for sample in samples]
+        answers = [[sample["answer"]] * 4 for sample in samples]
+        table = []
+        for function in (accuracy_reward, format_reward):
+            scores = map(function, texts, answers)
+            table.append(torch.tensor(list(scores), dtype=torch.float64))  # (B, G)
+        normal = [(x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-4) for x in table]
+        return (sum(normal) - sum(normal).mean()) / (sum(normal).std() + 1e-4)
+    if name == "opo":
+        lengths = torch.tensor(lengths, dtype=torch.float64)
+        return rewards - (lengths * rewards).sum(1, keepdim=True) / lengths.sum(1, keepdim=True)
+    if name == "maxrl":
+        assert set(rewards.flatten().tolist()) <= {0.0, 1.0}
+        return (rewards - mean) / mean.clamp(min=1e-4)
+    if name == "reinforce_pp":
+        return (rewards - mean) / ((rewards - mean).std() + 1e-4)
+    if name in ("mdpo", "topr"):
+        return rewards - mean
+    return (rewards - mean) / (std + 1e-4) if name != "copg" else None
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_two_steps(name, load, folder):
+    script = load(name)
+    metrics, samples, rollouts = run(script, folder, name, num_steps=2, num_minibatches=2)
+    assert metrics["step"] == 2 and metrics["optim/skipped"] == 0 and metrics["optim/grad_norm"] > 0
+    assert all(math.isfinite(x) for x in metrics.values())
+    assert (folder / name / f"{name}.py").read_text() == (folder / f"{name}.py").read_text()
+    for step, lengths in enumerate(rollouts, start=1):
+        records = [sample for sample in samples if sample["step"] == step]
+        logged = torch.tensor([sample["advantages"] for sample in records], dtype=torch.float64)
+        expected = expected_advantages(name, records, lengths)
+        assert expected is None or torch.allclose(logged, expected, atol=1e-4)
+        assert logged.abs().max() > 0.01
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """The runs of the scripts with which some variants agree, in the same folder: their weights."""
+    return {
+        script: (run(script, folder, script.__name__, **given), weights(folder, script.__name__))
+        for script, given in ((grpo, dict(num_minibatches=2)), (rloo, dict(num_minibatches=1)))
+    }
+
+
+def test_copg_with_one_update_is_rloo(load, folder, plain):
+    run(load("copg"), folder, "copg-one", num_minibatches=1)
+    assert same_weights(weights(folder, "copg-one"), plain[rloo][1])
+
+
+def test_copg_computes_the_returns_of_the_policy_that_learns(load, folder, monkeypatch):
+    """Before each update those of all sequences, by the weights of that moment, and the update has their advantages."""
+    script, seen, used = load("copg"), [], []
+    compute_returns, policy_loss = script.compute_returns, script.policy_loss
+    rollout_logprobs, fresh = script.rollout_logprobs, []
+
+    def recorded_logprobs(*call):
+        fresh.append(rollout_logprobs(*call))
+        return fresh[-1]
+
+    def recorded_returns(args, rewards, logprobs, ref_logprobs, mask):
+        returns = compute_returns(args, rewards, logprobs, ref_logprobs, mask)
+        seen.append((returns, logprobs.clone(), ref_logprobs, mask))
+        return returns
+
+    def recorded_loss(*call):
+        used.append((len(seen), call[4].flatten()))
+        return policy_loss(*call)
+
+    monkeypatch.setattr(script, "rollout_logprobs", recorded_logprobs)
+    monkeypatch.setattr(script, "compute_returns", recorded_returns)
+    monkeypatch.setattr(script, "policy_loss", recorded_loss)
+    run(script, folder, "copg-two", num_minibatches=2, beta=0.5)
+    (first, sampled, ref, mask), (second, moved, *_) = seen
+    assert torch.equal(moved, fresh[-1]) and (moved - sampled).abs()[mask].max() > 1e-3
+    shift = torch.where(mask, moved - sampled, 0.0).sum(1).view(3, 4)
+    assert torch.allclose(second - first, -0.5 * shift, atol=1e-5)
+    for update, advantages in used:
+        all_of_them = script.compute_advantages(None, seen[update - 1][0]).flatten().tolist()
+        assert set(advantages.tolist()) <= set(all_of_them)
+    assert {update for update, _ in used} == {1, 2}
+
+
+def test_clip_cov_of_no_token_is_grpo_and_of_all_learns_nothing(load, folder, plain):
+    script = load("clip_cov")
+    run(script, folder, "clip_cov-none", num_minibatches=2, cov_low=1e6, cov_high=2e6)
+    assert same_weights(weights(folder, "clip_cov-none"), plain[grpo][1])
+    everything = dict(cov_low=-1e6, cov_high=1e6, cov_share=1.0, beta=0.0)
+    run(script, folder, "clip_cov-all", num_minibatches=2, **everything)
+    given = torch.load(folder / "clip_cov-all" / "checkpoint.pt", weights_only=True)
+    assert given["metrics"]["optim/grad_norm"] == 0
+    assert not same_weights(given["model"], plain[grpo][1])
+
+
+def test_clip_cov_measures_over_the_minibatch_by_the_weights_of_that_moment(
+    load, folder, monkeypatch
+):
+    script, calls, clip_cov = load("clip_cov"), [], load("clip_cov").clip_cov
+    minibatches, drawn = script.minibatches, []
+
+    def recorded_minibatches(*call):
+        for minibatch in minibatches(*call):
+            drawn.append(minibatch.tolist())
+            yield minibatch
+
+    def recorded(args, logprobs, advantages, mask):
+        calls.append((logprobs.clone(), advantages, mask))
+        return clip_cov(args, logprobs, advantages, mask)
+
+    monkeypatch.setattr(script, "minibatches", recorded_minibatches)
+    monkeypatch.setattr(script, "clip_cov", recorded)
+    _, _, rollouts = run(script, folder, "clip_cov-seen", num_iterations=2, num_minibatches=2)
+    lengths = [length for group in rollouts[0] for length in group]
+    for minibatch, (_, advantages, mask) in zip(drawn, calls, strict=True):
+        assert mask.sum(1).tolist() == [n if i in minibatch else 0 for i, n in enumerate(lengths)]
+        assert advantages.shape == (12, 1)
+    # A sequence of the first minibatch comes again, in the second pass: the policy has moved in between.
+    row = drawn[0][0]
+    again = 2 if row in drawn[2] else 3
+    assert not torch.equal(calls[0][0][row], calls[again][0][row])
+
+
+# ---- what the page says
+
+
+def test_the_page_lists_every_patch_with_its_lines():
+    text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[(\w+)\]\((\w+)\.diff\) \|(.*)\|$", text, re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == VARIANTS
+    for name, target, rest in rows:
+        cells = [cell.strip() for cell in rest.split("|")]
+        docstring, code = changed(name)
+        assert (
+            target == name and cells[1] == parent_of(name) and cells[2] == f"{code} + {docstring}"
+        )
+
+
+def test_the_page_places_every_script_and_every_patch():
+    text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
+    firsts = re.findall(r"^\| ([a-z_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
+    names = [name for first in firsts for name in first.split(", ")]
+    assert sorted(names) == sorted(SCRIPTS + VARIANTS)
