@@ -77,7 +77,30 @@ def speed_table() -> str:
     return table(["workload", "grpo.py", "TRL 1.16", "speed", "memory"], rows)
 
 
-TABLES = {"bundled": bundled_table, "speed": speed_table, "learning": learning_table}
+def sums_table() -> str:
+    """For each seed of grpo.py on assets/sums: sampled accuracy in fives of steps, and held out, greedy."""
+    records = records_of("bundled-sums")
+    ends = [step for step, _ in records[0]["held_out"]]
+    header = ["seed"] + [f"sampled, to step {end}, %" for end in (WINDOW, *ends[1:])]
+    header += [f"greedy, step {end}, %" for end in ends] + ["tokens", "seconds"]
+    rows = []
+    for record in records:
+        row = [str(record["seed"])]
+        for end in (WINDOW, *ends[1:]):
+            window = record["sampled_accuracy"][end - WINDOW : end]
+            row.append(f"{100 * np.mean(window):.0f}")
+        row += [f"{100 * accuracy:.0f}" for _, accuracy in record["held_out"]]
+        row += [f"{np.mean(record['response_len']):.0f}", f"{record['seconds']:.0f}"]
+        rows.append(row)
+    return table(header, rows)
+
+
+TABLES = {
+    "bundled": bundled_table,
+    "sums": sums_table,
+    "speed": speed_table,
+    "learning": learning_table,
+}
 
 
 def draw_bundled() -> None:
