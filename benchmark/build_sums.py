@@ -12,6 +12,11 @@ wrong; a policy is told of the answer alone, or, by grpo_process.py, of each col
 
 The folder holds the model, its tokenizer, train.jsonl and test.jsonl, so that it is --model and --dataset in one. Its
 chat template passes on the question and drops the instructions, since the student understands none.
+
+Measured on 200 questions of test.jsonl, at the temperature 0.9: 0.264 of the samples are right (0.574 with two numbers,
+0.099 with five), greedy 0.315, well-formed 0.999; of groups of eight 0.490 are all wrong and 0.080 all right. The build
+takes about ten minutes of an idle core. Another processor rounds differently: rebuilt there, the weights agree in
+quality only.
 """
 
 import argparse
