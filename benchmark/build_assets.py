@@ -57,8 +57,8 @@ def make_questions(rng):
     return [pair for pair in pairs if pair not in held_out], test
 
 
-def prompt(pair):
-    return f"{pair[0]}+{pair[1]}="
+def prompt(numbers):
+    return "+".join(map(str, numbers)) + "="
 
 
 def solution(pair, forget=False, tags=True):
@@ -124,7 +124,7 @@ def make_batch(tokenizer, pairs, texts):
 
 
 @torch.no_grad()
-def sample(adder, tokenizer, pairs, temperature):
+def sample(adder, tokenizer, pairs, temperature, max_new_tokens=MAX_NEW_TOKENS):
     """One completion for each pair, as text up to and with </s>; temperature 0 is greedy."""
     adder.eval()
     texts = [""] * len(pairs)
@@ -136,7 +136,7 @@ def sample(adder, tokenizer, pairs, temperature):
             None,
             [],
         )
-        for _ in range(MAX_NEW_TOKENS):
+        for _ in range(max_new_tokens):
             output = adder(ids, past_key_values=cache, use_cache=True)
             cache, logits = output.past_key_values, output.logits[:, -1]
             if temperature == 0:

@@ -7,6 +7,7 @@ process's peak of memory, responses sampled, accuracies on the held-out addition
 every step. benchmark/readme.py writes them into README.md.
 
     python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   of variants/
+    python benchmark/bundled.py --task sums --scripts grpo --seeds 1 2 3     assets/sums; bundled-sums.jsonl
     python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
     python benchmark/bundled.py --device emulated   in a GPU's precision, without one: tests/emulated_cuda
 """
@@ -42,7 +43,13 @@ def in_place(script: str):
         path.unlink()
 
 
-def run(script: str, seed: int, device: str) -> dict:
+SUMS = (
+    "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 60 --learning-rate 5e-5"
+)
+TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
+
+
+def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
     with tempfile.TemporaryDirectory() as folder, in_place(script):
         processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
         launcher = (
@@ -52,8 +59,9 @@ def run(script: str, seed: int, device: str) -> dict:
         )
         on = "cuda" if device == "emulated" else device
         flags = (
-            f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run".split()
-        )
+            f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run "
+            f"{TASKS[task]}"
+        ).split()
         if device == "emulated":
             launcher, flags = f"{launcher} tests/emulated_cuda", [shlex.join(flags)]
         start = time.perf_counter()
@@ -78,6 +86,11 @@ def run(script: str, seed: int, device: str) -> dict:
     }
     for name in ("accuracy", "accuracy_lenient"):
         record[name] = [metrics[step][f"eval/{name}"] for step in (0, -1)]  # before, after
+    if task != "adder":
+        evaluated = [line for line in metrics if "eval/accuracy" in line]
+        record["task"] = task
+        record["held_out"] = [[line["step"], line["eval/accuracy"]] for line in evaluated]
+        record["response_len"] = [round(line["rollout/response_len"], 1) for line in metrics[1:]]
     record["sampled_accuracy"] = [round(line["rollout/accuracy"], 3) for line in metrics[1:]]
     return record
 
@@ -88,19 +101,21 @@ def main() -> None:
     )
     parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
+    parser.add_argument("--task", choices=list(TASKS), default="adder")
     parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="cpu")
     parser.add_argument(
         "--out",
         type=Path,
-        help="default: bundled.jsonl or bundled-DEVICE.jsonl in benchmark/records",
+        help="default: bundled.jsonl, bundled-TASK.jsonl or bundled-DEVICE.jsonl in benchmark/records",
     )
     args = parser.parse_args()
-    name = "bundled.jsonl" if args.device == "cpu" else f"bundled-{args.device}.jsonl"
+    kinds = [args.task] * (args.task != "adder") + [args.device] * (args.device != "cpu")
+    name = "-".join(["bundled", *kinds]) + ".jsonl"
     out = args.out or FOLDER / name
     records = []
     for seed in args.seeds:
         for script in args.scripts:
-            records.append(run(script, seed, args.device))
+            records.append(run(script, seed, args.device, args.task))
             shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
             print(*(f"{name} {records[-1][name]}" for name in shown), flush=True)
             write(out, records)

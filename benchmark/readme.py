@@ -77,7 +77,29 @@ def speed_table() -> str:
     return table(["workload", "grpo.py", "TRL 1.16", "speed", "memory"], rows)
 
 
-TABLES = {"bundled": bundled_table, "speed": speed_table, "learning": learning_table}
+def sums_table() -> str:
+    """For each seed of grpo.py on assets/sums: sampled accuracy, means of ten steps, and held out, greedy."""
+    records = records_of("bundled-sums")
+    ends = [step for step, _ in records[0]["held_out"]]
+    header = ["seed"] + [f"sampled, steps to {end}, %" for end in (10, *ends[1:])]
+    header += [f"greedy, step {end}, %" for end in ends] + ["tokens"]
+    rows = []
+    for record in records:
+        row = [str(record["seed"])]
+        for end in (10, *ends[1:]):
+            row.append(f"{100 * np.mean(record['sampled_accuracy'][end - 10 : end]):.0f}")
+        row += [f"{100 * accuracy:.0f}" for _, accuracy in record["held_out"]]
+        row.append(f"{np.mean(record['response_len']):.0f}")
+        rows.append(row)
+    return table(header, rows)
+
+
+TABLES = {
+    "bundled": bundled_table,
+    "sums": sums_table,
+    "speed": speed_table,
+    "learning": learning_table,
+}
 
 
 def draw_bundled() -> None:

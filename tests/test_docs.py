@@ -1,11 +1,17 @@
 """What the pages under docs/ say of the code and of the records is so."""
 
+import math
 import re
+import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, SCRIPTS
+
+import grpo
 
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
 PAGES += [ROOT / "variants" / "README.md"]
@@ -51,23 +57,100 @@ def test_the_family_tree_is_the_one_of_the_siblings():
     }
 
 
+def differences(page: str) -> dict[str, str]:
+    """Name -> source of the scripts that a page shows as differences to grpo.py, each applied to it.
+
+    What stands in a difference as context or as removed is grpo.py's text.
+    """
+    text, sources = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), {}
+    blocks = re.findall(r"```diff\n--- grpo.py\n\+\+\+ (\w+).py\n(.*?)```", text, re.DOTALL)
+    for name, block in blocks:
+        changed = (ROOT / "grpo.py").read_text(encoding="utf-8")
+        for hunk in re.split(r"^@@.*\n", block, flags=re.MULTILINE)[1:]:
+            lines = hunk.splitlines()
+            old = "\n".join(line[1:] for line in lines if line[:1] != "+")
+            new = "\n".join(line[1:] for line in lines if line[:1] != "-")
+            assert changed.count(old) == 1, old
+            changed = changed.replace(old, new)
+        sources[name] = changed
+    return sources
+
+
+def load(monkeypatch, name: str, source: str):
+    """A module of this source, as if its file stood beside grpo.py."""
+    module = types.ModuleType(name)
+    module.__file__ = str(ROOT / f"{name}.py")
+    monkeypatch.setitem(sys.modules, name, module)  # where dataclass looks
+    exec(compile(source, module.__file__, "exec"), module.__dict__)
+    module.SCRIPT = ROOT / "grpo.py"  # a run copies its script
+    return module
+
+
 def test_the_differences_shown_are_real():
-    """docs/extend.md: what stands in a difference as context or as removed is grpo.py's text, and the result is
-    Python; the other one is an excerpt of a patch, lines that follow one another there."""
+    """docs/extend.md: one applies, and the result is Python; the other is an excerpt of a patch."""
+    found = differences("extend")
+    assert list(found) == ["words"]
+    compile(found["words"], "words", "exec")
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    shown, excerpt = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)
-    assert shown.startswith("--- grpo.py\n+++ words.py\n")
-    changed = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    for hunk in re.split(r"^@@.*\n", shown, flags=re.MULTILINE)[1:]:
-        lines = hunk.splitlines()
-        old = "\n".join(line[1:] for line in lines if line[:1] != "+")
-        new = "\n".join(line[1:] for line in lines if line[:1] != "-")
-        assert changed.count(old) == 1, old
-        changed = changed.replace(old, new)
-    compile(changed, "words", "exec")
+    excerpt = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[1]
     assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
     count = len(list((ROOT / "variants").glob("*.diff")))
     assert count == 14 and "has fourteen such patches" in text
+
+
+def test_the_worked_examples_are_the_scripts():
+    """The tables of docs/algorithms.md are what the scripts' own functions give, and so is the picture of the clip."""
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import explain
+
+    text = explain.PAGE.read_text(encoding="utf-8")
+    for name, make in explain.TABLES.items():
+        assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name
+    assert explain.drawn_from() in (explain.PICTURES / "clip.svg").read_text(encoding="utf-8")
+
+
+def test_the_answer_to_the_first_exercise(monkeypatch):
+    """At a ratio of 1.5 and A = 1 the loss's gradient by the log-probability is 0 in GRPO and -1.2 in CISPO."""
+    command = ["patch", "-s", "-o", "-", "grpo.py", "variants/cispo.diff"]
+    patched = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    cispo = load(monkeypatch, "cispo", patched.stdout)
+    for script, expected in ((grpo, 0.0), (cispo, -1.2)):
+        args = script.Args(beta=0.0, **{"clip_eps_high": 0.2} if script is cispo else {})
+        logprobs = torch.zeros(1, 1, requires_grad=True)
+        old = torch.tensor([[-math.log(1.5)]])
+        one = torch.ones(1, 1)
+        loss, _ = script.policy_loss(args, logprobs, old, None, one, one.bool(), 1, 1)
+        loss.backward()
+        assert logprobs.grad.item() == pytest.approx(expected)
+
+
+def first_step(script, folder) -> dict:
+    args = dict(num_steps=1, num_prompts=4, eval_size=4, device="cpu", runs_dir=str(folder))
+    return script.main(script.Args(**args, run_name=script.__name__))
+
+
+def test_the_answer_to_the_second_exercise(tmp_path, monkeypatch):
+    """Without the EOS token in the mask the response is one token shorter if it ended, and nothing else is seen."""
+    no_eos = load(monkeypatch, "no_eos", differences("algorithms")["no_eos"])
+    whole, broken = first_step(grpo, tmp_path), first_step(no_eos, tmp_path)
+    for name in ("reward_mean", "accuracy", "eos_frac"):
+        assert broken[f"rollout/{name}"] == whole[f"rollout/{name}"]
+    lost = whole["rollout/response_len"] - broken["rollout/response_len"]
+    assert lost == pytest.approx(whole["rollout/eos_frac"]) and lost > 0
+    assert whole["tokens"] - broken["tokens"] == 32 * whole["rollout/eos_frac"]
+
+
+def test_the_answer_to_the_third_exercise(tmp_path, monkeypatch):
+    """The reward by hand, and under its name among the metrics of a run."""
+    digits = load(monkeypatch, "digits", differences("algorithms")["digits"])
+    texts = ["<answer>185</answer>", "<answer>85</answer>", "<answer>175</answer>", "85"]
+    texts += ["<answer>1858</answer>", "<answer></answer>", "<answer>9185</answer>"]
+    rewards = digits.digits_reward(texts, ["185"] * 7)
+    assert rewards == pytest.approx([1 / 2, 1 / 3, 1 / 3, 0, 0, 0, 1 / 2])
+    metrics = first_step(digits, tmp_path)
+    assert 0 < metrics["rollout/digits_reward"] <= 0.5
+    parts = [metrics[f"rollout/{f.__name__}"] for f in digits.REWARDS]
+    assert metrics["rollout/reward_mean"] == pytest.approx(sum(parts))
 
 
 def test_the_lessons_state_what_is_recorded():

@@ -1,0 +1,70 @@
+"""The bundled data are what the builders write, and a solution is what rewards and scripts take it for."""
+
+import json
+import random
+import sys
+
+import pytest
+from conftest import ROOT
+
+import grpo_process
+from utils.rewards import accuracy_reward, format_reward
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import build_assets  # noqa: E402
+import build_sums  # noqa: E402
+
+ASSETS = ROOT / "assets"
+
+
+def test_the_additions_are_the_builders():
+    splits = build_assets.make_questions(random.Random(1))
+    for name, pairs in zip(("train", "test"), splits, strict=True):
+        lines = (ASSETS / "addition" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        expected = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+        assert list(map(json.loads, lines)) == expected
+
+
+def test_the_sums_are_the_builders(tmp_path):
+    """To the byte; and no question of the test is one of the training's, be it with its numbers in another order."""
+    train, test = build_sums.make_questions(random.Random(1))
+    build_sums.write_data(tmp_path, train, test)
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ASSETS / "sums" / name).read_bytes()
+    assert not {tuple(sorted(x)) for x in train} & {tuple(sorted(x)) for x in test}
+    assert sum(path.stat().st_size for path in (ASSETS / "sums").iterdir()) < 4e6
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [
+        ((4711, 82, 908), "1+2+8=11,1+8+0+1=10,7+0+9+1=17,4+0+0+1=5</think><answer>5701"),
+        ((9999, 9999), "9+9=18,9+9+1=19,9+9+1=19,9+9+1=19</think><answer>19998"),
+    ],
+)
+def test_a_solution_by_hand(numbers, text):
+    assert build_sums.solution(numbers) == f"<think>{text}</answer></s>"
+
+
+def test_every_column_is_a_step_that_can_be_wrong():
+    """With all carries a solution has both rewards and four right steps. A forgotten carry is seen one column later."""
+    rng, seen = random.Random(2), 0
+    for _ in range(300):
+        numbers = build_sums.make_question(rng)
+        answers = [str(sum(numbers))]
+        right = build_sums.solution(numbers).removesuffix("</s>")
+        assert accuracy_reward([right], answers) == [1.0]
+        assert format_reward([right], answers) == [0.4]
+        (steps,) = grpo_process.step_rewards([right], answers)
+        assert [reward for _, reward in steps] == [1.0] * (build_sums.COLUMNS + 1)
+
+        first = [number % 10 for number in numbers]
+        if sum(first) < 10:
+            continue
+        wrong = build_sums.solution(numbers, lambda total: True).removesuffix("</s>")
+        assert accuracy_reward([wrong], answers) == [0.0]
+        (steps,) = grpo_process.step_rewards([wrong], answers)
+        assert [reward for _, reward in steps][:2] == [1.0, 0.0]
+        seen += 1
+    assert seen > 100
