@@ -118,33 +118,26 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a stopped run to go on with, from the same working directory; its arguments are
-    used, and no others"""
+    """go on with the run in this folder, from the same working directory, with its arguments"""
     eval_every: int | None = None
-    """evaluate every so many steps, besides before and after the training; 0: never between; None:
-    by model"""
+    """evaluate before, after and every so many steps; 0: never between; None: by model"""
     save_every: int = 50
-    """write a checkpoint every so many steps, besides after the first and the last; 0: never
-    between"""
+    """write a checkpoint after the first, the last and every so many steps; 0: never between"""
     track: bool = False
-    """send the metrics to Weights & Biases as well, to the project in the variable WANDB_PROJECT"""
+    """send metrics and samples to Weights & Biases too, to the project in WANDB_PROJECT"""
     # ---- model and data
     model: str = str(ASSETS / "adder")
-    """folder or hub id of a causal language model; a name without "/" that is no folder is one of
-    HuggingFaceTB"""
+    """folder or hub id of a causal language model; a name without "/" is one of HuggingFaceTB"""
     dataset: str | None = None
-    """.jsonl / .json / .csv / .parquet file, folder with train and test file, hub id or id:config;
-    None: by model"""
+    """.jsonl / .json / .csv / .tsv / .parquet file, folder, hub id or id:config; None: by model"""
     eval_dataset: str | None = None
-    """held-out problems; None: the test split of a folder or hub data set, or else the last tenth
-    of the file"""
+    """held-out problems; None: the test split of --dataset, or else its last tenth"""
     eval_size: int = 500
     """evaluate on so many of the held-out problems, the first ones"""
     question_column: str = "question"
     """column of the data set that holds the question"""
     answer_column: str = "answer"
-    """column of the data set that holds the gold answer; if it has a "####", what follows the last
-    one"""
+    """column that holds the gold answer; if it has a "####", what follows the last one"""
     system_prompt: str | None = None
     """instructions before each question; None: by model, to think and to answer in tags"""
     max_prompt_tokens: int | None = None
@@ -159,8 +152,7 @@ class Args:
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability alike; None: by model"""
     sampling_tokens: int = 49152
-    """tokens sampled at a time, prompts and padding included: memory for keys and values against
-    speed"""
+    """tokens sampled at a time, prompts and padding included: memory against speed"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -169,20 +161,17 @@ class Args:
     learning_rate: float | None = None
     """peak learning rate of AdamW (betas 0.9 and 0.999, no weight decay); None: by model"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    """how the learning rate falls to 0 after the warm-up, or that it stays (schedules of
-    transformers)"""
+    """how the learning rate falls to 0 after the warm-up, or that it stays"""
     warmup_updates: int | None = None
-    """updates in which the learning rate rises linearly to its peak, from 0 in the first; None: by
-    model"""
+    """updates in which the learning rate rises linearly from 0 to its peak; None: by model"""
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass: the rollout is shuffled and split into so many minibatches"""
     micro_batch_tokens: int = 2048
-    """tokens, padding included, in one forward and backward pass: memory against speed, never the
-    gradient"""
+    """tokens in one forward and backward pass: memory against speed, never the gradient"""
     gradient_checkpointing: bool | None = None
-    """recompute activations in the backward pass: less memory, a third more time; None: by model"""
+    """recompute activations: less memory, a third more time; None: by model"""
     max_grad_norm: float = 1.0
     """the norm of the gradient is clipped to this"""
     # ---- algorithm
@@ -300,7 +289,7 @@ def main(args: Args) -> dict:
     metrics_log, samples_log, signals = open_run(args, run_dir, saved, model)
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        log_metrics(metrics_log, metrics)
+        log_metrics(metrics_log, metrics, [])
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
 
@@ -424,7 +413,7 @@ def main(args: Args) -> dict:
         }
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        log_metrics(metrics_log, metrics)
+        records = []
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
             record = {
@@ -434,8 +423,11 @@ def main(args: Args) -> dict:
                 "completions": rollout.completions[group],
                 "rewards": rewards[k].tolist(),
                 "advantages": advantages[group, 0].tolist(),
+                "ended": ended[group].tolist(),
             }
             write(samples_log, record)
+            records.append(record)
+        log_metrics(metrics_log, metrics, records)
         show(args, progress, metrics, record)
         if step == 1 and not gap.mean() < (0.1 if model.device.type == "cuda" else 1e-3):
             fail(
@@ -951,11 +943,14 @@ def write(file, record):
         print(json.dumps(record), file=file)
 
 
-def log_metrics(file, metrics):
-    """One record; what is not finite, which JSON does not know, is null."""
+def log_metrics(file, metrics, records):
+    """One record, with null for what is not finite; to W&B also samples, where it is evaluated."""
     finite = {name: x if abs(x) < float("inf") else None for name, x in metrics.items()}
     write(file, finite)
     if wandb.run is not None:
+        if records and "eval/accuracy" in metrics:
+            rows = [list(record.values()) for record in records]
+            metrics = metrics | {"samples": wandb.Table(columns=list(records[0]), data=rows)}
         wandb.log(metrics, step=metrics["step"])
 
 
@@ -993,6 +988,10 @@ def save_checkpoint(args, run_dir, parts, state, metrics, problems):
 
 if __name__ == "__main__":
     print_safely()
+    recipes = [
+        f"{name} {x}, bundled {y}" for name, (x, y) in RECIPES.items() if name != "system_prompt"
+    ]
+    about = __doc__.split("\n\n")[0] + "\n\nNone by model: " + "; ".join(recipes)
     lower = "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use grpo_lora.py"
     with one_line(lower, torch.OutOfMemoryError):
-        main(tyro.cli(Args))
+        main(tyro.cli(Args, description=about))

@@ -69,19 +69,17 @@ def read_run(folder, name):
     try:
         args = dict(read_json((folder / "args.json").read_text(encoding="utf-8")))
         args |= args.pop("versions", {})
+        args.pop("id", None)  # of the run in Weights & Biases
     except (OSError, ValueError, TypeError):
         args = {"args.json": f"none in {name}"}  # so that it is no other run with another seed
         gaps.append("args.json is missing or unreadable")
     args["script"] = next((path.name for path in folder.glob("*.py")), "?")  # the run's own copy
     metrics, metrics_gaps = read_records(folder / "metrics.jsonl", "step", int)
     samples, samples_gaps = read_records(folder / "samples.jsonl", "completions", list)
-    eos_frac = dict(series(metrics, "rollout/eos_frac"))
     for group in samples:
         texts = [str(text) for text in group["completions"]]
         right = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
-        # Which responses of a step were cut is not logged, only how many.
-        all_ended = eos_frac.get(group["step"]) == 1
-        cut = [not all_ended and not text.rstrip().endswith("</answer>") for text in texts]
+        cut = [not ended for ended in group.get("ended", [])]
         group |= {"completions": texts, "right": right, "cut": cut}
     run = {"name": name, "args": args, "metrics": metrics, "samples": samples}
     return run | {"marks": marks(metrics), "gaps": gaps + metrics_gaps + samples_gaps}

@@ -33,9 +33,10 @@ def metric(step, **values):
     return {"step": step, "episodes": 8 * step, "tokens": 100 * step} | record
 
 
-def group(step, prompt, answer, completions, rewards, advantages=None):
+def group(step, prompt, answer, completions, rewards, advantages=None, ended=None):
     advantages = advantages or [x - sum(rewards) / len(rewards) for x in rewards]
     sides = {"completions": completions, "rewards": rewards, "advantages": advantages}
+    sides["ended"] = ended or [True] * len(completions)
     return {"step": step, "prompt": prompt, "answer": answer} | sides
 
 
@@ -138,14 +139,16 @@ def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
 
 
 def test_right_and_cut(tmp_path):
-    """Right is the number in the answer tags; cut, in a step where not all ended, no </answer> at the end."""
+    """Right is the number in the answer tags; cut is what has not ended, and in a run of before, nothing."""
     texts = ["<answer>4</answer>", "<answer>5</answer>\n", "<answer>4</answer> and", "4"]
-    samples = [group(step, "2+2=", "#### 4", texts, [1.4, 0.4, 1.4, 0.0]) for step in (1, 2)]
-    folder = write_run(tmp_path / "a", [metric(1, eos_frac=0.5), metric(2)], samples)
+    ended = [True, True, False, False]
+    samples = [group(x, "2+2=", "#### 4", texts, [1.4, 0.4, 1.4, 0.0], ended=ended) for x in (1, 2)]
+    del samples[1]["ended"]
+    folder = write_run(tmp_path / "a", [metric(1), metric(2)], samples)
     one, two = report.read_run(folder, "a")["samples"]
     assert one["right"] == two["right"] == [1, 0, 1, 0]
     assert one["cut"] == [False, False, True, True]
-    assert two["cut"] == [False] * 4
+    assert two["cut"] == []
 
 
 def test_the_first_six_are_those_of_the_page_on_metrics():
@@ -227,7 +230,7 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
 RIGHT, WRONG = "<answer>4</answer>", "<think>2</think>"
 GROUPS = [
     group(1, "2+2=", "4", [RIGHT, WRONG], [1.4, 0.2]),
-    group(2, "1+3=", "4", [WRONG, WRONG], [0.2, 0.2]),
+    group(2, "1+3=", "4", [WRONG, WRONG], [0.2, 0.2], ended=[False, True]),
     group(3, "3+1=", "4", [RIGHT, RIGHT], [1.4, 1.4], [[0.5, -0.5, 1.0], [0.1]]),
     group(4, "2+2=", "4", [RIGHT, "<answer>Five</answer>"], [1.4, 0.4]),
     group(5, "4+0=", "4", [RIGHT, RIGHT], [1.4, 1.3]),
