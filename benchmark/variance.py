@@ -1,0 +1,110 @@
+"""The variance of the policy gradient under five baselines, at a fixed policy: python benchmark/variance.py
+
+Measured at three moments: assets/adder as it is, and after 20 and 40 steps of rloo.py. At each, 8 responses to each of
+512 questions are sampled, and the gradient g of the log-probability of each response is computed. The estimate from one
+response is (R - b) g, with the return R (both rewards) and the baseline b. Its variance, summed over all weights, is
+E[|(R - b) g|^2] - |E[(R - b) g]|^2. Writes records/variance.jsonl, and the table in docs/lessons.md; four minutes of
+one core.
+"""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from records import FOLDER, ROOT, fill, provenance, read, table, write
+
+sys.path.insert(0, str(ROOT))
+
+import grpo  # noqa: E402
+from utils.rewards import apply_reward  # noqa: E402
+
+OUT, PAGE = FOLDER / "variance.jsonl", ROOT / "docs" / "lessons.md"
+QUESTIONS, SAMPLES, MOMENTS = 512, 8, (0, 20, 40)
+BASELINES = ["none", "mean of all", "mean of the others", "greedy response", "best constant"]
+
+
+def rewards_of(examples, completions):
+    return sum(torch.tensor(apply_reward(f, examples, completions)) for f in grpo.REWARDS)
+
+
+def measure(folder, steps: int) -> dict:
+    """Variance and signal of the gradient estimate for each baseline, with the policy in this folder."""
+    args, _, _ = grpo.resolve(grpo.Args(device="cpu"))
+    config, tokenizer = grpo.load_config(args, "--model", str(folder))
+    examples = grpo.load_data(args, tokenizer, "train")[:QUESTIONS]
+    model, eos_ids = grpo.load_model(grpo.replace(args, model=str(folder)), config, tokenizer)
+    torch.manual_seed(1)
+    rollout = grpo.respond(args, model, tokenizer, examples, SAMPLES, 1.0, eos_ids)
+    greedy = grpo.respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    R = rewards_of(examples, rollout.completions)  # (N,)
+    groups = R.view(-1, SAMPLES)  # (B, G)
+
+    weights = [x for x in model.parameters() if x.requires_grad]
+    baselines = {
+        "none": torch.zeros_like(R),
+        "mean of all": R.mean().expand_as(R),
+        "mean of the others": (groups.sum(1, keepdim=True) - groups).flatten() / (SAMPLES - 1),
+        "greedy response": rewards_of(examples, greedy.completions).repeat_interleave(SAMPLES),
+    }
+    # b does not change g: sums of g, R g and b g give the mean for every baseline, and |g|^2 is all else it takes.
+    squares = torch.zeros_like(R)  # (N,) of |g|^2
+    sums = {name: torch.zeros(sum(x.numel() for x in weights)) for name in ("g", *baselines)}
+    for i in range(len(R)):
+        logprobs = grpo.compute_logprobs(model, rollout.rows([i]), 1.0)  # (1, R)
+        grads = torch.autograd.grad(logprobs.sum(), weights)
+        g = torch.cat([x.flatten() for x in grads])
+        squares[i] = g @ g
+        sums["g"] += g
+        for name, b in baselines.items():
+            sums[name] += (R[i] - b[i]) * g
+    best = (squares * R).sum() / squares.sum()
+    baselines["best constant"] = best.expand_as(R)
+    sums["best constant"] = sums["none"] - best * sums["g"]
+
+    record = {"steps": steps, **provenance(), "responses": len(R), "mean_reward": R.mean().item()}
+    record["right"] = torch.tensor(apply_reward(grpo.accuracy_reward, examples, rollout.completions)).mean().item()
+    record["best"] = best.item()
+    is_right = R > 1
+    record["square_right"] = squares[is_right].mean().item()
+    record["square_wrong"] = squares[~is_right].mean().item()
+    for name in BASELINES:
+        second = ((R - baselines[name]) ** 2 * squares).mean()
+        mean = sums[name] / len(R)
+        variance = (second - mean @ mean) * len(R) / (len(R) - 1)
+        signal = mean @ mean - variance / len(R)  # without what noise adds to the square of a mean
+        record[name] = {"variance": variance.item(), "signal": signal.item()}
+    return record
+
+
+def make_table(records) -> str:
+    """Markdown: the variance for each baseline at each moment, and the signal of a step of 128 responses."""
+    rows = []
+    for record in records:
+        row = [f"after {record['steps']} steps", f"{100 * record['right']:.0f}"]
+        row += [f"{record[name]['variance']:.0f}" for name in BASELINES]
+        row += [f"{record['best']:.2f}", f"{record['square_wrong'] / record['square_right']:.1f}"]
+        rows.append(row)
+    heads = ["policy", "right, %", *BASELINES, "best b", "square of g, wrong / right"]
+    return table(heads, rows)
+
+
+def main() -> None:
+    records = []
+    for steps in MOMENTS:
+        with tempfile.TemporaryDirectory() as runs:
+            folder = ROOT / "assets" / "adder"
+            if steps:
+                flags = ["--num-steps", str(steps), "--device", "cpu", "--runs-dir", runs]
+                command = [sys.executable, "rloo.py", *flags, "--run-name", "run"]
+                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+                folder = Path(runs, "run", "model")
+            records.append(measure(folder, steps))
+            print(records[-1], flush=True)
+    write(OUT, records)
+    fill(PAGE, "variance", make_table(read(OUT)))
+
+
+if __name__ == "__main__":
+    main()
