@@ -41,7 +41,7 @@ SAMPLED, STEPS, ACCURACY = "responses sampled", "step", "rollout/accuracy"
 LABELS = {f"length/{kind}": f"characters in a {kind} response" for kind in ("right", "wrong")}
 LESSONS = {
     1: (
-        "A baseline lowers the variance",
+        "Baselines",
         {
             "no baseline": "reinforce_baseline.py --num-steps 40 --baseline none",
             "moving average": "reinforce_baseline.py --num-steps 40 --baseline moving_average",
