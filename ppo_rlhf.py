@@ -999,17 +999,18 @@ def find_eos_ids(model, tokenizer):
 def load_classifier(args, flag, source, config, device):
     """A network with a head of one label, which starts from zeros on the trunk of the policy."""
     config.num_labels = 1
-    network, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-        source, config=config, dtype=torch.float32, output_loading_info=True
-    )
-    if flag == "--model":
-        torch.nn.init.zeros_(network.score.weight)
-    elif info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"]))
-        fail(f"{flag} {source}: its files hold no weights for {missing}")
-    if args.gradient_checkpointing:
-        network.activation_checkpointing_enable()
-    return network.to(device)
+    with one_line(f"{flag} {source}: not supported"):
+        network, info = transformers.AutoModelForSequenceClassification.from_pretrained(
+            source, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        head = network.score.weight  # (1, D); models like BERT have none of this name
+        if flag == "--model":
+            torch.nn.init.zeros_(head)
+        elif info["missing_keys"]:
+            raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys']))}")
+        if args.gradient_checkpointing:
+            network.activation_checkpointing_enable()
+        return network.to(device)
 
 
 def load_classifiers(args, config, tokenizer, device):

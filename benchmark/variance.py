@@ -64,7 +64,11 @@ def measure(folder, steps: int) -> dict:
     sums["best constant"] = sums["none"] - best * sums["g"]
 
     record = {"steps": steps, **provenance(), "responses": len(R), "mean_reward": R.mean().item()}
-    record["right"] = torch.tensor(apply_reward(grpo.accuracy_reward, examples, rollout.completions)).mean().item()
+    record["right"] = (
+        torch.tensor(apply_reward(grpo.accuracy_reward, examples, rollout.completions))
+        .mean()
+        .item()
+    )
     record["best"] = best.item()
     is_right = R > 1
     record["square_right"] = squares[is_right].mean().item()

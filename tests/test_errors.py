@@ -246,6 +246,19 @@ def test_reward_model_with_another_vocabulary(refuse, copy_model):
     )
 
 
+def test_reward_model_without_the_head_that_is_scored_with(refuse, tmp_path, data, capsys):
+    """BERT's kind calls it classifier, and looks at the first token."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = transformers.BertConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
+    folder = tmp_path / "bert"
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    capsys.readouterr()
+    words = f"error: --reward-model {folder}: not supported", "score"
+    refuse(ppo_rlhf, *words, reward_model=str(folder), dataset=data)
+
+
 def spoil_weights(folder, word, model_class):
     """Save the model again without the weights whose names hold this word."""
     model = model_class.from_pretrained(folder)
