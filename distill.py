@@ -1,11 +1,12 @@
-"""On-policy distillation, in one file. GKD, Agarwal et al. 2023, arXiv:2306.13649v3, with the reverse
-KL and all data from the student (lambda = 1); "On-Policy Distillation", Lu 2025, Thinking Machines.
+"""On-policy distillation, in one file: GKD (Agarwal et al. 2023, arXiv:2306.13649) with the reverse
+KL and all responses from the student (lambda = 1), and its form as a policy gradient ("On-Policy
+Distillation", Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation).
 
 The student pi_theta samples a response o to every prompt q, and a teacher pi_T with the same
 vocabulary scores its tokens. Minimized is the reverse KL of the student to it, at what the student
 itself writes; through the sampling of o no gradient flows:
 
-    L(theta) = E[ 1/|o| sum_t KL_t ]                                                 (GKD, Eq. 2, 4)
+    L(theta) = E[ 1/|o| sum_t KL_t ]                                               (GKD, Section 3)
     KL_t     = sum_v pi_theta(v | q, o_<t) log( pi_theta(v | q, o_<t) / pi_T(v | q, o_<t) )
     A_t      = log pi_T(o_t | q, o_<t) - log pi_old(o_t | q, o_<t)      its mean over o_t is -KL_t
 
@@ -30,8 +31,8 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
 micro-batch, T response tokens in it.
 
-    python distill.py                                                assets/adder, on a CPU
-    python distill.py --model SmolLM2-360M --num-generations 1       GSM8K, on one GPU
+    python distill.py                                          assets/adder, on a CPU
+    python distill.py --model SmolLM2-360M --num-prompts 64    GSM8K, on one GPU
 """
 
 import copy
