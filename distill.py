@@ -10,8 +10,8 @@ itself writes; through the sampling of o no gradient flows:
     KL_t     = sum_v pi_theta(v | q, o_<t) log( pi_theta(v | q, o_<t) / pi_T(v | q, o_<t) )
     A_t      = log pi_T(o_t | q, o_<t) - log pi_old(o_t | q, o_<t)      its mean over o_t is -KL_t
 
-From the tokens drawn alone it is a policy gradient with the advantage A_t, which is of this one
-token (a discount of 0), in GRPO's clipped loss. --full-vocabulary takes the gradient of KL_t itself,
+At the tokens drawn alone it is a policy gradient with the advantage A_t, which is of this one
+token (a discount of 0), in GRPO's clipped loss. --full-vocabulary takes the gradient of KL_t,
 which is the mean of the former over o_t, without its noise.
 
 Parent: grpo.py. Differences: (1) the teacher takes the place of the reference, and is loaded from
