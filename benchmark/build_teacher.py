@@ -4,8 +4,8 @@ The teacher of distill.py: the network of assets/adder with its tokenizer, train
 weights, on solutions that forget no carry and leave out no tags. It practises the questions of assets/addition's
 train.jsonl alone, so that the held-out ones, and their mirror images, are new to it too.
 
-Measured on the questions of test.jsonl: 1.000 right greedy and 0.996 at temperature 1. The build takes some five minutes
-of an idle core.
+Measured on the questions of test.jsonl: 1.000 right greedy and 0.996 at temperature 1. The build took 15 minutes on a
+machine with two cores and six such processes.
 Another processor rounds differently: rebuilt there, the weights agree in quality only.
 """
 

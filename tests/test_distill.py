@@ -146,10 +146,18 @@ def test_the_kl_is_computed_in_chunks(monkeypatch):
 SMALL = dict(num_steps=2, num_prompts=4, num_generations=1, eval_size=2, device="cpu", eval_every=0)
 
 
+@pytest.fixture
+def small(tmp_path):
+    """Fields of a small run, on few problems."""
+    lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:40]))
+    return SMALL | dict(dataset=str(tmp_path / "few.jsonl"), runs_dir=str(tmp_path))
+
+
 @pytest.mark.parametrize("full_vocabulary", [False, True])
-def test_a_resumed_run_ends_in_the_same_weights(tmp_path, full_vocabulary):
+def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path, full_vocabulary):
     """One sample a prompt; the teacher is read anew, and is no part of the checkpoint."""
-    given = SMALL | dict(full_vocabulary=full_vocabulary, runs_dir=str(tmp_path))
+    given = small | dict(full_vocabulary=full_vocabulary)
     distill.main(distill.Args(**given, run_name="whole"))
     write = distill.save_checkpoint
 
@@ -175,17 +183,15 @@ def test_a_resumed_run_ends_in_the_same_weights(tmp_path, full_vocabulary):
         assert torch.equal(weights, ends[1]["model"][name])
 
 
-def test_equal_rewards_are_no_reason_to_warn(tmp_path, capsys):
+def test_equal_rewards_are_no_reason_to_warn(small, capsys):
     """With one sample a prompt all groups have equal rewards; the teacher teaches all the same."""
-    metrics = distill.main(distill.Args(**SMALL, runs_dir=str(tmp_path)))
+    metrics = distill.main(distill.Args(**small))
     assert metrics["rollout/zero_std_frac"] == 1.0 and metrics["optim/grad_norm"] > 0
     assert "warning" not in capsys.readouterr().out
 
 
-def test_a_student_that_is_the_teacher_has_nothing_to_learn(tmp_path):
-    metrics = distill.main(
-        distill.Args(**SMALL | dict(num_steps=1), teacher=str(ADDER), runs_dir=str(tmp_path))
-    )
+def test_a_student_that_is_the_teacher_has_nothing_to_learn(small):
+    metrics = distill.main(distill.Args(**small | dict(num_steps=1), teacher=str(ADDER)))
     assert abs(metrics["kl/ref"]) < 1e-6 and metrics["optim/grad_norm"] < 1e-4
 
 
@@ -206,8 +212,9 @@ def test_a_teacher_with_another_vocabulary(refuse, tmp_path):  # noqa: F811
     refuse(distill, line, teacher=str(folder))
 
 
-def test_a_teacher_that_is_not_there(refuse):  # noqa: F811
-    refuse(distill, "--teacher nowhere/teacher", "found here: False", teacher="nowhere/teacher")
+def test_a_teacher_that_is_not_there(refuse, tmp_path):  # noqa: F811
+    folder = str(tmp_path / "nowhere")
+    refuse(distill, f"--teacher {folder}", "found here: False", teacher=folder)
 
 
 def test_a_teacher_with_a_shorter_context(refuse, tmp_path):  # noqa: F811

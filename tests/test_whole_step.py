@@ -481,6 +481,8 @@ def reference(name, args, steps):
                 equal = [a == b for a, b in zip(rewards, greedy_rewards, strict=True)]
                 equal = [all(equal[k : k + G]) for k in range(0, len(equal), G)]
                 metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
+            elif name == "distill":
+                per_sequence = returns  # which nothing is computed from
             else:
                 per_sequence = group_advantages(name, returns, G, args, memory)
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
