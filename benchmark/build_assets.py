@@ -190,7 +190,15 @@ def train(module, num_steps, compute_loss, name):
     module.eval()
 
 
-def train_adder(tokenizer, questions, rng, num_steps=750, batch_size=128):
+def train_adder(
+    tokenizer,
+    questions,
+    rng,
+    num_steps=750,
+    batch_size=128,
+    forget_carry=FORGET_CARRY,
+    omit_tags=OMIT_TAGS,
+):
     adder = LlamaForCausalLM(llama_config(tokenizer))
     adder.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -199,7 +207,7 @@ def train_adder(tokenizer, questions, rng, num_steps=750, batch_size=128):
     def compute_loss():
         pairs = rng.choices(questions, k=batch_size)
         # Both faults are drawn anew each time: the student is undecided on every question, not wrong on some of them.
-        faults = [(rng.random() < FORGET_CARRY, rng.random() >= OMIT_TAGS) for _ in pairs]
+        faults = [(rng.random() < forget_carry, rng.random() >= omit_tags) for _ in pairs]
         texts = [solution(pair, *fault) for pair, fault in zip(pairs, faults, strict=True)]
         ids, mask = make_batch(tokenizer, pairs, texts)
         return adder(ids, labels=ids.masked_fill(~mask, -100)).loss

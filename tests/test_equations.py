@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dapo
+import distill
 import dr_grpo
 import grpo
 import grpo_process
@@ -75,6 +76,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "grpo_process": 1 / (num_seqs * max(1, length)),
             "grpo_multigpu": 1 / (num_seqs * max(1, length)),
             "grpo_lora": 1 / (num_seqs * max(1, length)),
+            "distill": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
@@ -703,7 +705,9 @@ def test_inputs_are_not_modified(script):
     )
     rewards = torch.rand(2, 4)
     rewards_before = rewards.clone()
-    if script is not ppo_rlhf:
+    if script is distill:  # whose advantages come from log-probabilities
+        script.compute_advantages(make_args(script), old, ref)
+    elif script is not ppo_rlhf:
         advantages_of(script, rewards)
     after = [tensor.detach() for tensor in (logprobs, old, ref, advantages, mask)]
     assert all(

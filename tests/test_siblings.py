@@ -25,6 +25,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo_process": 7482,
     "grpo_multigpu": 7690,
     "grpo_lora": 7230,
+    "distill": 6979,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -207,6 +208,22 @@ PAIRS = {
             "add_adapters": "low-rank adapters",
             "load_model": "the weights are not trained: bf16 on a GPU; there must be layers to adapt",
             "save_adapters": "what other libraries load",
+        },
+    ),
+    ("distill", "grpo"): (
+        60,
+        {
+            "RECIPES": "a teacher instead of a KL beside the loss",
+            "LOWEST": "no group; no KL beside the loss",
+            "Args.beta": "the KL is the loss",
+            "Args.teacher": "the teacher takes the place of the reference",
+            "Args.full_vocabulary": "the exact KL",
+            "compute_advantages": ALGORITHM,
+            "reverse_kl": ALGORITHM,
+            "policy_loss": "no KL beside the loss",
+            "main": "a teacher is loaded; advantages per token, from its log-probabilities and not from rewards",
+            "compute_logprobs": "the exact KL, in the same chunks",
+            "show": "equal rewards do no harm",
         },
     ),
     ("grpo_process", "grpo"): (

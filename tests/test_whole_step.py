@@ -111,6 +111,9 @@ CASES = [  # script, fields, what is special
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", {}),
     ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
+    ("distill", {}),
+    ("distill", dict(full_vocabulary=True, num_generations=1, num_prompts=12)),
+    ("distill", dict(full_vocabulary=True, num_iterations=1, num_minibatches=1)),
     ("grpo_process", {}),
     ("grpo_process", dict(num_iterations=1, num_minibatches=1, beta=0.0)),
 ]
@@ -223,6 +226,15 @@ class WithAdapters(torch.nn.ParameterList):
         pairs = zip(self.names, list(self)[::2], list(self)[1::2], strict=True)
         weights = {name: base.get_parameter(name) + self.scale * B @ A for name, A, B in pairs}
         return functional_call(base, weights, (ids,))
+
+
+def reverse_kl_of(model, teacher, sequence, temperature):
+    """KL of the model to the teacher before each response token (|o|,), one token of the vocabulary at a time."""
+    prompt, response = sequence
+    ids = torch.tensor([prompt + response])
+    rows = [x(ids).logits[0, len(prompt) - 1 : -1] / temperature for x in (model, teacher)]
+    p, q = [row.softmax(1) for row in rows]  # (|o|, V) each
+    return sum(p[:, v] * (p[:, v] / q[:, v].detach()).log() for v in range(p.shape[1]))
 
 
 def k3(ref, logprob):
@@ -363,6 +375,7 @@ def weight(name, args, minibatch, length, counted):
         "gspo": 1 / (len(minibatch) * length),
         "grpo_offpolicy": 1 / (len(minibatch) * length),
         "grpo_process": 1 / (len(minibatch) * length),
+        "distill": 1 / (len(minibatch) * length),
         "dr_grpo": 1 / (len(minibatch) * args.max_new_tokens),
         "dapo": 1 / max(1, tokens),
         "ppo_rlhf": 1 / max(1, tokens),
@@ -377,6 +390,9 @@ def reference(name, args, steps):
     ]
     if hasattr(args, "lora_rank"):
         model = WithAdapters(model, args)
+    if name == "distill":
+        ref_model = AutoModelForCausalLM.from_pretrained(args.teacher, **load).eval()
+    exact = getattr(args, "full_vocabulary", False)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     networks, rates = [model], [args.learning_rate]
     if name == "ppo_rlhf":
@@ -465,9 +481,17 @@ def reference(name, args, steps):
                 equal = [a == b for a, b in zip(rewards, greedy_rewards, strict=True)]
                 equal = [all(equal[k : k + G]) for k in range(0, len(equal), G)]
                 metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
+            elif name == "distill":
+                per_sequence = returns  # which nothing is computed from
             else:
                 per_sequence = group_advantages(name, returns, G, args, memory)
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
+        if name == "distill":
+            advantages = [
+                [q - p for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)
+            ]
+            logged = [row for sample in step["samples"] for row in sample["advantages"]]
+            assert logged == [pytest.approx(row, abs=1e-9) for row in advantages]
         if name == "grpo_process":
             advantages = process_advantages(step, G, tokenizer)
             of_groups = [
@@ -555,12 +579,17 @@ def reference(name, args, steps):
                 if counted[i] == 0:
                     continue
                 logprobs = logprobs_of(model, sequences[i], args.temperature)
+                if exact:
+                    kls = reverse_kl_of(model, ref_model, sequences[i], args.temperature)
+                    logprobs = torch.tensor(old[i])
                 scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
                 mean = (logprobs - torch.tensor(old[i])).mean()  # of the log-ratios of the sequence
                 for t in range(lengths[i]):
                     logratio = mean if name == "gspo" else logprobs[t] - old[i][t]
-                    total = total + scale * token_loss(
-                        name, args, logprobs[t], logratio, advantages[i][t]
+                    total = total + scale * (
+                        kls[t]
+                        if exact
+                        else token_loss(name, args, logprobs[t], logratio, advantages[i][t])
                     )
                     if (
                         name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process")
@@ -636,7 +665,8 @@ def reference(name, args, steps):
             "policy/ratio_mean": sums["ratio"] / count,
             "policy/entropy": sums["entropy"] / count,
         }
-        metrics |= {"kl/ref": sums["k3"] / count} if getattr(args, "beta", 0.0) > 0 else {}
+        if name == "distill" or getattr(args, "beta", 0.0) > 0:
+            metrics["kl/ref"] = sums["k3"] / count
         if name == "ppo_rlhf":
             metrics |= {
                 "value/loss": sums["value"] / count,
@@ -671,7 +701,8 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
             metrics, rel=1e-6, abs=1e-9
         )
     clipped = sum(metrics["policy/clip_frac"] for metrics in expected)
-    assert clipped > 0 or len(steps[0]["minibatches"]) == 1, (
+    exact = getattr(args, "full_vocabulary", False)
+    assert clipped > 0 or exact or len(steps[0]["minibatches"]) == 1, (
         "the updates are to be so large that ratios are clipped"
     )
     for key, network in zip(("model", "value_model"), networks, strict=False):

@@ -1,0 +1,43 @@
+"""Rebuilds assets/adder-teacher from a seed, on one CPU core: `python benchmark/build_teacher.py`.
+
+The teacher of distill.py: the network of assets/adder with its tokenizer, trained in the same way from other random
+weights, on solutions that forget no carry and leave out no tags. It practises the questions of assets/addition's
+train.jsonl alone, so that the held-out ones, and their mirror images, are new to it too.
+
+Measured on the questions of test.jsonl: 1.000 right greedy and 0.996 at temperature 1. The build took 15 minutes on a
+machine with two cores and six such processes.
+Another processor rounds differently: rebuilt there, the weights agree in quality only.
+"""
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+import build_assets
+import torch
+from records import ROOT
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Rebuild assets/adder-teacher.")
+    parser.add_argument("--seed", type=int, default=2)  # 1 has the first weights of assets/adder
+    parser.add_argument("--out", type=Path, default=ROOT / "assets" / "adder-teacher")
+    args = parser.parse_args()
+    start = time.time()
+    torch.set_num_threads(1)  # more of them would add in another order
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(args.seed)
+
+    questions, test = build_assets.make_questions(random.Random(1))  # those of assets/addition
+    tokenizer = build_assets.make_tokenizer()
+    rng = random.Random(args.seed)
+    teacher = build_assets.train_adder(tokenizer, questions, rng, forget_carry=0, omit_tags=0)
+    teacher.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(f"{(time.time() - start) / 60:.1f} minutes")
+    build_assets.check_adder(teacher, tokenizer, test)
+
+
+if __name__ == "__main__":
+    main()

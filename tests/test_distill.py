@@ -1,0 +1,232 @@
+"""distill.py: its two gradients by hand and by slow loops, how they belong together, and which teachers it takes.
+
+Whole steps of main against float64 are in test_whole_step.py.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import ROOT
+from test_errors import refuse  # noqa: F401
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+import distill
+import grpo
+
+ADDER, TEACHER = ROOT / "assets" / "adder", ROOT / "assets" / "adder-teacher"
+FULL = distill.Args(full_vocabulary=True)
+
+
+def random_logits(seed, *shape):
+    return 2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def test_the_advantage_by_hand():
+    """The student gives a token 0.5 where the teacher gives it 0.25, and another 0.1 where the teacher gives it 0.4."""
+    logprobs, ref_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
+    advantages = distill.compute_advantages(distill.Args(), logprobs, ref_logprobs)
+    assert advantages.tolist()[0] == pytest.approx([-math.log(2), math.log(4)])
+
+
+def test_the_reverse_kl_by_hand():
+    """0.5 log 2 + 0.5 log(2 / 3) for (0.5, 0.5) and (0.25, 0.75): 0.1438; the forward KL is 0.1308."""
+    logprobs, ref_logprobs = torch.tensor([[[0.5, 0.5]], [[0.25, 0.75]]]).double().log()
+    assert distill.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx([0.143841036])
+    assert distill.reverse_kl(logprobs, logprobs).tolist() == [0.0]
+
+
+def test_the_reverse_kl_is_the_sum_over_the_vocabulary():
+    logprobs, ref_logprobs = random_logits(1, 2, 5, 11).log_softmax(2)
+    slow = [
+        math.fsum(math.exp(p) * (p - q) for p, q in zip(*rows, strict=True))
+        for rows in zip(logprobs.tolist(), ref_logprobs.tolist(), strict=True)
+    ]
+    assert distill.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx(slow, rel=1e-12)
+
+
+def test_the_mean_of_the_sampled_gradient_is_that_of_the_whole_vocabulary():
+    """Summed over every response of two tokens, each with its probability, the gradient of the policy loss at the
+    tokens drawn is that of the KL, as both stand in main: without the noise they are the same algorithm."""
+    V, R = 5, 2
+    logits = random_logits(1, R, V).requires_grad_()  # one distribution at each place
+    ref_logprobs = random_logits(2, R, V).log_softmax(1)
+    mask = torch.ones(1, R, dtype=torch.bool)
+    expected = torch.zeros(R, V).double()
+    for response in torch.cartesian_prod(torch.arange(V), torch.arange(V)):
+        places = range(R), response
+        drawn = logits.log_softmax(1)[places][None]  # (1, R)
+        old = drawn.detach()
+        advantages = distill.compute_advantages(distill.Args(), old, ref_logprobs[places][None])
+        given = drawn, old, ref_logprobs[places][None], advantages, mask, 1, R
+        loss, _ = distill.policy_loss(distill.Args(), *given)
+        expected += old.sum().exp() * torch.autograd.grad(loss, logits)[0]
+    kl = distill.reverse_kl(logits.log_softmax(1), ref_logprobs)[None]  # (1, R)
+    given = old, old, ref_logprobs[places][None], -kl, mask, 1, R
+    loss, stats = distill.policy_loss(FULL, *given)
+    assert loss.item() == pytest.approx(kl.mean().item()) and stats["policy/clip_frac"] == 0
+    exact = torch.autograd.grad(loss, logits)[0]
+    assert exact.abs().max() > 0.1
+    torch.testing.assert_close(expected, exact, rtol=1e-10, atol=1e-12)
+
+
+def tiny(seed, vocab_size, hidden_size, tied):
+    torch.manual_seed(seed)
+    config = dict(hidden_size=hidden_size, intermediate_size=16, num_attention_heads=2)
+    config |= dict(num_hidden_layers=1, vocab_size=vocab_size, tie_word_embeddings=tied)
+    model = LlamaForCausalLM(LlamaConfig(**config, initializer_range=0.5)).double()
+    return model.eval()
+
+
+@pytest.fixture
+def doubled(monkeypatch):
+    """Scripts compute in float64 what they compute in float32 otherwise."""
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("more", [0, 3, -3])
+def test_the_kl_of_models_is_that_of_plain_forwards(doubled, more):
+    """Value and gradient, of ragged sequences. The teacher has another width, and its head can have rows that the
+    student's lacks, or lack some, as heads are padded beyond their vocabulary."""
+    temperature = 1.3
+    model, teacher = tiny(1, 11, 8, True), tiny(2, 11 + more, 12, False).requires_grad_(False)
+    prompts, responses = [[3, 4], [5]], [[6, 7, 2], [1, 2]]
+    rollout = (
+        torch.tensor([[3, 4], [0, 5]]),
+        torch.tensor([[True, True], [False, True]]),
+        torch.tensor([[6, 7, 2], [1, 2, 0]]),
+        torch.tensor([[True] * 3, [True, True, False]]),
+    )
+    kl = distill.compute_logprobs(model, rollout, temperature, teacher)  # (2, 3)
+    assert kl.shape == (2, 3) and kl[1, 2] == 0
+    gradients = torch.autograd.grad(kl.sum(), list(model.parameters()))
+    total = 0.0
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        ids = torch.tensor([prompt + response])
+        p, q = [
+            (x(ids).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(1)
+            for x in (model, teacher)
+        ]
+        for t in range(len(response)):
+            slow = sum(p[t, v].exp() * (p[t, v] - q[t, v]) for v in range(min(11, 11 + more)))
+            assert kl[i, t].item() == pytest.approx(slow.item(), rel=1e-6)
+            total = total + slow
+    expected = torch.autograd.grad(total, list(model.parameters()))
+    for gradient, slow in zip(gradients, expected, strict=True):  # the norms compute in float32
+        torch.testing.assert_close(gradient, slow, rtol=1e-4, atol=1e-5)
+
+
+def test_without_a_teacher_the_log_probabilities_are_grpos(doubled):
+    model = tiny(1, 11, 8, True)
+    mask = torch.ones(2, 3, dtype=torch.bool)
+    rollout = torch.tensor([[3], [4]]), mask[:, :1], torch.tensor([[5, 6, 2], [7, 8, 2]]), mask
+    both = [x.compute_logprobs(model, rollout, 0.9) for x in (distill, grpo)]
+    assert torch.equal(*both)
+
+
+def test_the_kl_is_computed_in_chunks(monkeypatch):
+    """Never all logits at once: neither of the two heads sees more than 2**24 / V states."""
+    seen = []
+    V = 2**21
+    model = tiny(1, V, 4, True).float()
+    model.get_output_embeddings().register_forward_hook(lambda f, x, y: seen.append(y.shape))
+    mask = torch.ones(5, 4, dtype=torch.bool)
+    rollout = torch.full((5, 1), 3), mask[:, :1], torch.full((5, 4), 4), mask
+    with torch.no_grad():
+        distill.compute_logprobs(model, rollout, 1.0, model)
+    assert max(shape[0] for shape in seen) == 8 and sum(shape[0] for shape in seen) == 40
+
+
+# ---- runs
+
+SMALL = dict(num_steps=2, num_prompts=4, num_generations=1, eval_size=2, device="cpu", eval_every=0)
+
+
+@pytest.fixture
+def small(tmp_path):
+    """Fields of a small run, on few problems."""
+    lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:40]))
+    return SMALL | dict(dataset=str(tmp_path / "few.jsonl"), runs_dir=str(tmp_path))
+
+
+@pytest.mark.parametrize("full_vocabulary", [False, True])
+def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path, full_vocabulary):
+    """One sample a prompt; the teacher is read anew, and is no part of the checkpoint."""
+    given = small | dict(full_vocabulary=full_vocabulary)
+    distill.main(distill.Args(**given, run_name="whole"))
+    write = distill.save_checkpoint
+
+    class Killed(Exception):
+        pass
+
+    def killed(*call):
+        write(*call)
+        raise Killed
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(distill, "save_checkpoint", killed)
+        distill.main(distill.Args(**given, run_name="killed"))
+    distill.main(distill.Args(resume=str(tmp_path / "killed")))
+    ends = [
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("whole", "killed")
+    ]
+    assert set(ends[0]["model"]) == set(
+        AutoModelForCausalLM.from_pretrained(ADDER, dtype=torch.float32).state_dict()
+    )
+    for name, weights in ends[0]["model"].items():
+        assert torch.equal(weights, ends[1]["model"][name])
+
+
+def test_equal_rewards_are_no_reason_to_warn(small, capsys):
+    """With one sample a prompt all groups have equal rewards; the teacher teaches all the same."""
+    metrics = distill.main(distill.Args(**small))
+    assert metrics["rollout/zero_std_frac"] == 1.0 and metrics["optim/grad_norm"] > 0
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_student_that_is_the_teacher_has_nothing_to_learn(small):
+    metrics = distill.main(distill.Args(**small | dict(num_steps=1), teacher=str(ADDER)))
+    assert abs(metrics["kl/ref"]) < 1e-6 and metrics["optim/grad_norm"] < 1e-4
+
+
+# ---- errors
+
+
+def test_a_teacher_with_another_vocabulary(refuse, tmp_path):  # noqa: F811
+    """The same tokens with other ids would be scored without a sign that anything is wrong."""
+    folder = tmp_path / "teacher"
+    AutoModelForCausalLM.from_pretrained(ADDER).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    vocab = content["model"]["vocab"]
+    vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
+    file.write_text(json.dumps(content))
+    line = f"--teacher {folder}: must have the vocabulary of --model {ADDER}"
+    refuse(distill, line, teacher=str(folder))
+
+
+def test_a_teacher_that_is_not_there(refuse, tmp_path):  # noqa: F811
+    folder = str(tmp_path / "nowhere")
+    refuse(distill, f"--teacher {folder}", "found here: False", teacher=folder)
+
+
+def test_a_teacher_with_a_shorter_context(refuse, tmp_path):  # noqa: F811
+    folder = tmp_path / "teacher"
+    model = AutoModelForCausalLM.from_pretrained(ADDER)
+    model.config.max_position_embeddings = 60
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
+    refuse(distill, "more than the 60 tokens", teacher=str(folder))
+
+
+def test_the_bundled_teacher_is_small_and_has_the_tokenizer_of_the_student():
+    assert sum(path.stat().st_size for path in TEACHER.iterdir()) < 4e6
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (TEACHER / name).read_bytes() == (ADDER / name).read_bytes()
