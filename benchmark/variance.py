@@ -83,15 +83,17 @@ def measure(folder, steps: int) -> dict:
 
 
 def make_table(records) -> str:
-    """Markdown: the variance for each baseline at each moment, and the signal of a step of 128 responses."""
+    """Markdown: for each moment the variances, and the signal to noise of a step of 128 responses."""
     rows = []
     for record in records:
-        row = [f"after {record['steps']} steps", f"{100 * record['right']:.0f}"]
+        ratio = record["square_wrong"] / record["square_right"]
+        row = [f"{record['steps']} steps, {100 * record['right']:.0f} % right", "variance"]
         row += [f"{record[name]['variance']:.0f}" for name in BASELINES]
-        row += [f"{record['best']:.2f}", f"{record['square_wrong'] / record['square_right']:.1f}"]
-        rows.append(row)
-    heads = ["policy", "right, %", *BASELINES, "best b", "square of g, wrong / right"]
-    return table(heads, rows)
+        rows.append([*row, f"{record['best']:.2f}", f"{ratio:.0f}"])
+        found = [record[name] for name in BASELINES]
+        signals = [f"{128 * x['signal'] / x['variance']:.1f}" for x in found]
+        rows.append(["", "signal / noise of 128", *signals, "", ""])
+    return table(["policy", "", *BASELINES, "best b", "square of g, wrong : right"], rows)
 
 
 def main() -> None:

@@ -109,6 +109,14 @@ def test_the_worked_examples_are_the_scripts():
     assert explain.drawn_from() in (explain.PICTURES / "clip.svg").read_text(encoding="utf-8")
 
 
+def test_the_variances_are_what_is_recorded():
+    sys.path.insert(0, str(ROOT / "benchmark"))
+    import variance
+
+    table = variance.make_table(variance.read(variance.OUT))
+    assert f"<!-- variance -->\n{table}<!-- end variance -->\n" in variance.PAGE.read_text("utf-8")
+
+
 def test_the_answer_to_the_first_exercise(monkeypatch):
     """At a ratio of 1.5 and A = 1 the loss's gradient by the log-probability is 0 in GRPO and -1.2 in CISPO."""
     command = ["patch", "-s", "-o", "-", "grpo.py", "variants/cispo.diff"]
