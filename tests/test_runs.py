@@ -289,8 +289,8 @@ def test_metrics_are_the_documented_ones(script, finished):
 
 def test_groups_that_teach_nothing_are_counted(script, finished, run):
     """Those in which no token of a response has an advantage, because all rewards, here of all steps, are equal."""
-    if script.__name__ in ("reinforce_baseline", "remax", "ppo_rlhf"):
-        pytest.skip("there are no groups")
+    if script.__name__ in ("reinforce_baseline", "remax", "ppo_rlhf", "vapo"):
+        pytest.skip("there are no groups, or the critic is the baseline")
     samples, shares = read_jsonl(finished / "samples.jsonl"), []
     for record in read_jsonl(finished / "metrics.jsonl")[1:]:
         mine = [sample for sample in samples if sample["step"] == record["step"]]
@@ -469,7 +469,7 @@ KILLS = [  # each kills the run at one moment, and the step of the checkpoint th
 
 
 @pytest.mark.scripts(
-    "grpo", "reinforce_baseline", "dapo", "ppo_rlhf", "grpo_offpolicy", "grpo_lora"
+    "grpo", "reinforce_baseline", "dapo", "ppo_rlhf", "grpo_offpolicy", "grpo_lora", "vapo"
 )
 def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     """One run that is killed again and again, at the moments above and then at random ones, until it is done."""
