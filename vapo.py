@@ -99,11 +99,12 @@ RECIPES = {
     "max_new_tokens": (300, 32),
     "temperature": (0.9, 1.0),
     "eval_every": (50, 20),
-    "learning_rate": (1e-5, 3e-5),
-    "value_learning_rate": (1e-5, 1e-4),
+    "learning_rate": (1e-5, 1e-4),
+    "value_learning_rate": (1e-5, 1e-3),
     "warmup_updates": (10, 0),
     "gradient_checkpointing": (True, False),
     "value_warmup_steps": (50, 5),
+    "gae_alpha": (0.05, 1.0),
     "num_steps": (200, 40),
 }
 # Bounds of numbers in Args, where they are not 1 (or 1e-12 if it is no integer) and 2**32.
@@ -211,8 +212,8 @@ class Args:
     """upper bound of the ratio, 1 + eps_high (Clip-Higher)"""
     gamma: float = 1.0
     """discount of the rewards per token (gamma)"""
-    gae_alpha: float = 0.05
-    """the policy's lambda looks ahead over this share of the response (alpha)"""
+    gae_alpha: float | None = None
+    """the policy's lambda looks ahead over this share of the response (alpha); None: by model"""
     lm_coef: float = 0.1
     """weight of the language-modelling loss on right responses (mu)"""
     vf_coef: float = 0.1
@@ -240,7 +241,6 @@ def terminal_rewards(scores, mask):
 
     The score stands at the last token that counts, the EOS or the cut.
     """
-    assert scores.shape == mask.shape[:1]
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (n, R)
     rewards = torch.where(is_last, scores[:, None], 0.0)  # (n, R)
     return rewards
@@ -292,8 +292,7 @@ def lm_loss(args, logprobs, is_right, mask, num_right_tokens):
 
     logprobs, mask (n, R); is_right (n,) bool; num_right_tokens: of the WHOLE minibatch, or 0.
     """
-    sum_of_losses = -masked_sum(logprobs, mask & is_right[:, None])
-    return args.lm_coef * sum_of_losses / max(1, num_right_tokens)
+    return -args.lm_coef * masked_sum(logprobs, mask & is_right[:, None]) / max(1, num_right_tokens)
 
 
 def minibatches(args, sequences):

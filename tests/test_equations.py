@@ -14,6 +14,7 @@ import ppo_rlhf
 import reinforce_baseline
 import remax
 import rloo
+import vapo
 
 
 def make_args(script, **fields):
@@ -384,7 +385,8 @@ def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
     ],
 )
 def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
-    for script, (token_loss, gradient) in ((grpo, of_grpo), (dapo, of_dapo)):
+    cases = (grpo, of_grpo), (dapo, of_dapo), (vapo, of_dapo)
+    for script, (token_loss, gradient) in cases:
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
         advantages, args = (
@@ -395,7 +397,7 @@ def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
         loss.backward()
         assert loss.item() == pytest.approx(token_loss, abs=1e-9)
         assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-9)
-        assert stats["policy/clip_frac_high"] == (ratio > (1.28 if script is dapo else 1.2))
+        assert stats["policy/clip_frac_high"] == (ratio > (1.2 if script is grpo else 1.28))
         assert stats["policy/clip_frac_low"] == (ratio < 0.8)
 
 

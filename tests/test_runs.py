@@ -44,7 +44,7 @@ SMALL = dict(
     save_every=2,
     device="cpu",
 )
-SMALL |= dict(num_iterations=1, num_minibatches=1)
+SMALL |= dict(num_iterations=1, num_minibatches=1, value_warmup_steps=3)
 WAIT = 120  # seconds after which a process is taken to hang
 
 

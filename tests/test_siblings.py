@@ -214,7 +214,7 @@ PAIRS = {
         130,
         {
             "header": "no KL controller",
-            "RECIPES": "rewards by rules; value pretraining; no KL",
+            "RECIPES": "rewards by rules; value pretraining; no KL; shorter responses need a larger alpha",
             "LOWEST": "no KL and no fixed lambda; the first steps and the added loss may be left out",
             "HIGHEST": "two bounds of the ratio; no fixed lambda",
             "Args.num_prompts": "group sampling",
