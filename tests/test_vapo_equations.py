@@ -83,7 +83,7 @@ def test_gae_with_a_lambda_of_each_response_against_the_sum_of_deltas(seed, gamm
     mask, (rewards, values) = ragged(seed, 2)
     args = vapo.Args(gamma=gamma, gae_alpha=0.4)
     lambdas = [max(0.0, 1 - 1 / (0.4 * int(row.sum()))) for row in mask]
-    assert len(set(lambdas)) > 2 and 0.0 in lambdas
+    assert len(set(lambdas)) > 1 and 0.0 in lambdas
     policy_lambda = vapo.adaptive_lambda(args, mask).double()
     advantages, _ = vapo.compute_gae(
         args, rewards, values, mask, torch.tensor(lambdas, dtype=torch.float64)

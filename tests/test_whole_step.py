@@ -90,15 +90,15 @@ CASES = [  # script, fields, what is special
             beta=0.0,
         ),
     ),
-    # Lambda is 0 in some responses; the policy stays for a step, and moves in the two after it.
+    # Lambda is 0 in some responses; the policy stays for a step, and moves in the next.
     (
         "vapo",
         dict(
             value_warmup_steps=1,
-            num_steps=3,
             gamma=0.98,
             gae_alpha=0.055,
-            lm_coef=0.5,
+            lm_coef=0.3,
+            learning_rate=3e-4,
             value_learning_rate=3e-3,
         ),
     ),
