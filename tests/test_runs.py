@@ -329,7 +329,7 @@ def test_nothing_has_changed_that_nobody_expected(script, finished, request):
 # ---- the same again
 
 
-@pytest.mark.scripts("grpo", "dapo", "ppo_rlhf", "remax", "grpo_lora")
+@pytest.mark.scripts("grpo", "dapo", "ppo_rlhf", "remax", "grpo_lora", "vapo")
 def test_one_seed_one_run(script, run, finished):
     """This test's run is done anew, with its folder elsewhere and the random states of python and torch disturbed."""
     random.seed(99)

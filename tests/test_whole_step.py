@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from utils.rewards import accuracy_reward, format_reward
 
@@ -140,12 +141,19 @@ CASES = [  # script, fields, what is special
 CRITICS = ("ppo_rlhf", "vapo")
 
 
+def norm(layer, hidden):
+    """Root mean square norm, in the precision of its input."""
+    mean = hidden.pow(2).mean(-1, keepdim=True)
+    return layer.weight * hidden * torch.rsqrt(mean + layer.variance_epsilon)
+
+
 @pytest.fixture
 def double(monkeypatch):
     """A function after which a script computes in float64 what it computes in float32 otherwise."""
 
     def call(script):
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        monkeypatch.setattr(LlamaRMSNorm, "forward", norm)  # the library's computes in float32
         torch.set_default_dtype(torch.float64)
         owners = (
             (script, "AutoModelForCausalLM"),
@@ -655,7 +663,8 @@ def reference(name, args, steps):
                 norms.append(clip_gradients(model, args.max_grad_norm))
             if name in CRITICS:
                 sums["value"] += value_total.item()
-                (args.vf_coef * value_total / tokens).backward()
+                value_total = value_total + 0.0 * sum(p.sum() for p in value_model.parameters())
+                (args.vf_coef * value_total / tokens).backward()  # likewise
                 clip_gradients(value_model, args.max_grad_norm)
             for optimizer in optimizers:
                 optimizer.step()
