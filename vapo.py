@@ -27,10 +27,11 @@ KL and no reference; rewards by rules, unless --reward-model names a model. The 
 over tokens as in the parent.
 
 Departures from the paper: lambda is 0 where its formula is negative, in responses of less than
-1 / alpha tokens; advantages are whitened and values clipped, as in the parent, of which the paper
-does not speak; the value network starts from a reward model only where there is one, and otherwise
-from the policy with a head of zeros; a response is right if its answer is, whatever its reward; the
-learning rates follow one schedule, which begins with the value pretraining.
+1 / alpha tokens; advantages are whitened, values clipped and both networks' gradients clipped, each
+by its own norm, as in the parent; the value network starts from a reward model only where there is
+one, and otherwise from the policy with a head of zeros; its pretraining is a number of steps, not a
+bound of its loss; a response is right if its answer is, whatever its reward, which has a part for
+the format; the learning rates follow one schedule, which begins with the value pretraining.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a

@@ -25,7 +25,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo_process": 7358,
     "grpo_multigpu": 7566,
     "grpo_lora": 7106,
-    "vapo": 8300,
+    "vapo": 8099,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
