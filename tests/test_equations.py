@@ -15,6 +15,7 @@ import ppo_rlhf
 import reinforce_baseline
 import remax
 import rloo
+import vapo
 
 
 def make_args(script, **fields):
@@ -80,6 +81,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
+            "vapo": 1 / num_tokens,
         }[name]
         for t in range(length):
             ratio, advantage = math.exp(logprobs[i][t] - old[i][t]), advantages[i][t]
@@ -87,7 +89,11 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
                 ratio = math.exp(
                     math.fsum(logprobs[i][k] - old[i][k] for k in range(length)) / length
                 )
-            low, high = {"dapo": (0.8, 1.28), "gspo": (0.9997, 1.0004)}.get(name, (0.8, 1.2))
+            low, high = {
+                "dapo": (0.8, 1.28),
+                "vapo": (0.8, 1.28),
+                "gspo": (0.9997, 1.0004),
+            }.get(name, (0.8, 1.2))
             if name in ("reinforce_baseline", "rloo", "remax"):
                 objective = advantage * logprobs[i][t]
             elif advantage > 0:
@@ -381,7 +387,8 @@ def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
     ],
 )
 def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
-    for script, (token_loss, gradient) in ((grpo, of_grpo), (dapo, of_dapo)):
+    cases = (grpo, of_grpo), (dapo, of_dapo), (vapo, of_dapo)
+    for script, (token_loss, gradient) in cases:
         logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
         old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
         advantages, args = (
@@ -392,7 +399,7 @@ def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
         loss.backward()
         assert loss.item() == pytest.approx(token_loss, abs=1e-9)
         assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-9)
-        assert stats["policy/clip_frac_high"] == (ratio > (1.28 if script is dapo else 1.2))
+        assert stats["policy/clip_frac_high"] == (ratio > (1.2 if script is grpo else 1.28))
         assert stats["policy/clip_frac_low"] == (ratio < 0.8)
 
 
@@ -455,6 +462,7 @@ def test_k3_estimates_the_kl_from_policy_to_reference(member):
         (dr_grpo, (14 / 20 + 19 / 20) / 2),  # max_new_tokens is 20, whatever the lengths are: 0.825
         (dapo, 33 / 15),  # over tokens: 2.2
         (ppo_rlhf, 33 / 15),
+        (vapo, 33 / 15),
     ],
 )
 def test_means_by_hand(member, expected):
@@ -527,7 +535,7 @@ def test_at_ratio_one_the_gradient_is_reinforce():
     )
 
 
-@pytest.mark.parametrize("member", [dr_grpo, dapo, ppo_rlhf])
+@pytest.mark.parametrize("member", [dr_grpo, dapo, ppo_rlhf, vapo])
 def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(member):
     # -A over a number that no response's own length has a part in.
     logprobs, _, _, advantages, mask = ragged_batch(1)
@@ -707,7 +715,7 @@ def test_inputs_are_not_modified(script):
     rewards_before = rewards.clone()
     if script is distill:  # whose advantages come from log-probabilities
         script.compute_advantages(make_args(script), old, ref)
-    elif script is not ppo_rlhf:
+    elif script not in (ppo_rlhf, vapo):
         advantages_of(script, rewards)
     after = [tensor.detach() for tensor in (logprobs, old, ref, advantages, mask)]
     assert all(

@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from utils.rewards import accuracy_reward, format_reward
 
@@ -90,6 +91,29 @@ CASES = [  # script, fields, what is special
             beta=0.0,
         ),
     ),
+    # Lambda is 0 in some responses; the policy stays for a step, and moves in the next.
+    (
+        "vapo",
+        dict(
+            value_warmup_steps=1,
+            gamma=0.98,
+            gae_alpha=0.055,
+            lm_coef=0.3,
+            learning_rate=3e-4,
+            value_learning_rate=3e-3,
+        ),
+    ),
+    (
+        "vapo",
+        dict(
+            value_warmup_steps=0,
+            gae_alpha=1.0,
+            num_minibatches=3,
+            reward_model=str(ROOT / "assets" / "adder-judge"),
+            missing_eos_penalty=0.5,
+            value_learning_rate=3e-3,
+        ),
+    ),
     ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015)),
     ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, num_iterations=1, beta=0.0)),
     ("remax", {}),
@@ -117,6 +141,13 @@ CASES = [  # script, fields, what is special
     ("grpo_process", {}),
     ("grpo_process", dict(num_iterations=1, num_minibatches=1, beta=0.0)),
 ]
+CRITICS = ("ppo_rlhf", "vapo")
+
+
+def norm(layer, hidden):
+    """Root mean square norm, in the precision of its input."""
+    mean = hidden.pow(2).mean(-1, keepdim=True)
+    return layer.weight * hidden * torch.rsqrt(mean + layer.variance_epsilon)
 
 
 @pytest.fixture
@@ -125,6 +156,7 @@ def double(monkeypatch):
 
     def call(script):
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        monkeypatch.setattr(LlamaRMSNorm, "forward", norm)  # the library's computes in float32
         torch.set_default_dtype(torch.float64)
         owners = (
             (script, "AutoModelForCausalLM"),
@@ -379,6 +411,7 @@ def weight(name, args, minibatch, length, counted):
         "dr_grpo": 1 / (len(minibatch) * args.max_new_tokens),
         "dapo": 1 / max(1, tokens),
         "ppo_rlhf": 1 / max(1, tokens),
+        "vapo": 1 / max(1, tokens),
     }[name]
 
 
@@ -395,7 +428,7 @@ def reference(name, args, steps):
     exact = getattr(args, "full_vocabulary", False)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     networks, rates = [model], [args.learning_rate]
-    if name == "ppo_rlhf":
+    if name in CRITICS:
         judge = (
             args.reward_model
             if args.reward_model and args.value_init == "reward_model"
@@ -438,7 +471,7 @@ def reference(name, args, steps):
         metrics |= {"rollout/response_len": sum(lengths) / len(lengths), "tokens": memory["tokens"]}
 
         # ---- advantages per token
-        if name == "ppo_rlhf":
+        if name in CRITICS:
             if args.normalize_scores:
                 rewards = whitened([rewards])[0]
             with torch.no_grad():
@@ -453,21 +486,27 @@ def reference(name, args, steps):
                 whitened(token_rewards, shift=False) if args.whiten_rewards else token_rewards
             )
             pairs = list(zip(token_rewards, old_values, strict=True))
-            raw = [gae(*pair, args.gamma, args.gae_lambda) for pair in pairs]
+            if name == "vapo":
+                lambdas = [max(0.0, 1 - 1 / (args.gae_alpha * n)) for n in lengths]
+                metrics["rollout/lambda"] = math.fsum(lambdas) / len(lambdas)
+                memory.setdefault("lambdas", set()).update(lambdas)
+            else:
+                lambdas = [args.gae_lambda] * len(pairs)
+            raw = [gae(*pair, args.gamma, x) for pair, x in zip(pairs, lambdas, strict=True)]
+            targets = [gae(*pair, args.gamma, 1.0) for pair in pairs] if name == "vapo" else raw
             returns = [
                 [a + v for a, v in zip(*pair, strict=True)]
-                for pair in zip(raw, old_values, strict=True)
+                for pair in zip(targets, old_values, strict=True)
             ]
             advantages = whitened(raw)
             flat = torch.tensor([x for row in returns for x in row])
             errors = flat - torch.tensor([x for row in old_values for x in row])
-            metrics |= {
-                "value/explained_var": float(1 - errors.var() / flat.var()),
-                "kl/beta": beta,
-            }
-            if args.beta > 0:
+            metrics["value/explained_var"] = float(1 - errors.var() / flat.var())
+            if name == "ppo_rlhf":
+                metrics["kl/beta"] = beta
+            if beta > 0:
                 metrics["kl/response"] = math.fsum(kl) / len(kl)
-            if args.kl_target is not None:
+            if getattr(args, "kl_target", None) is not None:
                 error = min(max(metrics["kl/response"] / args.kl_target - 1, -0.2), 0.2)
                 beta *= math.exp(error * len(sequences) / args.kl_horizon)
         else:
@@ -530,6 +569,13 @@ def reference(name, args, steps):
 
         # ---- which sequences are trained on, and which tokens count
         kept, counted = list(range(len(sequences))), lengths
+        fixed = number_of_step <= getattr(args, "value_warmup_steps", 0)  # the policy
+        is_right = [
+            x == 1
+            for sample in step["samples"]
+            for x in accuracy_reward(sample["completions"], [sample["answer"]] * G)
+        ]
+        memory.setdefault("right", set()).update(is_right)
         if name == "dapo":
             groups = [sample["completions"] for sample in step["samples"]]
             answers = [[sample["answer"]] * G for sample in step["samples"]]
@@ -612,8 +658,13 @@ def reference(name, args, steps):
                     sums["entropy"] -= logprobs[t].item()
                     sums["k3"] += k3(ref[i][t], logprobs[t].item())
                     sums["n"] += 1
+            right = [i for i in minibatch if name == "vapo" and is_right[i]]
+            for i in right:
+                logprobs = logprobs_of(model, sequences[i], args.temperature)
+                share = args.lm_coef / sum(lengths[j] for j in right)
+                total = total - share * logprobs.sum()
             value_total = torch.zeros(())
-            for i in minibatch if name == "ppo_rlhf" else []:
+            for i in minibatch if name in CRITICS else []:
                 values = outputs_of(value_model, sequences[i])
                 for t in range(lengths[i]):
                     near = min(
@@ -632,13 +683,17 @@ def reference(name, args, steps):
             for optimizer, peak in zip(optimizers, rates, strict=True):
                 optimizer.zero_grad()
                 optimizer.param_groups[0]["lr"] = peak * rate(args, planned + number, per_rollout)
-            (
-                total + 0.0 * sum(p.sum() for p in model.parameters())
-            ).backward()  # all of it may be clipped
-            norms.append(clip_gradients(model, args.max_grad_norm))
-            if name == "ppo_rlhf":
+            if fixed:
+                norms.append(0.0)
+            else:
+                (
+                    total + 0.0 * sum(p.sum() for p in model.parameters())
+                ).backward()  # all of it may be clipped
+                norms.append(clip_gradients(model, args.max_grad_norm))
+            if name in CRITICS:
                 sums["value"] += value_total.item()
-                (args.vf_coef * value_total / tokens).backward()
+                value_total = value_total + 0.0 * sum(p.sum() for p in value_model.parameters())
+                (args.vf_coef * value_total / tokens).backward()  # likewise
                 clip_gradients(value_model, args.max_grad_norm)
             for optimizer in optimizers:
                 optimizer.step()
@@ -667,7 +722,7 @@ def reference(name, args, steps):
         }
         if name == "distill" or getattr(args, "beta", 0.0) > 0:
             metrics["kl/ref"] = sums["k3"] / count
-        if name == "ppo_rlhf":
+        if name in CRITICS:
             metrics |= {
                 "value/loss": sums["value"] / count,
                 "value/clip_frac": sums["vclip"] / count,
@@ -675,6 +730,10 @@ def reference(name, args, steps):
         all_metrics.append(metrics)
     if getattr(args, "max_resample", 1) == 0 and not args.overlong_filter:
         assert min(len(step["minibatches"]) for step in steps) < per_rollout
+    if name == "vapo" and args.value_warmup_steps > 0:
+        assert min(memory["lambdas"]) == 0 < max(memory["lambdas"])
+    if name == "vapo":
+        assert memory["right"] == {True, False}, "some responses are to be right, and some wrong"
     if name == "grpo_process" and args.beta > 0:
         assert len(memory["steps"]) > 1, "the responses are to have different numbers of steps"
     if args.__dict__.get("sequence_cap"):

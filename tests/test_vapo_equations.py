@@ -1,0 +1,209 @@
+"""The equations of vapo.py that ppo_rlhf.py has not, and how a step puts them together.
+
+Its policy loss is in test_equations.py with the others', its value loss in test_ppo_equations.py with the parent's.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+from test_ppo_equations import counted, ragged, same, slow_gae
+
+import ppo_rlhf
+import vapo
+
+# ---- the reward at the end
+
+
+def test_the_reward_stands_at_the_last_token():
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rewards = vapo.terminal_rewards(torch.tensor([1.4, -0.5], dtype=torch.float64), mask)
+    same(rewards, [[0.0, 0.0, 1.4], [-0.5]], mask)
+
+
+# ---- Length-Adaptive GAE
+
+
+@pytest.mark.parametrize(
+    ("alpha", "length", "expected"),
+    [
+        (0.05, 1000, 0.98),  # 1 - 1 / 50
+        (0.05, 100, 0.8),
+        (0.05, 400, 0.95),  # of 400 tokens, what a fixed lambda of 0.95 is
+        (0.05, 20, 0.0),  # alpha l = 1: the next delta alone
+        (0.05, 7, 0.0),  # the formula is negative here
+        (1.0, 20, 0.95),
+        (0.5, 3, 1 / 3),
+    ],
+)
+def test_lambda_by_hand(alpha, length, expected):
+    mask = torch.arange(1000)[None] < length  # (1, 1000)
+    result = vapo.adaptive_lambda(vapo.Args(gae_alpha=alpha), mask)
+    assert result.tolist() == pytest.approx([expected], abs=1e-6)
+
+
+@pytest.mark.parametrize(("alpha", "length"), [(0.05, 40), (0.05, 900), (0.3, 50), (2.0, 8)])
+def test_the_weights_of_the_deltas_add_up_to_alpha_times_the_length(alpha, length):
+    """What the formula is made from: 1 + lambda + lambda^2 + ... = alpha l."""
+    mask = torch.ones(1, length, dtype=torch.bool)
+    value = vapo.adaptive_lambda(vapo.Args(gae_alpha=alpha), mask).double().item()
+    total = math.fsum(value**k for k in range(100_000))
+    assert total == pytest.approx(alpha * length, rel=1e-4)
+
+
+def test_lambda_depends_on_nothing_but_the_length():
+    mask = torch.tensor([[True] * 5 + [False] * 3, [True] * 8, [True] * 5 + [False] * 3])
+    first, second, third = vapo.adaptive_lambda(vapo.Args(gae_alpha=0.5), mask).tolist()
+    wider = torch.cat([mask, torch.zeros(3, 9, dtype=torch.bool)], 1)
+    assert first == third == pytest.approx(0.6) and second == pytest.approx(0.75)
+    assert vapo.adaptive_lambda(vapo.Args(gae_alpha=0.5), wider).tolist() == [first, second, third]
+
+
+# ---- Decoupled GAE
+
+
+def test_gae_by_hand():
+    # Values 1, 2, 3, reward 8 at the end, gamma 1: deltas 1, 1, 5. Lambda 1/2: 1 + 0.5 * 3.5, 1 + 0.5 * 5, 5.
+    mask = torch.tensor([[True, True, True]])
+    rewards = vapo.terminal_rewards(torch.tensor([8.0]), mask).double()
+    values = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
+    args = vapo.Args(gae_alpha=2 / 3)
+    policy_lambda = vapo.adaptive_lambda(args, mask)
+    assert policy_lambda.tolist() == pytest.approx([0.5])
+    advantages, _ = vapo.compute_gae(args, rewards, values, mask, 0.5)
+    same(advantages, [[2.75, 3.5, 5.0]], mask)
+    _, returns = vapo.compute_gae(args, rewards, values, mask, 1.0)
+    same(returns, [[8.0, 8.0, 8.0]], mask)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_gae_with_a_lambda_of_each_response_against_the_sum_of_deltas(seed, gamma):
+    mask, (rewards, values) = ragged(seed, 2)
+    args = vapo.Args(gamma=gamma, gae_alpha=0.4)
+    lambdas = [max(0.0, 1 - 1 / (0.4 * int(row.sum()))) for row in mask]
+    assert len(set(lambdas)) > 1 and 0.0 in lambdas
+    policy_lambda = vapo.adaptive_lambda(args, mask).double()
+    advantages, _ = vapo.compute_gae(
+        args, rewards, values, mask, torch.tensor(lambdas, dtype=torch.float64)
+    )
+    rows = zip(counted(rewards, mask), counted(values, mask), lambdas, strict=True)
+    same(advantages, [slow_gae(r, v, gamma, x) for r, v, x in rows], mask)
+    assert policy_lambda.tolist() == pytest.approx(lambdas, abs=1e-6)
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_the_targets_are_monte_carlo_returns_whatever_the_values_are(gamma):
+    mask, (rewards, values, others) = ragged(3, 3)
+    args = vapo.Args(gamma=gamma)
+    expected = [
+        [math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))]
+        for row in counted(rewards, mask)
+    ]
+    for guess in (values, others):
+        _, returns = vapo.compute_gae(args, rewards, guess, mask, 1.0)
+        same(returns, expected, mask)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.7, 1.0])
+def test_one_lambda_for_all_is_the_parents_gae(value):
+    mask, (rewards, values) = ragged(4, 2)
+    mine = vapo.compute_gae(vapo.Args(), rewards, values, mask, value)
+    theirs = ppo_rlhf.compute_gae(ppo_rlhf.Args(gae_lambda=value), rewards, values, mask)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+# ---- the language-modelling loss on right responses
+
+
+def test_lm_loss_by_hand():
+    # Right are the first (2 tokens) and the third (1 token): -(-1 - 2 - 6) / 3 = 3.
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    logprobs = torch.tensor([[-1.0, -2.0], [-4.0, -5.0], [-6.0, math.nan]], dtype=torch.float64)
+    logprobs.requires_grad_()
+    is_right = torch.tensor([True, False, True])
+    loss = vapo.lm_loss(vapo.Args(lm_coef=0.1), logprobs, is_right, mask, 3)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.3)
+    expected = torch.tensor([[-0.1, -0.1], [0.0, 0.0], [-0.1, 0.0]]).double() / 3
+    assert torch.allclose(logprobs.grad, expected)
+
+
+def test_slices_of_the_lm_loss_add_up_to_a_slow_sum():
+    mask, (logprobs,) = ragged(5, 1)
+    is_right = torch.tensor([True, False, True, True, False])
+    tokens = sum(int(row.sum()) for row, right in zip(mask, is_right, strict=True) if right)
+    total = 0.0
+    for row, right in zip(counted(logprobs, mask), is_right.tolist(), strict=True):
+        total -= math.fsum(row) * right
+    args = vapo.Args(lm_coef=0.3)
+    parts = [
+        vapo.lm_loss(args, logprobs[i], is_right[i], mask[i], tokens) for i in ([0], [4, 1], [2, 3])
+    ]
+    assert sum(parts).item() == pytest.approx(0.3 * total / tokens)
+
+
+def test_where_no_response_is_right_there_is_no_lm_loss():
+    mask, (logprobs,) = ragged(6, 1)
+    logprobs.requires_grad_()
+    wrong = torch.zeros(5, dtype=torch.bool)
+    loss = vapo.lm_loss(vapo.Args(), logprobs, wrong, mask, wrong.sum())
+    loss.backward()
+    assert loss.item() == 0 and (logprobs.grad == 0).all()
+
+
+# ---- main
+
+
+def run(tmp_path, **given):
+    """main on the bundled task for a few small steps: its metrics, and what it wrote with the samples."""
+    fields = dict(num_steps=3, num_prompts=4, num_generations=4, eval_size=2, max_new_tokens=24)
+    fields |= dict(runs_dir=str(tmp_path), run_name="run", device="cpu", save_every=1)
+    vapo.main(vapo.Args(**fields | given))
+    return [
+        [json.loads(line) for line in (tmp_path / "run" / f"{name}.jsonl").open()]
+        for name in ("metrics", "samples")
+    ]
+
+
+def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypatch):
+    states, save = [], torch.save
+
+    def watched_save(content, file):
+        names = ("model", "value_model")
+        states.append([{k: x.clone() for k, x in content[name].items()} for name in names])
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", watched_save)
+    metrics, _ = run(tmp_path, value_warmup_steps=2, num_minibatches=2, warmup_updates=0)
+    start = vapo.AutoModelForCausalLM.from_pretrained(vapo.ASSETS / "adder").state_dict()
+    policies, critics = zip(*states, strict=True)
+    same_as_start = [all(torch.equal(state[k], start[k]) for k in start) for state in policies]
+    assert same_as_start == [True, True, False]
+    assert all(
+        any(not torch.equal(a[k], b[k]) for k in a)
+        for a, b in zip(critics[:-1], critics[1:], strict=True)
+    )
+    assert [record["optim/grad_norm"] > 0 for record in metrics[1:]] == [False, False, True]
+
+
+def test_the_advantages_follow_from_what_is_written(tmp_path):
+    """From values and rewards of the samples file, by the formulas: delta, the lambda of each length, whitening."""
+    metrics, samples = run(tmp_path, value_warmup_steps=1, gae_alpha=0.1, value_learning_rate=1e-2)
+    for step in (1, 2, 3):
+        mine, raw = [s for s in samples if s["step"] == step], []
+        lambdas = []
+        for sample in mine:
+            for reward, values in zip(sample["rewards"], sample["values"], strict=True):
+                lambdas.append(max(0.0, 1 - 1 / (0.1 * len(values))))
+                rewards = [0.0] * (len(values) - 1) + [reward]
+                raw.append(slow_gae(rewards, values, 1.0, lambdas[-1]))
+        flat = [x for row in raw for x in row]
+        mean = math.fsum(flat) / len(flat)
+        std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / len(flat) + 1e-8)
+        written = [row for sample in mine for row in sample["advantages"]]
+        for row, expected in zip(written, raw, strict=True):
+            assert row == pytest.approx([(x - mean) / std for x in expected], abs=1e-4)
+        mean_lambda = math.fsum(lambdas) / len(lambdas)
+        assert metrics[step]["rollout/lambda"] == pytest.approx(mean_lambda, abs=1e-5)
