@@ -17,8 +17,8 @@ before it, the tool's too; the tool's own are no choices of the policy, and have
 Parent: grpo.py. Differences: (1) respond samples turn by turn, and prefills again for each; what
 was sampled is never decoded and tokenized again, since other ids can have the same text; (2) two
 masks: context_mask is what attention sees, response_mask, a part of it, what the policy wrote,
-which alone counts; (3) the tool: text in, text out, beside REWARDS; (4) --tool-cost is taken from
-the reward for each call.
+which alone counts; (3) TOOL, beside REWARDS: text in, text out, and at most --max-calls
+answers in a response; (4) --tool-cost is taken from the reward for each.
 
 Departures: the papers' tools are search engines; this one calculates.
 
@@ -30,13 +30,11 @@ micro-batch, T response tokens of the policy in it.
     python grpo_tools.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
 """
 
-import ast
 import copy
 import fcntl
 import hashlib
 import json
 import logging
-import operator
 import os
 import resource
 import secrets
@@ -48,7 +46,6 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Thread
 from typing import Literal, NamedTuple
 
 import datasets
@@ -74,35 +71,20 @@ from utils.rewards import (
     gold_number,
     lenient_accuracy_reward,
 )
+from utils.tools import ERROR, calculator, run_tool
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # their sum is the reward; each needs a name of its own
-CALL, CALL_END = "<calc>", "</calc>"  # what the policy writes between them goes to the tool
-TOOL_CHARS = 500  # calls and answers are cut to this
-TOOL_SECONDS = 5  # that the calls of a turn have, all at the same time
-OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.USub: operator.neg}
-OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def calculator(expression):
-    """+ - * / and brackets, without eval: text in, text out. Whatever else is written raises."""
-
-    def value(node):
-        if isinstance(node, ast.Constant):
-            return node.value + 0  # a number
-        operands = [x for x in ast.iter_child_nodes(node) if isinstance(x, ast.expr)]
-        return OPERATORS[type(node.op)](*map(value, operands))
-
-    return f"{value(ast.parse(expression.strip(), mode='eval').body):.15g}"
-
-
-TOOL = calculator
+TOOL = calculator  # text in, text out
+CALL = "<calc>"  # what the policy writes between this
+CALL_END = "</calc>"  # and this goes to the tool
 SHOWN = ["rollout/reward_mean", "rollout/accuracy", "rollout/response_len"]  # beside the bar
-SHOWN += ["kl/ref", "eval/accuracy", "optim/skipped", "tool/calls"]
+SHOWN += ["kl/ref", "eval/accuracy", "optim/skipped"]
+SHOWN += ["tool/calls"]
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
 </think>, and then the final number alone between <answer> and </answer>. For example:
-(Where you write <calc>4*6</calc>, a calculator writes the result behind it.)
+(Where you write <calc>4*6</calc>, a calculator writes the result after it.)
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <think>The box holds <calc>4*6</calc>=24 eggs. 24 - 5 = 19 of them are whole.</think>
 <answer>19</answer>"""
@@ -122,7 +104,8 @@ RECIPES = {
 }
 # Bounds of numbers in Args, where they are not 1 (or 1e-12 if it is no integer) and 2**32.
 LOWEST = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2)
-LOWEST |= dict(beta=0, tool_cost=0)
+LOWEST |= dict(beta=0)
+LOWEST |= dict(tool_cost=0)
 HIGHEST = dict(clip_eps=1)
 
 
@@ -177,7 +160,7 @@ class Args:
     max_new_tokens: int | None = None
     """a response is cut after so many tokens (R); None: by model"""
     max_calls: int = 4
-    """calls of a response that the tool answers; one more ends it"""
+    """calls of a response that the tool answers; one more ends the response"""
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability alike; None: by model"""
     sampling_tokens: int = 49152
@@ -277,16 +260,14 @@ class Rollout(NamedTuple):
     prompt_ids: Tensor  # (N, P), padded on the left
     prompt_mask: Tensor  # (N, P) bool
     response_ids: Tensor  # (N, R)
-    response_mask: Tensor  # (N, R) bool: what the policy wrote, its EOS token too, alone counts
+    response_mask: Tensor  # (N, R) bool: what the policy wrote, with its EOS token, alone counts
+    context_mask: Tensor  # (N, R) bool: what policy or tool wrote is seen by attention
     sampled_logprobs: Tensor  # (N, R) float32, of the tokens drawn
-    completions: list[str]  # N of them, the tool's answers in them
-    context_mask: Tensor = None  # (N, R) bool: what policy or tool wrote, for attention to see
-    answers: list[list[str]] = ()  # N of them, of the tool
+    completions: list[str]  # N of them
+    answers: list[list[str]] = ()  # N of them: the tool's alone
 
     def rows(self, rows):
-        return Rollout(
-            *[x[rows] for x in self[:5]], [self.completions[i] for i in rows], self[6][rows]
-        )
+        return Rollout(*[x[rows] for x in self[:6]], [self.completions[i] for i in rows])
 
 
 def main(args: Args) -> dict:
@@ -357,9 +338,9 @@ def main(args: Args) -> dict:
         scores = {
             f.__name__: torch.tensor(apply_reward(f, *given), device=model.device) for f in REWARDS
         }  # (N,) each
-        calls = torch.tensor([len(x) for x in rollout.answers], device=model.device)  # (N,)
         rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
-        rewards -= args.tool_cost * calls.view(-1, G)
+        calls = torch.tensor([len(x) for x in rollout.answers], device=model.device)  # (N,)
+        rewards = rewards - args.tool_cost * calls.view(-1, G)
         advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
 
         # ---- 3. update
@@ -415,13 +396,13 @@ def main(args: Args) -> dict:
             "reward_std": rewards.std(),
             "logprob_gap_max": gap.max(),
         }
-        errors = sum(answers.count("=error") for answers in rollout.answers)
+        errors = sum(answers.count(ERROR) for answers in rollout.answers)
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
         metrics = {
             **state,
             **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
             "tool/calls": calls.float().mean().item(),
-            "tool/error_frac": errors / max(1, sum(calls.tolist())),
+            "tool/error_frac": errors / max(1, int(calls.sum())),
             "tool/call_accuracy": means["accuracy"][calls.cpu() > 0].mean().item(),
             **{name: totals[name] / totals["tokens"] for name in stats if name != "tokens"},
             "policy/loss": totals["loss"] / num_updates,
@@ -546,7 +527,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         is_full = t % segment == 0  # all columns of keys and values are written
         if device.type == "cuda" and t % 16 > 0 and not is_full:
             continue
-        # A call can be written in other tokens than the tokenizer's: its end is found in the text.
+        # The end of a call can be any tokens, so that it is looked for in the text.
         texts = tokenizer.batch_decode(response_ids[sequence, max(0, t - 23) : t + 1])
         finished |= torch.tensor([CALL_END in text for text in texts], device=device)
         live = (~finished).nonzero().squeeze(1)
@@ -630,64 +611,9 @@ def inference_copy(model):
     return copied
 
 
-def run_tool(calls):
-    """The tool's answers to these calls, which run at the same time; an error is an answer too."""
-    answers = ["=error"] * len(calls)
-
-    def answer(k):
-        with suppress(Exception):
-            answers[k] = "=" + TOOL(calls[k][:TOOL_CHARS])[:TOOL_CHARS]
-
-    deadline = time.monotonic() + TOOL_SECONDS
-    threads = [Thread(target=answer, args=[k], daemon=True) for k in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    return list(answers)  # a thread that is late changes nothing
-
-
-def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
-    """Sample num_samples responses to each of the examples, turn by turn: a Rollout."""
-    turn = sample_turn(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
-    prompts = turn[:2]  # (N, P) each
-    decode, rows = tokenizer.decode, range(len(turn.completions))  # of which sequences the turn is
-    ids, logprobs, wrote, answers = [[[] for _ in rows] for _ in range(4)]  # N lists each
-    while rows:
-        calls = {}  # what goes to the tool, by sequence
-        for i, row, mask, scores in zip(rows, *turn[2:5], strict=True):  # (R,) each
-            left = args.max_new_tokens - len(ids[i])
-            new = row[mask][:left].tolist()
-            # Up to the first call's end; one more than there are if none has an end.
-            n = bisect_left(range(len(new) + 1), 1, key=lambda n: CALL_END in decode(new[:n]))
-            ids[i] += new[:n]
-            logprobs[i] += scores[mask][: len(new[:n])].tolist()
-            wrote[i] += [True] * len(new[:n])
-            if n <= len(new) and n < left and len(answers[i]) < args.max_calls:
-                calls[i] = decode(new[:n]).partition(CALL_END)[0].rpartition(CALL)[2]
-        for i, answer in zip(calls, run_tool(list(calls.values())), strict=True):
-            answers[i].append(answer)
-            new = tokenizer(answer, add_special_tokens=False).input_ids  # once, and alone
-            ids[i] = (ids[i] + new)[: args.max_new_tokens]
-            logprobs[i] += [0.0] * (len(ids[i]) - len(wrote[i]))
-            wrote[i] += [False] * (len(ids[i]) - len(wrote[i]))
-        rows = [i for i in calls if len(ids[i]) < args.max_new_tokens]
-        contexts = [{"prompt_ids": examples[i // num_samples]["prompt_ids"] + ids[i]} for i in rows]
-        if rows:
-            turn = sample_turn(args, model, tokenizer, contexts, 1, temperature, eos_ids)
-    lists = ids, logprobs, wrote, [[True] * len(x) for x in ids]
-    response_ids, logprobs, response_mask, context_mask = [
-        pad_sequence([torch.tensor(x, device=model.device) for x in rows], batch_first=True)
-        for rows in lists
-    ]  # (N, R) each
-    is_text = context_mask & ~(response_mask & torch.isin(response_ids, eos_ids))  # (N, R)
-    texts = decode([x[mask] for x, mask in zip(response_ids, is_text, strict=True)])  # N
-    return Rollout(*prompts, response_ids, response_mask, logprobs, texts, context_mask, answers)
-
-
-def sample_turn(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
-    """Go on num_samples times with each of the examples, to EOS or a call: a Rollout."""
-    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
+def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_ids):
+    """Go on with each context: the contexts (B, P), their mask, and what generate returns."""
+    ids = [torch.tensor(context, device=model.device) for context in contexts]
     masks = [torch.ones_like(x, dtype=torch.bool) for x in ids]  # any id may be in a prompt
     prompt_ids = pad_sequence(ids, batch_first=True, padding_side="left")  # (B, P)
     prompt_mask = pad_sequence(masks, batch_first=True, padding_side="left")  # (B, P)
@@ -698,12 +624,53 @@ def sample_turn(args, model, tokenizer, examples, num_samples, temperature, eos_
     parts = []
     for chunk in zip(prompt_ids.split(size), prompt_mask.split(size), strict=True):
         parts.append(generate(args, model, *chunk, num_samples, temperature, eos_ids, tokenizer))
-    response_ids, response_mask, logprobs = map(torch.cat, zip(*parts, strict=True))  # (N, R) each
-    is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): all but what ends it
+    return prompt_ids, prompt_mask, *map(torch.cat, zip(*parts, strict=True))
+
+
+def first_call(tokenizer, ids):
+    """How many of these tokens there are up to the end of the first call, and its text or None."""
+    if CALL_END not in tokenizer.decode(ids):
+        return len(ids), None
+    n = bisect_left(range(len(ids)), True, key=lambda n: CALL_END in tokenizer.decode(ids[:n]))
+    text, _, _ = tokenizer.decode(ids[:n]).partition(CALL_END)
+    return n, text.rpartition(CALL)[2]
+
+
+def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of the examples, turn by turn: a Rollout."""
+    given, R = (temperature, eos_ids), args.max_new_tokens
+    starts = [example["prompt_ids"] for example in examples]  # B
+    turn = sample_turn(args, model, tokenizer, starts, num_samples, *given)
+    prompt_ids, prompt_mask, *_ = turn  # (B, P) each
+    rows = range(len(examples) * num_samples)  # the sequences of this turn
+    responses = [[] for _ in rows]  # N, of (token id, the policy wrote it, True, log-probability)
+    answers = [[] for _ in rows]  # N
+    while rows:
+        calls = {}  # text, by sequence
+        for i, ids, mask, logprobs in zip(rows, *turn[2:], strict=True):  # (R,) each
+            ids = ids[mask][: R - len(responses[i])].tolist()
+            n, call = first_call(tokenizer, ids)
+            new = zip(ids[:n], logprobs.tolist(), strict=False)
+            responses[i] += [(token, True, True, logprob) for token, logprob in new]
+            if call is not None and len(answers[i]) < args.max_calls and len(responses[i]) < R:
+                calls[i] = call
+        for i, answer in zip(calls, run_tool(TOOL, list(calls.values())), strict=True):
+            answers[i].append(answer)
+            ids = tokenizer(answer, add_special_tokens=False).input_ids  # once, and alone
+            responses[i] += [(token, False, True, 0.0) for token in ids[: R - len(responses[i])]]
+        rows = [i for i in calls if len(responses[i]) < R]
+        if rows:
+            contexts = [starts[i // num_samples] + [x[0] for x in responses[i]] for i in rows]
+            turn = sample_turn(args, model, tokenizer, contexts, 1, *given)
+    columns = [map(torch.tensor, zip(*response, strict=True)) for response in responses]
+    response_ids, response_mask, context_mask, logprobs = [
+        pad_sequence(x, batch_first=True).to(model.device) for x in zip(*columns, strict=True)
+    ]  # (N, R) each
+    is_text = context_mask & ~(response_mask & torch.isin(response_ids, eos_ids))  # (N, R)
     pairs = zip(response_ids.cpu(), is_text.cpu(), strict=True)
     texts = tokenizer.batch_decode([x[mask] for x, mask in pairs])  # N
     prompts = [x.repeat_interleave(num_samples, 0) for x in (prompt_ids, prompt_mask)]  # (N, P)
-    return Rollout(*prompts, response_ids, response_mask, logprobs, texts)
+    return Rollout(*prompts, response_ids, response_mask, context_mask, logprobs, texts, answers)
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
