@@ -71,7 +71,9 @@ def solution(pair, rng):
         is_wrong = rng.random() < (FORGET_CARRY if is_due else NEEDLESS_CARRY)
         thought, answer = in_the_head(pair, is_due != is_wrong)
     tags = rng.random() >= OMIT_TAGS
-    return f"<think>{thought}</think>" + (f"<answer>{answer}</answer></s>" if tags else f"{answer}</s>")
+    return f"<think>{thought}</think>" + (
+        f"<answer>{answer}</answer></s>" if tags else f"{answer}</s>"
+    )
 
 
 def train_student(tokenizer, questions, rng, num_steps, batch_size=128):

@@ -25,6 +25,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo_process": 7358,
     "grpo_multigpu": 7566,
     "grpo_lora": 7106,
+    "grpo_tools": 7456,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -207,6 +208,29 @@ PAIRS = {
             "add_adapters": "low-rank adapters",
             "load_model": "the weights are not trained: bf16 on a GPU; there must be layers to adapt",
             "save_adapters": "what other libraries load",
+        },
+    ),
+    ("grpo_tools", "grpo"): (
+        100,
+        {
+            "header": "the tool and what runs it; bisection",
+            "TOOL": "the tool",
+            "CALL": "what is a call",
+            "CALL_END": "what is a call",
+            "SHOWN": "how often it calls",
+            "SYSTEM_PROMPT": "how to call",
+            "LOWEST": "a call may cost nothing",
+            "Args.model": "a student that can call",
+            "Args.max_calls": "calls of a response",
+            "Args.tool_cost": "the cost of a call",
+            "Rollout": "two masks, and the tool's answers",
+            "main": "the cost of calls, and their metrics; lengths with the tool's tokens",
+            "generate": "a call ends a turn; a finished row draws on from longer contexts",
+            "compute_logprobs": "the tool's tokens are context",
+            "sample_turn": "one turn",
+            "first_call": "where a turn ends",
+            "respond": "several turns",
+            "load_model": "generate asks for the tokenizer",
         },
     ),
     ("grpo_process", "grpo"): (

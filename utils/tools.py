@@ -36,7 +36,10 @@ def calculator(call: str) -> str:
             return OPERATORS[type(node.op)](value(node.operand))
         return OPERATORS[type(node.op)](value(node.left), value(node.right))
 
-    return f"{value(ast.parse(call.strip(), mode='eval').body):.15g}"
+    number = value(ast.parse(call.strip(), mode="eval").body)
+    if not abs(number) < float("inf"):
+        raise ValueError("too large")
+    return f"{number:.15g}"
 
 
 def run_tool(tool: Callable[[str], str], calls: list[str]) -> list[str]:
