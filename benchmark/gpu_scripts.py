@@ -40,6 +40,7 @@ from transformers import (
 RECORDS = FOLDER / "gpu-scripts.jsonl"
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_lora"]
+SCRIPTS += ["grpo_tools"]
 SHOWN = [
     "time/rollout_s",
     "time/tokens_per_s",

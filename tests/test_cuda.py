@@ -24,6 +24,7 @@ SIBLINGS = [
     "grpo_offpolicy",
     "grpo_process",
     "grpo_lora",
+    "grpo_tools",
 ]  # whose own text has tensors
 SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
 LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 4 --eval-size 2 --max-new-tokens 20"

@@ -208,7 +208,8 @@ def test_a_model_without_linear_layers_is_refused(tmp_path, capsys):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
     assert (
-        error.startswith(f"error: --model {tmp_path / 'gpt2'}, --device cpu: not supported") and "Conv1D" in error
+        error.startswith(f"error: --model {tmp_path / 'gpt2'}, --device cpu: not supported")
+        and "Conv1D" in error
     )
     assert not (tmp_path / "runs").exists()
 

@@ -2,7 +2,10 @@
 
 import json
 import math
+import re
 import threading
+from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -481,3 +484,16 @@ def test_bad_values_are_refused_in_one_line(given, tmp_path, capsys):
     (name,) = given
     assert error.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: --{name.replace('_', '-')} ")
+
+
+def test_the_search_of_the_docs(tmp_path, monkeypatch):
+    """docs/extend.md: another tool, as it stands there."""
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(PASSAGES.*?)```", text, re.DOTALL)
+    (tmp_path / "passages.txt").write_text("the carp is a fish\n\nthe ox\n\nthe carp and the ox")
+    monkeypatch.chdir(tmp_path)
+    module = {"re": re, "Path": Path, "Counter": Counter}
+    exec(source, module)
+    calls = ["An ox?", "a FISH", "carp, ox and eel", "eel"]
+    expected = ["=the ox", "=the carp is a fish", "=the carp and the ox", ERROR]
+    assert run_tool(module["TOOL"], calls) == expected
