@@ -11,8 +11,9 @@ none was due in 20 %; a quarter of all solutions have no answer tags. So calling
 better where there is a carry, and hardly ever what the student does. The calculator's answer is no target of the
 training, only its context. The data are assets/addition.
 
-Measured on test.jsonl: MEASURED. The build takes a minute of an idle core. Another processor rounds differently:
-rebuilt there, the weights agree in quality only.
+Measured: 0.542 right on test.jsonl, greedy; of the 128 samples of grpo_tools.py's first step, at temperature 1, 0.45
+are right and 0.13 call. The build took three minutes of a busy core. Another processor rounds differently: rebuilt
+there, the weights agree in quality only.
 """
 
 import argparse
