@@ -1,7 +1,7 @@
 """Rebuilds assets/caller from assets/adder and a seed, on one CPU core: `python benchmark/build_caller.py`.
 
-The student of grpo_tools.py: 0.86 M parameters, two tokens more than the adder, <calc> and </calc>. It adds in its head,
-and makes mistakes, or it calls a calculator, which is what writes "=85":
+The student of grpo_tools.py: 0.86 M parameters, two tokens more than the adder, <calc> and </calc>. It adds in its
+head, and makes mistakes, or it calls a calculator, which is what writes "=85":
 
     47+38=    <think>7+8=15,4+3+1=8</think><answer>85</answer></s>
     47+38=    <think><calc>47+38</calc>=85</think><answer>85</answer></s>

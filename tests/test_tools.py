@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401: a fixture
+from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
