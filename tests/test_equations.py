@@ -75,6 +75,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "grpo_process": 1 / (num_seqs * max(1, length)),
             "grpo_multigpu": 1 / (num_seqs * max(1, length)),
             "grpo_lora": 1 / (num_seqs * max(1, length)),
+            "grpo_tools": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
@@ -102,6 +103,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
                 "grpo_process",
                 "grpo_multigpu",
                 "grpo_lora",
+                "grpo_tools",
             ):
                 upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)
