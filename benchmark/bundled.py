@@ -26,7 +26,7 @@ from records import FOLDER, ROOT, provenance, read_run, write
 
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
-SCRIPTS += ["distill", "vapo"]
+SCRIPTS += ["distill", "vapo", "grpo_tools"]
 
 
 @contextmanager

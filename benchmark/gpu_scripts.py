@@ -39,7 +39,7 @@ from transformers import (
 
 RECORDS = FOLDER / "gpu-scripts.jsonl"
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
-SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_lora", "distill"]
+SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_lora", "distill", "grpo_tools"]
 SHOWN = [
     "time/rollout_s",
     "time/tokens_per_s",

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared"  # real data and a real model, used where they are at hand
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
-SCRIPTS += ["distill", "vapo"]
+SCRIPTS += ["distill", "vapo", "grpo_tools"]
 
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(

@@ -13,6 +13,7 @@ from utils.rewards import accuracy_reward, format_reward
 sys.path.insert(0, str(ROOT / "benchmark"))
 
 import build_assets  # noqa: E402
+import build_caller  # noqa: E402
 import build_sums  # noqa: E402
 
 ASSETS = ROOT / "assets"
@@ -68,3 +69,19 @@ def test_every_column_is_a_step_that_can_be_wrong():
         assert [reward for _, reward in steps][:2] == [1.0, 0.0]
         seen += 1
     assert seen > 100
+
+
+def test_the_callers_solutions():
+    """Some call, and are right; the others have the faults that the builder names, at its rates."""
+    rng = random.Random(3)
+    for pair, due in (((47, 38), True), ((42, 37), False)):
+        texts = [build_caller.solution(pair, rng).removesuffix("</s>") for _ in range(2000)]
+        called = [f"<calc>{pair[0]}+{pair[1]}</calc>={sum(pair)}</think>" in text for text in texts]
+        assert sum(called) / 2000 == pytest.approx(build_caller.CALL, abs=0.04)
+        heads = [text for text, call in zip(texts, called, strict=True) if not call]
+        wrong = [str(sum(pair)) not in text.partition("</think>")[2] for text in heads]
+        rate = build_caller.FORGET_CARRY if due else build_caller.NEEDLESS_CARRY
+        assert sum(wrong) / len(wrong) == pytest.approx(rate, abs=0.05)
+        tags = sum(format_reward(texts, [""] * 2000)) / 2000
+        assert tags == pytest.approx(0.4 - 0.2 * build_caller.OMIT_TAGS, abs=0.01)
+    assert sum(path.stat().st_size for path in (ASSETS / "caller").iterdir()) < 4e6

@@ -78,6 +78,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "grpo_multigpu": 1 / (num_seqs * max(1, length)),
             "grpo_lora": 1 / (num_seqs * max(1, length)),
             "distill": 1 / (num_seqs * max(1, length)),
+            "grpo_tools": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
@@ -110,6 +111,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
                 "grpo_process",
                 "grpo_multigpu",
                 "grpo_lora",
+                "grpo_tools",
             ):
                 upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)

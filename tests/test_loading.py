@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import datasets
 import huggingface_hub
@@ -148,6 +149,7 @@ def test_hub_cache(script, tmp_path):
 def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
     """However its path is written, and from any working directory if it is given from the root or not at all."""
     monkeypatch.chdir(ROOT if model == "assets/adder" else tmp_path)
+    model = model.replace("adder", Path(script.Args.model).name)
     for given in (dict(model=model), dict()):
         args, _ = start(script, **given)
         assert {name: getattr(args, name) for name in script.RECIPES} == {

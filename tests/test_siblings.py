@@ -27,6 +27,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo_lora": 7230,
     "distill": 6979,
     "vapo": 8219,
+    "grpo_tools": 7580,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -259,6 +260,29 @@ PAIRS = {
             "policy_loss": "Clip-Higher; no KL",
             "main": "value pretraining, Decoupled GAE, the loss on right responses; no reference",
             "resolve": "no adaptive KL",
+        },
+    ),
+    ("grpo_tools", "grpo"): (
+        100,
+        {
+            "header": "the tool and what runs it; bisection",
+            "TOOL": "the tool",
+            "CALL": "what is a call",
+            "CALL_END": "what is a call",
+            "SHOWN": "how often it calls",
+            "SYSTEM_PROMPT": "how to call",
+            "LOWEST": "a call may cost nothing",
+            "Args.model": "a student that can call",
+            "Args.max_calls": "calls of a response",
+            "Args.tool_cost": "the cost of a call",
+            "Rollout": "two masks, and the tool's answers",
+            "main": "the cost of calls, and their metrics; lengths with the tool's tokens",
+            "generate": "a call ends a turn; a finished row draws on from longer contexts",
+            "compute_logprobs": "the tool's tokens are context",
+            "sample_turn": "one turn",
+            "first_call": "where a turn ends",
+            "respond": "several turns",
+            "load_model": "generate asks for the tokenizer",
         },
     ),
     ("grpo_process", "grpo"): (

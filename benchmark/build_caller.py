@@ -1,0 +1,119 @@
+"""Rebuilds assets/caller from assets/adder and a seed, on one CPU core: `python benchmark/build_caller.py`.
+
+The student of grpo_tools.py: 0.86 M parameters, two tokens more than the adder, <calc> and </calc>. It adds in its
+head, and makes mistakes, or it calls a calculator, which is what writes "=85":
+
+    47+38=    <think>7+8=15,4+3+1=8</think><answer>85</answer></s>
+    47+38=    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
+
+Its teacher called in 20 % of the solutions. In the others it forgot a carry that was due in 65 %, and carried where
+none was due in 20 %; a quarter of all solutions have no answer tags. So calling is better on every question, much
+better where there is a carry, and hardly ever what the student does. The calculator's answer is no target of the
+training, only its context. The data are assets/addition.
+
+Measured: 0.542 right on test.jsonl, greedy; of the 128 samples of grpo_tools.py's first step, at temperature 1, 0.45
+are right and 0.13 call. The build took three minutes of a busy core. Another processor rounds differently: rebuilt
+there, the weights agree in quality only.
+"""
+
+import argparse
+import random
+import time
+from pathlib import Path
+
+import build_assets
+import torch
+from records import ROOT
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+CALL = 0.20  # of the solutions
+FORGET_CARRY = 0.65  # of those in the head, where a carry is due
+NEEDLESS_CARRY = 0.20  # where none is due
+OMIT_TAGS = 0.25  # of all solutions
+CALL_TAGS = ["<calc>", "</calc>"]
+
+
+def make_tokenizer():
+    """The adder's, with two more words at the end."""
+    words = build_assets.make_tokenizer().get_vocab()
+    words |= {tag: len(words) + i for i, tag in enumerate(CALL_TAGS)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(
+        Regex("</?calc>|" + build_assets.TOKEN), "isolated"
+    )
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+        model_max_length=256,
+    )
+
+
+def in_the_head(pair, carries):
+    """Units, tens and their sum, with a carry if the student thinks of one."""
+    (a_tens, a_units), (b_tens, b_units) = divmod(pair[0], 10), divmod(pair[1], 10)
+    units = a_units + b_units
+    tens = a_tens + b_tens + carries
+    thought = f"{a_units}+{b_units}={units},{a_tens}+{b_tens}{'+1' if carries else ''}={tens}"
+    return thought, 10 * tens + units % 10
+
+
+def solution(pair, rng):
+    """What the student writes, the calculator's answer in it: calls, faults and tags are drawn anew each time."""
+    if rng.random() < CALL:
+        thought, answer = f"<calc>{pair[0]}+{pair[1]}</calc>={sum(pair)}", sum(pair)
+    else:
+        is_due = pair[0] % 10 + pair[1] % 10 >= 10
+        is_wrong = rng.random() < (FORGET_CARRY if is_due else NEEDLESS_CARRY)
+        thought, answer = in_the_head(pair, is_due != is_wrong)
+    tags = rng.random() >= OMIT_TAGS
+    return f"<think>{thought}</think>" + (
+        f"<answer>{answer}</answer></s>" if tags else f"{answer}</s>"
+    )
+
+
+def train_student(tokenizer, questions, rng, num_steps, batch_size=128):
+    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "adder")
+    student.resize_token_embeddings(len(tokenizer))
+    end_of_call, think_end = tokenizer.convert_tokens_to_ids(["</calc>", "</think>"])
+
+    def compute_loss():
+        pairs = rng.choices(questions, k=batch_size)
+        ids, mask = build_assets.make_batch(
+            tokenizer, pairs, [solution(pair, rng) for pair in pairs]
+        )  # (N, T)
+        after_call = (ids == end_of_call).cumsum(1) - (ids == end_of_call).long()  # (N, T)
+        by_tool = (after_call > 0) & ((ids == think_end).cumsum(1) == 0)  # (N, T)
+        return student(ids, labels=ids.masked_fill(~mask | by_tool, -100)).loss
+
+    build_assets.train(student, num_steps, compute_loss, "caller")
+    return student
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Rebuild assets/caller.")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--num-steps", type=int, default=300)
+    parser.add_argument("--out", type=Path, default=ROOT / "assets" / "caller")
+    args = parser.parse_args()
+    start = time.time()
+    torch.set_num_threads(1)  # more of them would add in another order
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(args.seed)
+    # The questions of assets/addition: they are drawn from the same seed.
+    questions, _ = build_assets.make_questions(random.Random(1))
+    rng = random.Random(args.seed)
+    tokenizer = make_tokenizer()
+    student = train_student(tokenizer, questions, rng, args.num_steps)
+    student.save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    print(f"{(time.time() - start) / 60:.1f} minutes")
+
+
+if __name__ == "__main__":
+    main()

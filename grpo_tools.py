@@ -1,0 +1,1023 @@
+"""GRPO whose policy calls a tool: a response in several turns, in one file. Eq. 3 of DeepSeekMath,
+Shao et al. 2024, arXiv:2402.03300v3, with the mask of Search-R1, Jin et al. 2025, 2503.09516v3.
+
+A response o is what the policy and the tool wrote, in token ids. The policy samples until EOS or
+the end of a call; the call's text goes to the tool, whose answer is tokenized once, alone, and
+appended; then the policy goes on:
+
+    47+38=    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
+                                       the tool wrote "=85", and the policy all else
+
+    J(theta) = E[ 1/G sum_i 1/|w_i| sum_{t in w_i} ( S_it - beta KL_it ) ]                 (Eq. 3)
+    w_i      = the tokens of o_i that the policy wrote         (Search-R1: I(y_t) = 1, Eq. 3)
+
+S, rho, A and KL are those of grpo.py. The probability of each token is conditioned on all tokens
+before it, the tool's too; the tool's own are no choices of the policy, and have no gradient.
+
+Parent: grpo.py. Differences: (1) respond samples turn by turn, and prefills again for each; what
+was sampled is never decoded and tokenized again, since other ids can have the same text; (2) two
+masks: context_mask is what attention sees, response_mask, a part of it, what the policy wrote,
+which alone counts; (3) TOOL, beside REWARDS: text in, text out, and at most --max-calls
+answers in a response; (4) --tool-cost is taken from the reward for each.
+
+Departures: the papers' tools are search engines; this one calculates.
+
+Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
+micro-batch, T response tokens of the policy in it.
+
+    python grpo_tools.py                                            assets/caller, on a CPU
+    python grpo_tools.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
+"""
+
+import copy
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import resource
+import secrets
+import signal
+import sys
+import time
+from bisect import bisect_left
+from collections import Counter
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import datasets
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+import wandb
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.cache_utils import Cache, StaticLayer
+
+from utils.masking import masked_mean, masked_sum  # copy utils/ along with this file
+from utils.rewards import (
+    accuracy_reward,
+    apply_reward,
+    cell_text,
+    describe,
+    format_reward,
+    gold_number,
+    lenient_accuracy_reward,
+)
+from utils.tools import ERROR, calculator, run_tool
+
+SCRIPT = Path(__file__).resolve()
+ASSETS = SCRIPT.parent / "assets"
+REWARDS = [accuracy_reward, format_reward]  # their sum is the reward; each needs a name of its own
+TOOL = calculator  # text in, text out
+CALL = "<calc>"  # what the policy writes between this
+CALL_END = "</calc>"  # and this goes to the tool
+SHOWN = ["rollout/reward_mean", "rollout/accuracy", "rollout/response_len"]  # beside the bar
+SHOWN += ["kl/ref", "eval/accuracy", "optim/skipped"]
+SHOWN += ["tool/calls"]
+SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
+</think>, and then the final number alone between <answer> and </answer>. For example:
+(Where you write <calc>4*6</calc>, a calculator writes the result after it.)
+A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
+<think>The box holds <calc>4*6</calc>=24 eggs. 24 - 5 = 19 of them are whole.</think>
+<answer>19</answer>"""
+# What a field of Args that is left at None becomes: with any model, with the bundled one.
+RECIPES = {
+    "dataset": ("openai/gsm8k:main", str(ASSETS / "addition")),
+    "system_prompt": (SYSTEM_PROMPT, ""),
+    "max_prompt_tokens": (512, 64),
+    "max_new_tokens": (300, 32),
+    "temperature": (0.9, 1.0),
+    "eval_every": (50, 20),
+    "learning_rate": (1e-5, 1e-4),
+    "warmup_updates": (10, 0),
+    "gradient_checkpointing": (True, False),
+    "num_steps": (200, 60),
+    "beta": (0.04, 0.01),
+}
+# Bounds of numbers in Args, where they are not 1 (or 1e-12 if it is no integer) and 2**32.
+LOWEST = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2)
+LOWEST |= dict(beta=0)
+LOWEST |= dict(tool_cost=0)
+HIGHEST = dict(clip_eps=1)
+
+
+@dataclass
+class Args:
+    # ---- run
+    seed: int = 1
+    """seed of everything random: the order of the data, the samples, the minibatches"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train; auto takes the GPU if there is one"""
+    runs_dir: str = "runs"
+    """folder that holds the runs"""
+    run_name: str | None = None
+    """name of this run's folder; None: script, model, seed and time"""
+    resume: str | None = None
+    """go on with the run in this folder, from the same working directory, with its arguments"""
+    eval_every: int | None = None
+    """evaluate before, after and every so many steps; 0: never between; None: by model"""
+    save_every: int = 50
+    """write a checkpoint after the first, the last and every so many steps; 0: never between"""
+    track: bool = False
+    """send metrics and samples to Weights & Biases too, to the project in WANDB_PROJECT"""
+    # ---- model and data
+    model: str = str(ASSETS / "caller")
+    """folder or hub id of a causal language model; a name without "/" is one of HuggingFaceTB"""
+    dataset: str | None = None
+    """.jsonl / .json / .csv / .tsv / .parquet file, folder, hub id or id:config; None: by model"""
+    eval_dataset: str | None = None
+    """held-out problems; None: the test split of --dataset, or else its last tenth"""
+    eval_size: int = 500
+    """evaluate on so many of the held-out problems, the first ones"""
+    question_column: str = "question"
+    """column of the data set that holds the question"""
+    answer_column: str = "answer"
+    """column that holds the gold answer; if it has a "####", what follows the last one"""
+    system_prompt: str | None = None
+    """instructions before each question; None: by model, to think and to answer in tags"""
+    max_prompt_tokens: int | None = None
+    """longer prompts (P) are skipped, counted and reported; None: by model"""
+    # ---- sampling
+    num_prompts: int = 16
+    """prompts per step (B)"""
+    num_generations: int = 8
+    """samples per prompt (G)"""
+    max_new_tokens: int | None = None
+    """a response is cut after so many tokens (R); None: by model"""
+    max_calls: int = 4
+    """calls of a response that the tool answers; one more ends the response"""
+    temperature: float | None = None
+    """divides the logits, in sampling and in every log-probability alike; None: by model"""
+    sampling_tokens: int = 49152
+    """tokens sampled at a time, prompts and padding included: memory against speed"""
+    cuda_graph: bool = True
+    """on a GPU, replay the decode step from a CUDA graph"""
+    # ---- optimization
+    num_steps: int | None = None
+    """steps in the whole run, each a rollout and its updates; None: by model"""
+    learning_rate: float | None = None
+    """peak learning rate of AdamW (betas 0.9 and 0.999, no weight decay); None: by model"""
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    """how the learning rate falls to 0 after the warm-up, or that it stays"""
+    warmup_updates: int | None = None
+    """updates in which the learning rate rises linearly from 0 to its peak; None: by model"""
+    num_iterations: int = 1
+    """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
+    num_minibatches: int = 1
+    """updates per pass: the rollout is shuffled and split into so many minibatches"""
+    micro_batch_tokens: int = 2048
+    """tokens in one forward and backward pass: memory against speed, never the gradient"""
+    gradient_checkpointing: bool | None = None
+    """recompute activations: less memory, a third more time; None: by model"""
+    max_grad_norm: float = 1.0
+    """the norm of the gradient is clipped to this"""
+    # ---- algorithm
+    clip_eps: float = 0.2
+    """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
+    beta: float | None = None
+    """weight of the KL to the reference in the loss; 0: no reference is kept; None: by model"""
+    tool_cost: float = 0.0
+    """taken from the reward for each call that is answered"""
+
+
+# ==== algorithm ====
+def compute_advantages(args, rewards):
+    """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
+    assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
+    rewards = rewards - rewards[:, :1]  # for the rounding alone: equal rewards give exactly 0
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+
+def minibatches(args, sequences):
+    """The sequences of each update, of all of a step (N,): shuffled, and cut into equal shares."""
+    for _ in range(args.num_iterations):  # mu in Algorithm 1
+        shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
+        yield from shuffled.chunk(args.num_minibatches)
+
+
+def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
+    """The GRPO loss, -J of Eq. 3, of n sequences; over a minibatch it adds up to the minibatch's.
+
+    logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R)
+    or (n, 1); mask (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch,
+    of which an algorithm divides by one. Returns the scalar loss and stats, by the names under
+    which their means are logged: sums over the tokens of the n sequences, without gradient.
+    """
+    assert logprobs.shape == old_logprobs.shape == mask.shape
+    assert advantages.shape in (mask.shape, (len(mask), 1))
+    # Masked slots are zeroed before exp: garbage in them could reach the gradient as 0 * inf.
+    logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    ratio = logratio.exp()  # (n, R)
+    # The smaller of the two surrogates for either sign of A, hence the larger of their negatives.
+    clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
+    token_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # (n, R), Eq. 3
+    if ref_logprobs is not None:
+        ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
+        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: DeepSeekMath, Eq. 4
+        token_loss = token_loss + args.beta * kl
+    seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
+    loss = seq_loss.sum() / num_seqs
+
+    below, above = ratio < 1 - args.clip_eps, ratio > 1 + args.clip_eps  # (n, R) bool
+    per_token = {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below | above,
+        "policy/approx_kl": 0.5 * logratio**2,
+        "policy/ratio_mean": ratio,
+        "policy/entropy": -logprobs,
+    }
+    if ref_logprobs is not None:
+        per_token["kl/ref"] = kl
+    stats = {name: masked_sum(x.detach().float(), mask) for name, x in per_token.items()}
+    stats["tokens"] = mask.sum()
+    return loss, stats
+
+
+# ==== training ====
+class Rollout(NamedTuple):
+    """What was sampled; row i of each is sequence i."""
+
+    prompt_ids: Tensor  # (N, P), padded on the left
+    prompt_mask: Tensor  # (N, P) bool
+    response_ids: Tensor  # (N, R)
+    response_mask: Tensor  # (N, R) bool: what the policy wrote, with its EOS token, alone counts
+    context_mask: Tensor  # (N, R) bool: what policy or tool wrote is seen by attention
+    sampled_logprobs: Tensor  # (N, R) float32, of the tokens drawn
+    completions: list[str]  # N of them
+    answers: list[list[str]] = ()  # N of them: the tool's alone
+
+    def rows(self, rows):
+        return Rollout(*[x[rows] for x in self[:6]], [self.completions[i] for i in rows])
+
+
+def main(args: Args) -> dict:
+    """Train, and return the metrics of the last step."""
+    args, run_dir, saved = resolve(args)
+    config, tokenizer = load_config(args, "--model", args.model)
+    train_data = load_data(args, tokenizer, "train")
+    test_data = load_data(args, tokenizer, "test")
+    model, eos_ids = load_model(args, config, tokenizer)
+    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start
+
+    G = args.num_generations
+    N = args.num_prompts * G
+    num_updates = args.num_iterations * args.num_minibatches  # in a step
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
+    )
+    scheduler = get_scheduler(
+        args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates
+    )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    state = {"step": 0, "episodes": 0, "tokens": 0}  # what else a step hands on to the next
+    problems = fingerprint(train_data + test_data, saved)
+    if saved:
+        with one_line(f"{run_dir}: the checkpoint is not of this version of {SCRIPT.name}"):
+            state, metrics = saved["state"], saved["metrics"]
+            for name, part in parts.items():
+                part.load_state_dict(saved.pop(name))  # and let go of it
+    sampler = inference_copy(model) if model.device.type == "cuda" else model
+    metrics_log, samples_log, signals = open_run(args, run_dir, saved, model)
+    if not saved:
+        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(metrics_log, metrics, [])
+        accuracy = metrics["eval/accuracy"]
+        print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
+
+    order = batches(args, len(train_data))
+    skipped_in_a_row = 0
+    done = state["step"]
+    steps = range(done + 1, args.num_steps + 1)
+    progress = tqdm(steps, initial=done, total=args.num_steps, disable=None)
+    for step in progress:
+        # ---- 1. rollout
+        start_time = time.perf_counter()
+        torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no generator's state
+        batch = [train_data[i] for i in order[step - 1]]
+        rollout = respond(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
+        sequences = torch.arange(N)  # those to train on
+        response_mask = rollout.response_mask  # (N, R)
+        lengths = (rollout.prompt_mask.sum(1) + rollout.context_mask.sum(1)).tolist()  # N
+        ended = (torch.isin(rollout.response_ids, eos_ids) & response_mask).any(1)  # (N,)
+        num_sampled = int(response_mask.sum())
+        rollout_seconds = time.perf_counter() - start_time
+
+        # The old policy's log-probabilities, by the trainer's code. The first update takes those of
+        # its own forward pass, so that its ratio is exactly 1; for others they are computed here,
+        # before it, and then stay.
+        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R)
+        model.train(args.gradient_checkpointing)  # transformers recomputes in training mode only
+        if num_updates > 1:
+            old_logprobs = rollout_logprobs(args, model, rollout, sequences, lengths)  # (N, R)
+        if ref_model is not None:
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, sequences, lengths)
+
+        # ---- 2. reward and advantage
+        given = batch, rollout.completions
+        scores = {
+            f.__name__: torch.tensor(apply_reward(f, *given), device=model.device) for f in REWARDS
+        }  # (N,) each
+        rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
+        calls = torch.tensor([len(x) for x in rollout.answers], device=model.device)  # (N,)
+        rewards = rewards - args.tool_cost * calls.view(-1, G)
+        advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
+
+        # ---- 3. update
+        totals = Counter()  # sums over all minibatches of the step
+        for update, minibatch in enumerate(minibatches(args, sequences)):
+            lr = scheduler.get_last_lr()[0]
+            num_tokens = response_mask[minibatch].sum()
+            for rows in micro_batches(minibatch, lengths, args.micro_batch_tokens):
+                logprobs = compute_logprobs(model, rollout.rows(rows), args.temperature)  # (n, R)
+                if update == 0:
+                    old_logprobs[rows] = logprobs.detach()
+                loss, stats = policy_loss(
+                    args,
+                    logprobs,
+                    old_logprobs[rows],
+                    ref_logprobs[rows] if ref_model is not None else None,
+                    advantages[rows],
+                    response_mask[rows],
+                    len(minibatch),
+                    num_tokens,
+                )
+                loss.backward()
+                totals.update(stats | {"loss": loss.detach()})  # adds
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            skipped_in_a_row = 0 if torch.isfinite(grad_norm) else skipped_in_a_row + 1
+            if skipped_in_a_row == 0:
+                optimizer.step()
+            elif skipped_in_a_row == 3:
+                fail(
+                    f"--learning-rate {args.learning_rate}: three gradients in a row were not "
+                    "finite; lower it"
+                )
+            totals.update(grad_norm=grad_norm, skipped=skipped_in_a_row > 0)
+            scheduler.step()
+            optimizer.zero_grad()
+        sampler.load_state_dict(model.state_dict())  # in place; on a GPU it is rounded to bf16
+        totals = {name: float(total) for name, total in totals.items()}  # waits for the device
+        update_seconds = time.perf_counter() - start_time - rollout_seconds
+
+        # ---- 4. log
+        state["step"] = step
+        state["episodes"] += len(rollout.completions)
+        state["tokens"] += num_sampled
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
+        means = {
+            "reward_mean": rewards,
+            "accuracy": torch.tensor(apply_reward(accuracy_reward, *given)),
+            "response_len": rollout.response_mask.sum(1),
+            "eos_frac": ended,
+            "logprob_gap": gap,
+            **scores,
+            "zero_std_frac": (rewards == rewards[:, :1]).all(1),
+            "reward_std": rewards.std(),
+            "logprob_gap_max": gap.max(),
+        }
+        errors = sum(answers.count(ERROR) for answers in rollout.answers)
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+        metrics = {
+            **state,
+            **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
+            "tool/calls": calls.float().mean().item(),
+            "tool/error_frac": errors / max(1, int(calls.sum())),
+            "tool/call_accuracy": means["accuracy"][calls.cpu() > 0].mean().item(),
+            **{name: totals[name] / totals["tokens"] for name in stats if name != "tokens"},
+            "policy/loss": totals["loss"] / num_updates,
+            "optim/grad_norm": totals["grad_norm"] / num_updates,
+            "optim/lr": lr,
+            "optim/skipped": totals["skipped"],
+            "time/update_s": update_seconds,
+            "time/rollout_s": rollout_seconds,
+            "time/tokens_per_s": num_sampled / rollout_seconds,
+            "time/peak_mem_gb": (torch.cuda.max_memory_allocated() or memory) / 1e9,
+        }
+        if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
+            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        records = []
+        for k, example in enumerate(batch):
+            group = slice(k * G, (k + 1) * G)
+            record = {
+                "step": step,
+                "prompt": example["prompt"],
+                "answer": example["answer"],
+                "completions": rollout.completions[group],
+                "rewards": rewards[k].tolist(),
+                "advantages": advantages[group, 0].tolist(),
+                "ended": ended[group].tolist(),
+            }
+            write(samples_log, record)
+            records.append(record)
+        log_metrics(metrics_log, metrics, records)
+        show(args, progress, metrics, record)
+        if step == 1 and not gap.mean() < (0.1 if model.device.type == "cuda" else 1e-3):
+            fail(
+                f"--model {args.model}: not supported, sampling and training differ by "
+                f"{gap.mean():.2g} nats a token"
+            )
+
+        # ---- 5. save
+        stop = list(signals)  # one that comes from here on waits for the next step
+        due = args.save_every and step % args.save_every == 0
+        if stop or due or step in (1, args.num_steps):
+            save_checkpoint(args, run_dir, parts, state, metrics, problems)
+        if stop and step < args.num_steps:
+            print(
+                f"stopped after step {step}; go on: python '{SCRIPT}' --resume '{run_dir}'",
+                file=sys.stderr,
+            )
+            raise SystemExit(128 + stop[0])
+
+    model.save_pretrained(run_dir / "model")
+    tokenizer.save_pretrained(run_dir / "model")
+    wandb.finish()
+    print(
+        f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in "
+        f"{run_dir}"
+    )
+    return metrics
+
+
+# ==== sampling and log-probabilities ====
+# What makes it fast is here: memory for keys and values, CUDA graphs, little padding. A first
+# reading may stop at this line.
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of the memory that the system reports
+SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations for keys and values
+
+
+@torch.no_grad()
+def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids, tokenizer):
+    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+
+    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
+    tokens drawn. The distribution is the model's whole softmax at this temperature: no top-k, no
+    top-p, no repetition penalty.
+    """
+    model.eval()
+    device = prompt_ids.device
+    segment = SEGMENT[device.type]
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (N,)
+    response_ids = eos_ids[:1].repeat(len(sequence), args.max_new_tokens)  # (N, R)
+    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+
+    # Prefill: keys and values of a prompt are computed once, and repeated for its samples at t = 0.
+    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
+    inputs = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    inputs["attention_mask"] = prompt_mask.long()  # (B, P)
+    inputs["position_ids"] = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): no padding counted
+    logits = model(prompt_ids, **inputs).logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
+    position = prompt_mask.sum(1).repeat_interleave(num_samples)  # (N,)
+    column = cache.layers[0].cumulative_length.view(1)  # next to write; the cache counts it up
+    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation
+    # understands this.
+    blocked = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, blocked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+
+    # Rows of the batch, of which `sequence` says which of the N sequences they are.
+    token = torch.zeros_like(sequence)  # (rows,)
+    finished = sequence < 0  # (rows,) bool: none
+    graph = None
+
+    def decode():
+        # All state changes in place, at addresses that stay, so that a CUDA graph can replay this.
+        bias.index_fill_(3, column, 0.0)
+        inputs.update(attention_mask=bias, position_ids=position[:, None])
+        logits.copy_(model(token[:, None], **inputs).logits)
+        position.add_(1).clamp_(max=args.max_prompt_tokens + args.max_new_tokens - 1)
+
+    for t in range(args.max_new_tokens):
+        if graph is not None:
+            graph.replay()
+        elif t > 0:
+            decode()
+            if args.cuda_graph and device.type == "cuda":
+                # That step was the warm-up; recording one computes nothing.
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode()
+        logprobs = (logits[:, 0].float() / (temperature or 1.0)).log_softmax(1)  # (rows, V) float32
+        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, without a cumulative sum or a
+        # wait for the device. At temperature 0 it is greedy.
+        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0
+        token.copy_((logprobs + noise).argmax(1))  # (rows,)
+        response_ids[sequence, t] = token
+        response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
+        finished |= torch.isin(token, eos_ids)
+
+        # To see which rows are finished the host waits for the device: a GPU is asked seldom.
+        is_full = t % segment == 0  # all columns of keys and values are written
+        if device.type == "cuda" and t % 16 > 0 and not is_full:
+            continue
+        # The end of a call can be any tokens, so that it is looked for in the text.
+        texts = tokenizer.batch_decode(response_ids[sequence, max(0, t - 23) : t + 1])
+        finished |= torch.tensor([CALL_END in text for text in texts], device=device)
+        live = (~finished).nonzero().squeeze(1)
+        if len(live) == 0:
+            break
+        if is_full or len(live) <= len(finished) / 2:
+            # Drop the finished rows, and make room for the next segment.
+            rows = live // num_samples if t == 0 else live  # the prefill has a row for each prompt
+            extra = min(segment, args.max_new_tokens - t) if is_full else 0  # columns
+            for layer in cache.layers:
+                layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, D)
+                layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
+            bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
+            token, position, logits = token[live], position[live], logits[live]
+            sequence, finished, graph = sequence[live], finished[live], None
+    # The EOS token counts, nothing after it does: a finished row draws on until it is dropped.
+    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
+    response_mask = is_eos.cumsum(1) - is_eos == 0  # (N, R)
+    return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
+
+
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
+    prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
+    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and
+    # fast kernels apply. The last token is followed by none.
+    is_token = torch.cat([prompt_mask, rollout.context_mask], 1)  # (n, P + R)
+    order = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R), tokens first
+    ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, P + R)
+    ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
+    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
+    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        trunk = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
+    # The head runs on response tokens alone: the token at column t is predicted one before it.
+    row, column = response_mask.nonzero(as_tuple=True)  # (T,)
+    hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T, D)
+    head = model.get_output_embeddings()
+
+    def chunk_logprobs(hidden, targets):
+        logits = head(hidden.to(head.weight.dtype)).float().div_(temperature)  # (chunk, V) float32
+        return -F.cross_entropy(logits, targets, reduction="none")
+
+    # In chunks of at most 16 M logits (64 MB, two or three copies at a time), which the backward
+    # pass computes again.
+    size = max(1, 2**24 // head.weight.shape[0])
+    chunks = zip(hidden.split(size), response_ids[row, column].split(size), strict=True)
+    options = dict(use_reentrant=False, preserve_rng_state=False)
+    logprobs = [checkpoint(chunk_logprobs, *chunk, **options) for chunk in chunks]
+    zeros = torch.zeros(response_mask.shape, device=row.device)  # (n, R)
+    return zeros.index_put((row, column), torch.cat(logprobs))
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, sequences, lengths):
+    """compute_logprobs (N, R) of these sequences, in micro-batches and without gradient."""
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for rows in micro_batches(sequences, lengths, args.micro_batch_tokens):
+        logprobs[rows] = compute_logprobs(model, rollout.rows(rows), args.temperature)
+    return logprobs
+
+
+def micro_batches(sequences, lengths, max_tokens):
+    """Lists of sequences, of at most max_tokens tokens with padding; by length, to keep it low."""
+    batches = []
+    for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
+        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def inference_copy(model):
+    """A copy that is not trained; in bf16 it has half the bytes to read, but for its head."""
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        for parameter in copied.parameters():  # not the buffers, which hold the rotary frequencies
+            parameter.data = parameter.data.to(torch.bfloat16)
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
+    return copied
+
+
+def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_ids):
+    """Go on with each context: the contexts (B, P), their mask, and what generate returns."""
+    ids = [torch.tensor(context, device=model.device) for context in contexts]
+    masks = [torch.ones_like(x, dtype=torch.bool) for x in ids]  # any id may be in a prompt
+    prompt_ids = pad_sequence(ids, batch_first=True, padding_side="left")  # (B, P)
+    prompt_mask = pad_sequence(masks, batch_first=True, padding_side="left")  # (B, P)
+    # So many prompts at a time that the keys and values of their samples have room, even if none
+    # ends early.
+    tokens = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)  # of a prompt
+    size = max(1, args.sampling_tokens // tokens)
+    parts = []
+    for chunk in zip(prompt_ids.split(size), prompt_mask.split(size), strict=True):
+        parts.append(generate(args, model, *chunk, num_samples, temperature, eos_ids, tokenizer))
+    return prompt_ids, prompt_mask, *map(torch.cat, zip(*parts, strict=True))
+
+
+def first_call(tokenizer, ids):
+    """How many of these tokens there are up to the end of the first call, and its text or None."""
+    if CALL_END not in tokenizer.decode(ids):
+        return len(ids), None
+    n = bisect_left(range(len(ids)), True, key=lambda n: CALL_END in tokenizer.decode(ids[:n]))
+    text, _, _ = tokenizer.decode(ids[:n]).partition(CALL_END)
+    return n, text.rpartition(CALL)[2]
+
+
+def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of the examples, turn by turn: a Rollout."""
+    given, R = (temperature, eos_ids), args.max_new_tokens
+    starts = [example["prompt_ids"] for example in examples]  # B
+    turn = sample_turn(args, model, tokenizer, starts, num_samples, *given)
+    prompt_ids, prompt_mask, *_ = turn  # (B, P) each
+    rows = range(len(examples) * num_samples)  # the sequences of this turn
+    responses = [[] for _ in rows]  # N, of (token id, the policy wrote it, True, log-probability)
+    answers = [[] for _ in rows]  # N
+    while rows:
+        calls = {}  # text, by sequence
+        for i, ids, mask, logprobs in zip(rows, *turn[2:], strict=True):  # (R,) each
+            ids = ids[mask][: R - len(responses[i])].tolist()
+            n, call = first_call(tokenizer, ids)
+            new = zip(ids[:n], logprobs.tolist(), strict=False)
+            responses[i] += [(token, True, True, logprob) for token, logprob in new]
+            if call is not None and len(answers[i]) < args.max_calls and len(responses[i]) < R:
+                calls[i] = call
+        for i, answer in zip(calls, run_tool(TOOL, list(calls.values())), strict=True):
+            answers[i].append(answer)
+            ids = tokenizer(answer, add_special_tokens=False).input_ids  # once, and alone
+            responses[i] += [(token, False, True, 0.0) for token in ids[: R - len(responses[i])]]
+        rows = [i for i in calls if len(responses[i]) < R]
+        if rows:
+            contexts = [starts[i // num_samples] + [x[0] for x in responses[i]] for i in rows]
+            turn = sample_turn(args, model, tokenizer, contexts, 1, *given)
+    columns = [map(torch.tensor, zip(*response, strict=True)) for response in responses]
+    response_ids, response_mask, context_mask, logprobs = [
+        pad_sequence(x, batch_first=True).to(model.device) for x in zip(*columns, strict=True)
+    ]  # (N, R) each
+    is_text = context_mask & ~(response_mask & torch.isin(response_ids, eos_ids))  # (N, R)
+    pairs = zip(response_ids.cpu(), is_text.cpu(), strict=True)
+    texts = tokenizer.batch_decode([x[mask] for x, mask in pairs])  # N
+    prompts = [x.repeat_interleave(num_samples, 0) for x in (prompt_ids, prompt_mask)]  # (N, P)
+    return Rollout(*prompts, response_ids, response_mask, context_mask, logprobs, texts, answers)
+
+
+def evaluate(args, model, tokenizer, examples, eos_ids):
+    """Greedy accuracy on held-out examples: strict, in the answer tags; lenient, a last number."""
+    rollout = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    given = examples, rollout.completions
+    values = {
+        "accuracy": apply_reward(accuracy_reward, *given),
+        "response_len": rollout.response_mask.sum(1).tolist(),
+        "accuracy_lenient": apply_reward(lenient_accuracy_reward, *given),
+        "format": [
+            x == 0.4 for x in apply_reward(format_reward, *given)
+        ],  # all four tags, in order
+    }
+    return {f"eval/{name}": sum(x) / len(examples) for name, x in values.items()}
+
+
+# ==== data ====
+def load_data(args, tokenizer, split):
+    """The train or the test split: dicts of prompt and answer (texts), prompt_ids (list), columns.
+
+    The columns are the whole row of the data set, for the rewards.
+    """
+    flag, source = "--dataset", args.dataset
+    if split == "test" and args.eval_dataset is not None:
+        flag, source = "--eval-dataset", args.eval_dataset
+    path = Path(source).resolve()
+    examples = []
+    with one_line(
+        f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
+        f"{args.question_column}, --answer-column {args.answer_column}"
+    ):
+        if path.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"):
+            splits = datasets.load_dataset(str(path.parent), data_files=path.name)
+        else:  # a folder or a hub data set
+            splits = datasets.load_dataset(*source.split(":"))
+        if "test" not in splits and args.eval_dataset is None:
+            if split == "test":
+                print(f"{source} has no test split: its last tenth is held out")
+            splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
+        rows = splits[split] if split in splits else splits["train"]
+        rows.select_columns([args.question_column, args.answer_column])  # they are there
+        for row in rows:
+            messages, answer = row[args.question_column], cell_text(row[args.answer_column])
+            if not isinstance(messages, list):
+                messages = [{"role": "user", "content": cell_text(messages)}]
+            if not messages[-1]["content"].strip() or gold_number(answer) is None:
+                continue
+            prompt = render(args, tokenizer, messages)
+            # A chat template writes the BOS token itself: special tokens would double it.
+            ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+            example = {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row}
+            examples.append(example)
+    short = [x for x in examples if len(x["prompt_ids"]) <= args.max_prompt_tokens]
+    found = (
+        f"{len(short)} problems, {len(examples) - len(short)} too long for --max-prompt-tokens "
+        f"and {len(rows) - len(examples)} without a question or a number in {args.answer_column} "
+        "skipped"
+    )
+    if not short:
+        fail(f"{flag} {source}: the {split} data has {found}")
+    print(f"{split} data: {found}")
+    if split == "test":
+        return short[: args.eval_size]
+    print(f"first prompt: {short[0]['prompt']!r}")
+    print(describe([example["answer"] for example in short]))
+    return short
+
+
+def render(args, tokenizer, messages):
+    """What the policy continues: chat messages through the template, or a text as it stands."""
+    instructions, first = args.system_prompt, messages[0]
+    if not tokenizer.chat_template and len(messages) == 1:
+        return f"{instructions}\n{first['content']}\n" if instructions else first["content"]
+    options = dict(tokenize=False, add_generation_prompt=True)
+    if instructions and first["role"] != "system":
+        with suppress(Exception):  # that a template without a place for them may raise
+            told = [{"role": "system", "content": instructions}, *messages]
+            prompt = tokenizer.apply_chat_template(told, **options)
+            if instructions.strip() in prompt:
+                return prompt
+        first = first | {"content": f"{instructions}\n\n{first['content']}"}
+        messages = [first, *messages[1:]]
+    return tokenizer.apply_chat_template(messages, **options)
+
+
+def batches(args, size):
+    """The training examples of each step, of so many: every epoch is a permutation of its own."""
+    torch.manual_seed(args.seed)
+    epochs = 1 + args.num_steps * args.num_prompts // size
+    order = torch.cat([torch.randperm(size) for _ in range(epochs)])
+    return order.split(args.num_prompts)
+
+
+def fingerprint(examples, saved):
+    """A hash of the problems; a resumed run says if they are not those that it began with."""
+    texts = repr([(example["prompt"], example["answer"]) for example in examples])
+    digest = hashlib.sha256(texts.encode()).hexdigest()
+    if saved and saved.get("problems") != digest:
+        print("warning: the problems are others now; samples.jsonl has those of before")
+    return digest
+
+
+# ==== set-up ====
+def fail(message):
+    """End with one line, status 2 and no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+@contextmanager
+def one_line(what, kinds=Exception):
+    """Whatever a library raises inside ends the run with one line: what it is about, and why."""
+    try:
+        yield
+    except kinds as error:
+        reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
+        fail(f"{what}: {reason or 'it is empty'}")
+
+
+def print_safely():
+    """Lines appear as they are printed, and a closed pipe (| tee, | head) costs no run."""
+    for stream in (sys.stdout, sys.stderr):
+
+        def write(text, stream=stream, write=stream.write):
+            try:
+                write(text)
+                stream.flush()
+            except OSError:  # nobody reads it any more
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+        stream.write = write
+
+
+def resolve(args):
+    """The arguments with nothing left to the model, the run's folder, the checkpoint to resume."""
+    logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
+    datasets.disable_progress_bars()
+    transformers.logging.disable_progress_bar()
+    if args.resume is not None:
+        if args != Args(resume=args.resume):
+            fail(f"--resume {args.resume}: goes on with that run's arguments; leave out all others")
+        run_dir = Path(args.resume).resolve()
+        with one_line(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
+            saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+            if saved["script"] != SCRIPT.name:
+                raise ValueError(f"this one has a checkpoint of {saved['script']}")
+            return Args(**saved["args"]), run_dir, saved
+
+    args = replace(args)  # a copy
+    bundled = Path(args.model).resolve() == Path(Args.model)
+    for name, (for_any_model, for_the_bundled) in RECIPES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, for_the_bundled if bundled else for_any_model)
+    if "/" not in args.model and not Path(args.model).exists():
+        args.model = f"HuggingFaceTB/{args.model}"
+    for name, value in vars(args).items():
+        low = LOWEST.get(name, 1 if type(value) is int else 1e-12)
+        high = HIGHEST.get(name, 2**32)
+        if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
+            fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
+    N = args.num_prompts * args.num_generations
+    if N % args.num_minibatches:
+        fail(
+            f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x "
+            f"--num-generations, which is {N}"
+        )
+    if len({f.__name__ for f in REWARDS}) < len(REWARDS):
+        fail("REWARDS: two have one name, under which they are logged; name them apart")
+    run_name = args.run_name or (
+        f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+        f"-{secrets.token_hex(3)}"
+    )
+    run_dir = Path(args.runs_dir, run_name)
+    if (run_dir / "checkpoint.pt").exists():
+        fail(f"--run-name {run_name}: exists; take another name, or go on with --resume {run_dir}")
+    return args, run_dir, None
+
+
+def load_config(args, flag, source):
+    """A model's configuration, into whose context prompt and response fit, and its tokenizer."""
+    with one_line(f"{flag} {source}, found here: {Path(source).exists()}"):
+        config = AutoConfig.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    for name, value in vars(config).items():
+        if isinstance(value, float) and ("drop" in name or "jitter" in name):
+            setattr(config, name, 0.0)  # no dropout in RL: with it even the first ratio is not 1
+    for name in ("max_position_embeddings", "sliding_window", "window_size"):
+        limit = getattr(config.get_text_config(), name, None)
+        if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
+            fail(
+                f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
+                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
+                "attention window; lower one of them"
+            )
+    return config, tokenizer
+
+
+def load_model(args, config, tokenizer):
+    """The policy on its device, and the ids of all tokens that end a response.
+
+    In float32: at these learning rates a bf16 weight would not move. A GPU computes in autocast.
+    """
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
+    with one_line(f"--model {args.model}, --device {args.device}: not supported"), torch.no_grad():
+        ids = torch.arange(5, device=device)[None]  # (1, 5)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            args.model, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        if info["missing_keys"]:
+            raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys']))}")
+        if args.gradient_checkpointing:
+            model.activation_checkpointing_enable()
+        model.to(device)
+        eos_ids = torch.tensor(find_eos_ids(model, tokenizer), device=device)
+        # compute_logprobs applies the head by hand: a model that does more after it is refused.
+        by_hand = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
+        if not torch.equal(model(ids).logits, by_hand):  # (1, 5, V) each
+            fields = {name: x for name, x in vars(config).items() if "logit" in name}
+            raise ValueError(f"its logits are capped or scaled, {fields}")
+        # Two tokens show whether it can sample with keys and values.
+        two = replace(args, max_new_tokens=2, cuda_graph=False)
+        generate(two, model, ids, ids >= 0, 1, 0.0, eos_ids, tokenizer)
+    return model, eos_ids
+
+
+def find_eos_ids(model, tokenizer):
+    """All tokens that end a response: the tokenizer's, the model's, and the chat template's."""
+    ids = model.generation_config.eos_token_id
+    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        rest = "".join(rendered.split("answer")[1:]).strip()  # what a turn is ended with
+        first = tokenizer(rest, add_special_tokens=False).input_ids[:1]
+        ids |= set(first) & set(tokenizer.added_tokens_decoder)
+    if ids == {None}:
+        raise ValueError("neither its tokenizer nor its generation config has an EOS token")
+    return sorted(ids - {None})
+
+
+def open_run(args, run_dir, saved, model):
+    """The run's logs, of metrics and of samples, in its folder, and a list of the signals to stop.
+
+    The first of them ends the run after its step, the second one at once.
+    """
+    names = ("metrics.jsonl", "samples.jsonl")
+    with one_line(f"{run_dir}: cannot be written, or another process is writing it"):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in names]
+        fcntl.flock(logs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        for name, log in zip(names, logs, strict=True):
+            size = saved["log_sizes"][name] if saved else 0
+            log.truncate(min(size, log.tell()))  # what came after it will be logged again
+    if not saved:
+        (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
+        packages = (torch, transformers, datasets, tyro, wandb)
+        versions = {package.__name__: package.__version__ for package in packages}
+        content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
+        (run_dir / "args.json").write_text(json.dumps(content, indent=2))
+    if args.track:
+        run_id = json.loads((run_dir / "args.json").read_text())["id"]
+        options = dict(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
+        try:
+            wandb.init(**options)
+        except wandb.Error:  # no network, or no key
+            wandb.teardown()
+            wandb.init(mode="offline", **options)
+    print(
+        f"{SCRIPT.name} on {model.device}: {args.model}, "
+        f"{model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}"
+    )
+    chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
+    print(f"by model: {', '.join(chosen)}")
+    print(
+        "note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; "
+        "watch the reward"
+    )
+    signals = []
+
+    def on_signal(number, frame):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        print(
+            "\nstopping after this step, with a checkpoint; once more stops at once",
+            file=sys.stderr,
+        )
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, on_signal)
+    return *logs, signals
+
+
+def write(file, record):
+    """One line of a log."""
+    with one_line(file.name):
+        print(json.dumps(record), file=file)
+
+
+def log_metrics(file, metrics, records):
+    """One record, with null for what is not finite; to W&B also samples, where it is evaluated."""
+    finite = {name: x if abs(x) < float("inf") else None for name, x in metrics.items()}
+    write(file, finite)
+    if wandb.run is not None:
+        if records and "eval/accuracy" in metrics:
+            rows = [list(record.values()) for record in records]
+            metrics = metrics | {"samples": wandb.Table(columns=list(records[0]), data=rows)}
+        wandb.log(metrics, step=metrics["step"])
+
+
+def show(args, progress, metrics, record):
+    """Put the first metrics beside the bar, and ten times in a run print them with a sample."""
+    step, sample = record["step"], record["completions"][0]
+    progress.set_postfix({x: metrics[x] for x in SHOWN if x in metrics}, refresh=False)
+    if step == 1 or step % max(1, args.num_steps // 10) == 0:
+        progress.write(f"step {step}: {progress.postfix}")
+        progress.write(f"    {record['prompt']!r} -> {sample!r}, reward {record['rewards'][0]:.2f}")
+        if metrics["rollout/eos_frac"] < 0.5:
+            answered = sum("</answer>" in text for text in record["completions"])
+            progress.write(
+                f"    warning: eos_frac < 0.5, cut responses; {answered} of these "
+                f"{len(record['completions'])} had answered and go on: they have yet to learn to "
+                "stop; the others may need a higher --max-new-tokens"
+            )
+        if metrics["rollout/zero_std_frac"] > 0.9:
+            progress.write("    warning: zero_std_frac > 0.9: equal rewards teach nothing")
+
+
+def save_checkpoint(args, run_dir, parts, state, metrics, problems):
+    """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
+    content = {"script": SCRIPT.name, "args": vars(args), "problems": problems}
+    content |= {"state": state, "metrics": metrics}
+    content |= {name: part.state_dict() for name, part in parts.items()}
+    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    path = run_dir / "checkpoint.tmp"
+    with one_line(path):
+        with open(path, "wb", buffering=0) as file:
+            torch.save(content, file)
+            os.fsync(file.fileno())
+        os.replace(path, run_dir / "checkpoint.pt")
+
+
+if __name__ == "__main__":
+    print_safely()
+    recipes = [
+        f"{name} {x}, bundled {y}" for name, (x, y) in RECIPES.items() if name != "system_prompt"
+    ]
+    about = __doc__.split("\n\n")[0] + "\n\nNone by model: " + "; ".join(recipes)
+    lower = "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use grpo_lora.py"
+    with one_line(lower, torch.OutOfMemoryError):
+        main(tyro.cli(Args, description=about))

@@ -1,0 +1,499 @@
+"""grpo_tools.py and utils/tools.py: what a call can do, which tokens are seen and which are trained on."""
+
+import json
+import math
+import re
+import threading
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT
+from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+import grpo_tools
+from utils import tools
+from utils.rewards import accuracy_reward, format_reward
+from utils.tools import ERROR, calculator, run_tool
+
+CALLER = ROOT / "assets" / "caller"
+EOS = 2
+EOS_IDS = torch.tensor([EOS])
+
+
+# ==== the calculator and what runs it ====
+
+
+@pytest.mark.parametrize(
+    ("call", "value"),
+    [
+        ("47+38", "85"),
+        (" 2*(3+4)-5 ", "9"),
+        ("-7 - -3", "-4"),
+        ("6/4", "1.5"),
+        ("6/3", "2"),
+        ("0.1+0.2", "0.3"),
+        ("1/3", "0.333333333333333"),
+        ("123456789*1000", "123456789000"),
+        ("2-3*4/(5-6)", "14"),
+    ],
+)
+def test_the_calculator(call, value):
+    assert calculator(call) == value
+
+
+HOSTILE = ["9**9**9", "9<<9**9", "'a'*9999999999", "'1e999999999'", "[0]*9999999999", "(9).real"]
+HOSTILE += ["__import__('os')", "(lambda: 1)()", "1 if 1 else 2", "x", "x:=1", "1;2", "f'{1}'"]
+HOSTILE += ["", "+", "1/0", "True", "3j", "9" * 5000, "(" * 400, "-" * 100000 + "1", "1\0", "not 1"]
+HOSTILE += ["1e300*1e300", "1+1\ud800"]
+
+
+@pytest.mark.parametrize("call", HOSTILE, ids=range(len(HOSTILE)))
+def test_what_is_no_sum_is_an_error_at_once(call):
+    assert run_tool(calculator, [call, "1+1"]) == [ERROR, "=2"]
+
+
+def test_a_fault_of_a_tool_is_an_answer():
+    found = {
+        "raises": lambda: 1 / 0,
+        "no text": lambda: 85,
+        "nothing": lambda: None,
+        "empty": lambda: "",
+        "megabytes": lambda: "ab" * 10**7,
+    }
+    answers = run_tool(lambda call: found[call](), list(found))
+    assert answers == [ERROR] * 3 + ["=", "=" + "ab" * (tools.MAX_CHARS // 2)]
+    assert run_tool(lambda call: call, ["x" * 10**6]) == ["=" + "x" * tools.MAX_CHARS]
+    assert run_tool(calculator, []) == []
+
+
+def test_calls_run_at_the_same_time():
+    """Each waits until all three have begun."""
+    barrier = threading.Barrier(3)
+
+    def tool(call):
+        barrier.wait(timeout=60)
+        return call
+
+    assert run_tool(tool, ["a", "b", "c"]) == ["=a", "=b", "=c"]
+
+
+def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
+    """What it returns later changes nothing."""
+    monkeypatch.setattr(tools, "SECONDS", 0.2)
+    release, returned = threading.Event(), threading.Event()
+
+    def tool(call):
+        if call == "hang":
+            release.wait()
+            threading.Timer(0.1, returned.set).start()
+        return call
+
+    answers = run_tool(tool, ["a", "hang", "b"])
+    release.set()
+    returned.wait()
+    assert answers == ["=a", ERROR, "=b"]
+
+
+# ==== turns ====
+
+
+def script_model(monkeypatch, tokenizer, turns, sizes):
+    """generate writes, after a context that decodes to a key of turns, the tokens of its value."""
+
+    def generate(args, model, ids, mask, num_samples, temperature, eos_ids, tokenizer):
+        rows = []
+        for row, counts in zip(ids, mask, strict=True):
+            written = turns[tokenizer.decode(row[counts])]
+            if isinstance(written, str):
+                written = tokenizer(written, add_special_tokens=False).input_ids
+            rows += [torch.tensor(written[: args.max_new_tokens])] * num_samples
+        sizes.append(len(rows))
+        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=EOS)
+        lengths = torch.tensor([[len(row)] for row in rows])
+        return ids, torch.arange(ids.shape[1]) < lengths, -0.01 * ids.float()
+
+    monkeypatch.setattr(grpo_tools, "generate", generate)
+
+
+def respond(tokenizer, prompts, num_samples=1, **given):
+    args = grpo_tools.Args(**dict(max_new_tokens=40, max_prompt_tokens=64) | given)
+    examples = [
+        {"prompt_ids": tokenizer(text, add_special_tokens=False).input_ids} for text in prompts
+    ]
+    model = SimpleNamespace(device=torch.device("cpu"))
+    return grpo_tools.respond(args, model, tokenizer, examples, num_samples, 1.0, EOS_IDS)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(CALLER)
+
+
+# Between { and } is what the tool wrote.
+TURNS = {
+    "a call": ["<calc>4+7</calc>{=11}</think></s>"],
+    "no call": ["<think>4</s>"],
+    "two calls": ["<calc>4+7</calc>{=11},<calc>2*3</calc>{=6}</s>"],
+    "a call without an end": ["<calc>4+7</s>"],
+    "an end without a call": ["4+7</calc>{=11}</s>"],
+    "a call in a call": ["<calc>1+<calc>4+7</calc>{=11}</calc>{=error}</s>"],
+    "an empty call": ["<calc></calc>{=error}</s>"],
+    "a second end": ["<calc>4+7</calc>{=11}</calc>{=error}1</s>"],
+    "a call too many": ["<calc>1</calc>{=1}<calc>2</calc>{=2}<calc>3</calc>{=3}<calc>4</calc>"],
+    "cut in a call": ["<calc>" + "1" * 39],
+    "cut after a call": ["<calc>" + "1" * 38 + "</calc>"],
+    "cut in an answer": ["<calc>11+11" + " " * 31 + "</calc>{=2}"],
+    "cut after an answer": ["<calc>11+11" + " " * 30 + "</calc>{=22}"],
+    "cut after it": ["<calc>11+11" + " " * 29 + "</calc>{=22}1"],
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, monkeypatch):
+    (text,) = TURNS[name]
+    parts = text.replace("{", "|{").replace("}", "|").split("|")
+    turns, ids, wrote, answers = {}, [], [], []
+    for part in filter(None, parts):
+        by_tool = part.startswith("{")
+        written = part.strip("{}")
+        if by_tool:
+            answers.append(written if written != "=2" or "cut" not in name else "=22")
+        else:
+            turns["1+1=" + tokenizer.decode(ids)] = written + "1" * (
+                40 if "cut after it" == name else 0
+            )
+        new = tokenizer(written).input_ids
+        ids += new
+        wrote += [not by_tool] * len(new)
+    if name == "cut in a call":
+        turns["1+1="] += "11</calc>"
+    script_model(monkeypatch, tokenizer, turns, [])
+    rollout = respond(tokenizer, ["1+1="], max_calls=3)
+    assert rollout.response_ids.tolist() == [ids]
+    assert rollout.response_mask.tolist() == [wrote]
+    assert rollout.context_mask.all()
+    assert rollout.answers == [answers]
+    assert rollout.completions == [text.replace("{", "").replace("}", "").removesuffix("</s>")]
+    expected = torch.tensor([[-0.01 * i * own for i, own in zip(ids, wrote, strict=True)]])
+    torch.testing.assert_close(rollout.sampled_logprobs, expected)
+
+
+def test_responses_of_a_batch_go_on_together(tokenizer, monkeypatch):
+    """Each goes on from its own text; those that have ended, or whose answer fills the response, do not."""
+    turns = {"1+1=": "<calc>1+1</calc>", "47+38=": "85</s>", "2=": "<calc>2</calc>"}
+    turns |= {"1+1=<calc>1+1</calc>=2": "</s>", "2=<calc>2</calc>=2": "<calc>3</calc>"}
+    turns |= {"2=<calc>2</calc>=2<calc>3</calc>=3": "9</s>"}
+    sizes = []
+    script_model(monkeypatch, tokenizer, turns, sizes)
+    rollout = respond(tokenizer, ["1+1=", "47+38=", "2="], num_samples=2)
+    assert sizes == [6, 4, 2]
+    texts = ["<calc>1+1</calc>=2", "85", "<calc>2</calc>=2<calc>3</calc>=39"]
+    assert rollout.completions == [text for text in texts for _ in range(2)]
+    assert rollout.answers == [["=2"], ["=2"], [], [], ["=2", "=3"], ["=2", "=3"]]
+    lengths = [len(tokenizer(text + "</s>").input_ids) for text in texts for _ in range(2)]
+    assert rollout.context_mask.sum(1).tolist() == lengths
+    prompts = [x[mask] for x, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
+    assert tokenizer.batch_decode(prompts) == [
+        x for x in ("1+1=", "47+38=", "2=") for _ in range(2)
+    ]
+
+
+def test_what_a_tool_writes_ends_nothing_and_counts_for_nothing(tokenizer, monkeypatch):
+    """EOS and the end of a call are text like any other when the tool writes them."""
+    monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "</s></calc>" if call == "1" else "")
+    turns = {"1=": "<calc>1</calc>", "1=<calc>1</calc>=</s></calc>": "<calc></calc>"}
+    turns |= {"1=<calc>1</calc>=</s></calc><calc></calc>=": "5</s>"}
+    script_model(monkeypatch, tokenizer, turns, [])
+    rollout = respond(tokenizer, ["1="])
+    assert rollout.answers == [["=</s></calc>", "="]]
+    assert rollout.completions == ["<calc>1</calc>=</s></calc><calc></calc>=5"]
+    counted = rollout.response_ids[rollout.response_mask]
+    assert tokenizer.decode(counted) == "<calc>1</calc><calc></calc>5</s>"
+
+
+def test_the_tokens_trained_on_are_those_sampled(monkeypatch):
+    """Most texts have several spellings in this tokenizer; those that are sampled are not those it would choose."""
+    words = [
+        "<pad>",
+        "<unk>",
+        "</s>",
+        *"<>/=+calc0123456789",
+        "</",
+        "ca",
+        "lc",
+        "calc",
+        "<calc",
+        "lc>",
+    ]
+    words += ["47", "85"]
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    merges = [("<", "/"), ("c", "a"), ("l", "c"), ("ca", "lc"), ("<", "calc"), ("lc", ">")]
+    merges += [("4", "7"), ("8", "5")]
+    bpe = Tokenizer(models.BPE(vocab, merges))
+    bpe.decoder = decoders.Fuse()
+    bpe = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", pad_token="<pad>")
+    first = [vocab[x] for x in ["<", "calc", ">", "4", "7", "+", "3", "8", "<", "/", "ca", "lc>"]]
+    rest = [vocab[x] for x in ["8", "5", "</s>"]]
+    answer = bpe("=85").input_ids
+    context = bpe.decode(bpe("47=").input_ids + first + answer)
+    script_model(monkeypatch, bpe, {"47=": [*first, *rest], context: rest}, [])
+    rollout = respond(bpe, ["47="])
+    assert rollout.response_ids.tolist() == [first + answer + rest]
+    assert rollout.response_mask.tolist() == [[True] * 12 + [False] * len(answer) + [True] * 3]
+    assert rollout.completions == ["<calc>47+38</calc>=8585"]
+    again = bpe(rollout.completions[0]).input_ids
+    assert again != (first + answer + rest)[:-1] and bpe.decode(again) == rollout.completions[0]
+
+
+# ==== with the student ====
+
+
+@pytest.fixture(scope="module")
+def student():
+    return AutoModelForCausalLM.from_pretrained(CALLER, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("end", ["</calc>", "85", "k><answer>8", "nothing"])
+def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
+    """Whatever tokens it is made of. Columns that were not sampled are the first EOS id."""
+    monkeypatch.setattr(grpo_tools, "CALL_END", end)
+    args = grpo_tools.Args(max_prompt_tokens=64, max_new_tokens=24)
+    asked = "47+38=<think><calc>47+38" + "</calc>=85" * (end != "</calc>")
+    ids = tokenizer(asked, return_tensors="pt").input_ids
+    given = args, student, ids, ids >= 0, 1, 0.0, EOS_IDS, tokenizer
+    response, mask, _ = grpo_tools.generate(*given)
+    text = "</calc>" if end == "</calc>" else "</think><answer>85</answer></s>"
+    n = grpo_tools.first_call(tokenizer, response[mask].tolist())[0]
+    monkeypatch.setattr(grpo_tools, "CALL_END", "\0")
+    freely = grpo_tools.generate(*given)[0]
+    assert tokenizer.decode(freely[0]).startswith(text), tokenizer.decode(freely[0])
+    assert response[0, :n].tolist() == freely[0, :n].tolist()
+    assert (response[0, n:] == EOS).all()
+    if end != "nothing":
+        assert end in tokenizer.decode(response[0, :n])
+        assert end not in tokenizer.decode(response[0, : n - 1])
+
+
+def sampled(student, tokenizer, **given):
+    args = grpo_tools.Args(**dict(max_prompt_tokens=64, max_new_tokens=32, temperature=1.0) | given)
+    questions = ["47+38=", "9+4=", "50+7="]
+    examples = [{"prompt_ids": tokenizer(text).input_ids} for text in questions]
+    torch.manual_seed(3)
+    return args, grpo_tools.respond(args, student, tokenizer, examples, 16, 1.0, EOS_IDS)
+
+
+def test_the_trainer_sees_what_the_sampler_saw(student, tokenizer):
+    """Log-probabilities of policy tokens, the tool's before them in context, three ways."""
+    args, rollout = sampled(student, tokenizer)
+    called = [i for i, answers in enumerate(rollout.answers) if answers]
+    assert 0 < len(called) < 48
+    with torch.no_grad():
+        logprobs = grpo_tools.compute_logprobs(student, rollout, 1.0)
+    torch.testing.assert_close(logprobs, rollout.sampled_logprobs, rtol=0, atol=2e-5)
+    assert (logprobs[~rollout.response_mask] == 0).all()
+    for i in called[:3]:
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
+        response = rollout.response_ids[i][rollout.context_mask[i]].tolist()
+        wrote = rollout.response_mask[i][rollout.context_mask[i]]
+        with torch.no_grad():
+            plain = logprobs_of(student, (prompt, response), 1.0)
+        torch.testing.assert_close(
+            logprobs[i][: len(response)][wrote], plain[wrote], rtol=0, atol=2e-5
+        )
+
+
+def test_a_token_of_the_tool_has_no_gradient_and_no_part_in_any_mean(student, tokenizer):
+    args, rollout = sampled(student, tokenizer)
+    args.beta = 0.1
+    by_tool = rollout.context_mask & ~rollout.response_mask
+    assert by_tool.any()
+    logprobs = grpo_tools.compute_logprobs(student, rollout, 1.0).detach()
+    junk = torch.where(by_tool, torch.tensor(float("nan")), logprobs).requires_grad_()
+    N = len(junk)
+    advantages = torch.linspace(-1, 1, N)[:, None]
+    mask = rollout.response_mask
+    given = [x.where(mask, torch.tensor(float("inf"))) for x in (logprobs - 0.1, logprobs + 0.1)]
+    loss, stats = grpo_tools.policy_loss(args, junk, *given, advantages, mask, N, mask.sum())
+    loss.backward()
+    assert (junk.grad[~mask] == 0).all() and (junk.grad[mask] != 0).all()
+    assert stats["tokens"] == mask.sum() < rollout.context_mask.sum()
+    assert stats["policy/ratio_mean"] / stats["tokens"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    assert all(math.isfinite(float(x)) for x in stats.values())
+
+
+# ==== whole runs ====
+
+COMMON = dict(num_steps=2, num_prompts=4, num_generations=4, max_new_tokens=21, temperature=1.1)
+COMMON |= dict(learning_rate=2e-3, num_iterations=2, num_minibatches=2, micro_batch_tokens=100)
+COMMON |= dict(max_grad_norm=0.7, clip_eps=0.1, beta=0.2, tool_cost=0.25, eval_size=2, seed=4)
+
+
+def train(tmp_path, name="run", **given):
+    lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
+    fields = dict(dataset=str(tmp_path / "few.jsonl"), runs_dir=str(tmp_path), run_name=name)
+    args = grpo_tools.Args(**COMMON | fields | dict(device="cpu") | given)
+    grpo_tools.main(args)
+    return args, tmp_path / name
+
+
+def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
+    """Against weights and metrics that are computed token by token, of the policy's tokens alone, in float64."""
+    double(grpo_tools)
+    rollouts, updates = [], []
+    respond, minibatches = grpo_tools.respond, grpo_tools.minibatches
+
+    def recorded_respond(*call):
+        rollout = respond(*call)
+        if call[5] > 0:  # not in an evaluation
+            rollouts.append(rollout)
+            updates.append([])
+        return rollout
+
+    def recorded_minibatches(*call):
+        for minibatch in minibatches(*call):
+            updates[-1].append(minibatch.tolist())
+            yield minibatch
+
+    monkeypatch.setattr(grpo_tools, "respond", recorded_respond)
+    monkeypatch.setattr(grpo_tools, "minibatches", recorded_minibatches)
+    args, folder = train(tmp_path)
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").open()][1:]
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    gold = [[x["answer"] for x in samples if x["step"] == k for _ in range(4)] for k in (1, 2)]
+
+    model, start = (
+        AutoModelForCausalLM.from_pretrained(CALLER, dtype=torch.float64) for _ in range(2)
+    )
+    adam = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
+    planned = 0
+    for rollout, parts, answers, metrics in zip(rollouts, updates, gold, records, strict=True):
+        N = len(rollout.completions)
+        pairs, wrote = [], []
+        for i in range(N):
+            seen = rollout.context_mask[i]
+            prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
+            pairs.append((prompt, rollout.response_ids[i][seen].tolist()))
+            wrote.append(rollout.response_mask[i][seen].tolist())
+        with torch.no_grad():
+            old = [logprobs_of(model, pair, args.temperature).tolist() for pair in pairs]
+            ref = [logprobs_of(start, pair, args.temperature).tolist() for pair in pairs]
+        calls = [len(x) for x in rollout.answers]
+        right = accuracy_reward(rollout.completions, answers)
+        form = format_reward(rollout.completions, answers)
+        rewards = [a + b - 0.25 * n for a, b, n in zip(right, form, calls, strict=True)]
+        advantages = []
+        for k in range(0, N, 4):
+            group = rewards[k : k + 4]
+            mean = math.fsum(group) / 4
+            std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / 3)
+            advantages += [(x - mean) / (std + 1e-4) for x in group]
+        clipped, k3s, entropy, count = 0, 0.0, 0.0, 0
+        for part in parts:
+            total = torch.zeros(())
+            for i in part:
+                logprobs = logprobs_of(model, pairs[i], args.temperature)
+                own = [t for t in range(len(logprobs)) if wrote[i][t]]
+                for t in own:
+                    ratio = (logprobs[t] - old[i][t]).exp()
+                    bounded = min(max(ratio, torch.tensor(0.9)), torch.tensor(1.1))
+                    surrogate = min(ratio * advantages[i], bounded * advantages[i])
+                    upside = ref[i][t] - logprobs[t]
+                    kl = upside.exp() - upside - 1
+                    total = total - (surrogate - args.beta * kl) / len(own) / len(part)
+                    clipped += not 0.9 <= ratio.item() <= 1.1
+                    k3s += k3(ref[i][t], logprobs[t].item())
+                    entropy -= logprobs[t].item()
+                    count += 1
+            adam.zero_grad()
+            adam.param_groups[0]["lr"] = args.learning_rate * (1 - planned / 8)
+            total.backward()
+            clip_gradients(model, args.max_grad_norm)
+            adam.step()
+            planned += 1
+        with_calls = [x for x, n in zip(right, calls, strict=True) if n > 0]
+        lengths = [sum(x) for x in wrote]
+        ends = [pair[1][-1] == EOS and own[-1] for pair, own in zip(pairs, wrote, strict=True)]
+        errors = sum(x.count(ERROR) for x in rollout.answers)
+        expected = {
+            "rollout/reward_mean": math.fsum(rewards) / N,
+            "rollout/response_len": sum(lengths) / N,
+            "rollout/eos_frac": sum(ends) / N,
+            "tool/calls": sum(calls) / N,
+            "tool/error_frac": errors / sum(calls),
+            "tool/call_accuracy": sum(with_calls) / len(with_calls),
+            "policy/clip_frac": clipped / count,
+            "policy/entropy": entropy / count,
+            "kl/ref": k3s / count,
+        }
+        assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
+        assert 0 < sum(ends) < N and 0 < len(with_calls) < N and clipped > 0
+    assert records[-1]["tokens"] == sum(int(x.response_mask.sum()) for x in rollouts)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    for name, weights in model.state_dict().items():
+        torch.testing.assert_close(saved[name], weights, rtol=1e-6, atol=1e-8)
+
+
+def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(tmp_path, monkeypatch):
+    _, whole = train(tmp_path, "whole", num_steps=3, save_every=1)
+    respond, begun = grpo_tools.respond, []
+
+    def killed(*call):
+        begun.append(call[5] > 0)
+        if sum(begun) == 3:
+            raise KeyboardInterrupt
+        return respond(*call)
+
+    monkeypatch.setattr(grpo_tools, "respond", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path, "stopped", num_steps=3, save_every=1)
+    monkeypatch.setattr(grpo_tools, "respond", respond)
+    grpo_tools.main(grpo_tools.Args(resume=str(tmp_path / "stopped")))
+    for name in ("samples.jsonl",):
+        assert (whole / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
+    one, other = (
+        torch.load(path / "checkpoint.pt", weights_only=True)["model"]
+        for path in (whole, tmp_path / "stopped")
+    )
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_without_a_call_its_accuracy_is_null(tmp_path, monkeypatch):
+    """Where no call is ever found; and a tool that always raises does not end a run."""
+    with monkeypatch.context() as changed:
+        changed.setattr(grpo_tools, "CALL_END", "\0")
+        _, folder = train(tmp_path, "none", num_steps=1)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()][-1]
+    found = [metrics[f"tool/{name}"] for name in ("calls", "error_frac", "call_accuracy")]
+    assert found == [0, 0, None]
+    monkeypatch.setattr(grpo_tools, "TOOL", lambda call: 1 / 0)
+    _, folder = train(tmp_path, "raises", num_steps=1)
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()][-1]
+    assert metrics["tool/calls"] > 0 and metrics["tool/error_frac"] == 1
+
+
+@pytest.mark.parametrize("given", [dict(tool_cost=-0.1), dict(max_calls=0)])
+def test_bad_values_are_refused_in_one_line(given, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        train(tmp_path, **given)
+    (name,) = given
+    assert error.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: --{name.replace('_', '-')} ")
+
+
+def test_the_search_of_the_docs(tmp_path, monkeypatch):
+    """docs/extend.md: another tool, as it stands there."""
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"```python\n(PASSAGES.*?)```", text, re.DOTALL)
+    (tmp_path / "passages.txt").write_text("the carp is a fish\n\nthe ox\n\nthe carp and the ox")
+    monkeypatch.chdir(tmp_path)
+    module = {"re": re, "Path": Path, "Counter": Counter}
+    exec(source, module)
+    calls = ["An ox?", "a FISH", "carp, ox and eel", "eel"]
+    expected = ["=the ox", "=the carp is a fish", "=the carp and the ox", ERROR]
+    assert run_tool(module["TOOL"], calls) == expected
