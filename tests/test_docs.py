@@ -188,7 +188,8 @@ def test_the_lessons_state_what_is_recorded():
 
 
 def test_the_readme_states_what_is_recorded():
-    """Its tables and pictures are those of the records: all scripts with five seeds, of a tree without changes."""
+    """Its tables and pictures are those of the records: five seeds of each script, but for those it says are not
+    recorded yet, of a tree without changes."""
     sys.path.insert(0, str(ROOT / "benchmark"))
     import readme
 
@@ -199,14 +200,14 @@ def test_the_readme_states_what_is_recorded():
         assert readme.digest(readme.records_of(name)) in picture.read_text(encoding="utf-8"), name
         assert str(picture.relative_to(ROOT)) in text
     records = readme.records_of("bundled")
+    (missing,) = re.findall(r"^Not recorded yet: (.*)\.$", text, re.MULTILINE)
+    recorded = set(SCRIPTS) - set(missing.replace(".py", "").split(", "))
     assert {(record["script"], record["seed"]) for record in records} == {
-        (s, k) for s in SCRIPTS for k in range(1, 6)
+        (s, k) for s in recorded for k in range(1, 6)
     }
     emulated = readme.records_of("bundled-emulated")
     low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
-    assert {record["script"] for record in emulated} == set(SCRIPTS) and len(emulated) == len(
-        SCRIPTS
-    )
+    assert sorted(record["script"] for record in emulated) == sorted(recorded)
     assert f"all scripts reach {low:.1f} to {high:.0f} % there" in text
     assert max(record["logprob_gap"] for record in emulated) < 0.002 and "stays below 0.002" in text
     assert not any(record["dirty"] for record in records + emulated)

@@ -92,14 +92,7 @@ def refuse(tmp_path, monkeypatch, capsys):
 
 MAY_BE_0 = {"seed", "eval_every", "save_every", "warmup_updates", "beta", "max_resample", "vf_coef"}
 MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda", "rollout_correction", "sequence_cap"}
-MAY_BE_0 |= {"value_warmup_steps", "lm_coef"}
-MAY_BE_0 |= {
-    "missing_eos_penalty",
-    "gamma",
-    "gae_lambda",
-    "sequence_cap",
-    "tool_cost",
-}
+MAY_BE_0 |= {"value_warmup_steps", "lm_coef", "tool_cost"}
 AT_MOST_1 = {"clip_eps", "clip_eps_low", "gamma", "gae_lambda"}
 # The other samples of the prompt are the baseline: there must be one.
 GROUPS = {
