@@ -266,9 +266,9 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
     values, old_values, returns = [x.masked_fill(~mask, 0) for x in (values, old_values, returns)]
-    change = (values - old_values).clamp(-args.value_clip_eps, args.value_clip_eps)  # (n, R)
+    low, high = old_values - args.value_clip_eps, old_values + args.value_clip_eps  # (n, R)
     errors = (values - returns) ** 2  # (n, R)
-    clipped_errors = (old_values + change - returns) ** 2  # (n, R)
+    clipped_errors = (values.clamp(low, high) - returns) ** 2  # (n, R)
     sum_of_losses = 0.5 * masked_sum(torch.maximum(errors, clipped_errors), mask)
     stats = {
         "value/loss": sum_of_losses.detach(),

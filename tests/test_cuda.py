@@ -145,6 +145,7 @@ def runs(tmp_path_factory):
     commands |= {name: [folder / f"{name}.py"] for name in programs}
     commands["eager"] += ["--no-cuda-graph"]
     commands["grpo_lora"] += ["--num-generations", "8"]  # among 4 samples all rewards can be equal
+    commands["vapo"] += ["--num-generations", "8", "--value-warmup-steps", "0"]
     for name in ("graph", "eager", "stop"):
         commands[name] += SMALL.split()
     lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines(keepends=True)

@@ -27,6 +27,9 @@ SMALL = dict(
 # What a model needs that is not the bundled one, but as small.
 OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointing=False)
 
+# A model that is not the bundled one wants a teacher of its own, by default one from the hub.
+NO_TEACHER = pytest.mark.scripts(*[script for script in SCRIPTS if script != "distill"])
+
 
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch, tmp_path_factory):
@@ -158,6 +161,7 @@ def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
         assert args.system_prompt == "" and args.dataset == str(ROOT / "assets" / "addition")
 
 
+@NO_TEACHER
 def test_other_recipe(script, start, tmp_path, monkeypatch):
     """A folder is taken for itself, with or without a "/" in its name, and even if it is a copy of the bundled one."""
     monkeypatch.chdir(tmp_path)
@@ -192,6 +196,7 @@ def test_given_flags_win(script, start, model, tmp_path, monkeypatch):
     given |= dict(
         system_prompt="think", overlong_cache=3, value_learning_rate=2e-6, reward_model="judge"
     )
+    given |= dict(teacher=str(ADDER), value_warmup_steps=1, gae_alpha=0.5)
     shutil.copytree(ROOT / "assets" / "adder-judge", tmp_path / "judge")
     off = dict(
         warmup_updates=0,
@@ -392,6 +397,7 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     assert script.respond(*given).completions == ["<mark>12"]
 
 
+@NO_TEACHER
 @pytest.mark.parametrize("template", [TEMPLATE, None])
 def test_default_system_prompt(script, start, tmp_path, template):
     """Any other model is told about the tags, with a chat template or without, unless --system-prompt says otherwise.
@@ -426,6 +432,7 @@ def test_default_system_prompt(script, start, tmp_path, template):
     not (STORIES.is_dir() and (SHARED / "data" / "stories").is_dir()),
     reason="stories are not at hand",
 )
+@NO_TEACHER
 def test_stories(script, tmp_path):
     dataset = SHARED / "data" / "stories" / "prompts.jsonl"
     given = SMALL | OTHER_MODEL | dict(max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")

@@ -18,7 +18,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo": 6785,
     "dr_grpo": 6772,
     "dapo": 7080,
-    "ppo_rlhf": 8355,
+    "ppo_rlhf": 8356,
     "gspo": 6876,
     "remax": 6862,
     "grpo_offpolicy": 7061,
@@ -26,7 +26,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo_multigpu": 7690,
     "grpo_lora": 7230,
     "distill": 6979,
-    "vapo": 8219,
+    "vapo": 8220,
     "grpo_tools": 7580,
 }
 

@@ -130,7 +130,7 @@ CASES = [  # script, fields, what is special
     ),
     (
         "grpo_offpolicy",
-        dict(staleness=2, num_steps=3, num_iterations=1, num_minibatches=1, sequence_cap=1.0001),
+        dict(staleness=2, num_steps=3, num_iterations=1, num_minibatches=1),
     ),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", {}),
@@ -554,12 +554,9 @@ def reference(name, args, steps):
             pairs = [list(zip(*pair, strict=True)) for pair in zip(old, sampled, strict=True)]
             cap = args.rollout_correction
             ratios = [[math.exp(p - q) if cap else 1.0 for p, q in row] for row in pairs]
-            products = [math.exp(math.fsum(p - q for p, q in row)) for row in pairs]
-            near = [not 0 < args.sequence_cap < product for product in products]
-            memory.setdefault("near", set()).update(near)
             advantages = [
-                [a * min(w, cap or 1.0) * kept for a, w in zip(*row, strict=True)]
-                for *row, kept in zip(advantages, ratios, near, strict=True)
+                [a * min(w, cap or 1.0) for a, w in zip(*row, strict=True)]
+                for row in zip(advantages, ratios, strict=True)
             ]
             gaps = [abs(p - q) for row in pairs for p, q in row]
             metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
@@ -736,8 +733,6 @@ def reference(name, args, steps):
         assert memory["right"] == {True, False}, "some responses are to be right, and some wrong"
     if name == "grpo_process" and args.beta > 0:
         assert len(memory["steps"]) > 1, "the responses are to have different numbers of steps"
-    if args.__dict__.get("sequence_cap"):
-        assert memory["near"] == {True, False}, "some sequences are to be left out, and others not"
     assert memory["emptied"] == (
         {True, False} if getattr(args, "overlong_filter", False) else {False}
     )
