@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import random
 import re
 import shutil
 import signal
@@ -58,9 +59,22 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
         spoil_second_step()
     if how.get("trapped") == rank:
         set_trap(grpo_multigpu, **how["trap"])
+    if "judge" in how:
+        grpo_multigpu.REWARDS = [judge(how["judge"], rank)]
     if "bytes" in how:
         count_bytes(f"{how['bytes']}{rank}")
     in_child("grpo_multigpu", given, f"{log}.{rank}", None)
+
+
+def judge(path: str, rank: int):
+    """A reward that never says the same twice, and writes down who has asked."""
+
+    def score(completions, answers):
+        with open(path, "a") as file:
+            file.write(str(rank))
+        return [random.SystemRandom().random() for _ in completions]
+
+    return score
 
 
 def given_rollouts(path: str, gradients: str | None) -> None:
@@ -382,6 +396,17 @@ def test_an_error_on_one_process_is_said_once(start, tmp_path):
     error = "error: --dataset x: has a problem, on rank 1 alone\n"
     assert (tmp_path / "run.log.1").read_text() == error
     assert processes[0].is_alive() and "error" not in (tmp_path / "run.log.0").read_text()
+
+
+def test_rank_0_asks_the_judge_for_all(several, tmp_path):
+    """Once for each step; were others to ask, their advantages would be others, and the judge dearer."""
+    folder = several(2, how={"judge": str(tmp_path / "asked")}, num_steps=2)
+    assert (tmp_path / "asked").read_text() == "00"
+    means = [record["rollout/score"] for record in read_jsonl(folder / "metrics.jsonl")[1:]]
+    samples = read_jsonl(folder / "samples.jsonl")
+    for step, mean in enumerate(means, 1):
+        rewards = [x for sample in samples if sample["step"] == step for x in sample["rewards"]]
+        assert sum(rewards) / len(rewards) == pytest.approx(mean)
 
 
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
