@@ -991,8 +991,8 @@ def show(args, progress, metrics, record):
             answered = sum("</answer>" in text for text in record["completions"])
             progress.write(
                 f"    warning: eos_frac < 0.5, cut responses; {answered} of these "
-                f"{len(record['completions'])} had answered and go on: they have yet to learn to "
-                "stop; the others may need a higher --max-new-tokens"
+                f"{len(record['completions'])} had answered: what goes on after that has yet to "
+                "learn to stop, the others may need a higher --max-new-tokens"
             )
         if metrics["rollout/zero_std_frac"] > 0.9:
             progress.write("    warning: zero_std_frac > 0.9: equal rewards teach nothing")
