@@ -96,7 +96,7 @@ RECIPES = {
     "max_new_tokens": (300, 32),
     "temperature": (0.9, 1.0),
     "eval_every": (50, 20),
-    "learning_rate": (1e-5, 1e-4),
+    "learning_rate": (1e-5, 2e-4),
     "warmup_updates": (10, 0),
     "gradient_checkpointing": (True, False),
     "num_steps": (200, 60),

@@ -1,4 +1,4 @@
-"""What each idea does, seen on the bundled task: the runs and the pictures of docs/lessons.md.
+"""What each idea does, seen on the bundled tasks: the runs and the pictures of docs/lessons.md.
 
     pip install -r benchmark/requirements.txt
     python benchmark/lessons.py 4      runs what lesson 4 lacks, and draws its picture
@@ -10,7 +10,8 @@ Runs go two at a time, each on one thread. benchmark/records/lessons.jsonl gets 
 "dirty", if the tree had changes), versions, args, wall time, the evaluations, and a curve over the steps for every
 metric. A command that has its record is not run again; a lesson may use a run of another one. A run that fails ends
 all, with its output. Pictures: docs/lessons/<number>.svg; a line is the mean of the seeds, smoothed over five steps,
-the band goes from the lowest seed to the highest. Commands and tables are written into docs/lessons.md.
+the band goes from the lowest seed to the highest. Commands and tables are written into docs/lessons.md, whose text
+has no measured number that is not in its lesson's table: tests/test_docs.py reads it.
 """
 
 import argparse
@@ -21,11 +22,13 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from pictures import GRAY, WINDOW, digest, draw_band, panels, save, smooth
+from pictures import GRAY, digest, draw_band, panels, save, smooth
 from records import FOLDER, ROOT, fill, provenance, read, read_run, spread, table
 from tqdm import tqdm
 
@@ -35,51 +38,137 @@ SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
 FREE = "--model runs/hesitant --dataset runs/hesitant --system-prompt= --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
+SUMS = (
+    "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 60 --learning-rate 5e-5"
+)
+SUMS += " --gradient-checkpointing False --eval-every 0"
+OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates of each rollout
+CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4"
+STALE = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4 --eval-every 5 --eval-size 200"
+BASELINE = "reinforce_baseline.py --num-steps 40"
 
-# Number -> title, {arm: command without its seed}, [panels: (x, y) of a curve; "groups" are bars].
-SAMPLED, STEPS, ACCURACY = "responses sampled", "step", "rollout/accuracy"
-LABELS = {f"length/{kind}": f"characters in a {kind} response" for kind in ("right", "wrong")}
+# The axes of a panel, in words; the metric's name stands below them, smaller.
+SAMPLED, STEPS, RATE, ACCURACY = "episodes", "step", "learning rate", "rollout/accuracy"
+WORDS = {
+    SAMPLED: "responses sampled",
+    STEPS: "step",
+    ACCURACY: "share of right samples",
+    "rollout/score": "mean score of the judge",
+    "rollout/eos_frac": "share of responses that end",
+    "rollout/zero_std_frac": "share of groups with equal rewards",
+    "rollout/logprob_gap": "sampler and trainer apart by, nats a token",
+    "rollout/truncated_frac": "share of tokens with a cut weight",
+    "policy/clip_frac": "share clipped",
+    "policy/approx_kl": "KL to the old policy, nats a token",
+    "policy/entropy": "entropy, nats a token",
+    "kl/ref": "KL to the start, nats a token",
+    "kl/response": "KL to the start, nats a response",
+    "optim/grad_norm": "norm of the gradient",
+    "value/explained_var": "explained variance",
+    "length/right": "characters in a right response",
+    "length/wrong": "characters in a wrong response",
+    "eval/accuracy": "held out, greedy: share right",
+    "tool/calls": "calls in a response",
+}
+LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "kl/response", "rollout/logprob_gap"}
+
+
+def over(metric: str, first: int, last: int, percent: bool = False) -> Callable[[dict], float]:
+    """A record's mean of a metric over the steps from first to last; negative ones count from the end."""
+
+    def value(record):
+        values = record["curves"].get(metric, [None])  # a run without a critic has no metric of it
+        first_, last_ = (k if k > 0 else len(values) + 1 + k for k in (first, last))
+        chosen = [x for x in values[first_ - 1 : last_] if x is not None]
+        return float(np.mean(chosen)) * (100 if percent else 1) if chosen else np.nan
+
+    return value
+
+
+def highest(metric: str) -> Callable[[dict], float]:
+    """A record's largest value of a metric in a single step."""
+    return lambda record: max(x for x in record["curves"][metric] if x is not None)
+
+
+def lowest_accuracy(record: dict) -> float:
+    return 100 * min(record["curves"][ACCURACY])
+
+
+def held_out(record: dict) -> float:
+    return 100 * list(record["eval"].values())[-1]
+
+
+@dataclass
+class Lesson:
+    title: str
+    arms: dict[str, str]  # name: command without its seed
+    panels: list  # (x, y) of curves; ("advantages", None) are bars
+    columns: dict = field(
+        default_factory=dict
+    )  # of the table, beside the usual: (function, digits)
+    by_seed: bool = (
+        False  # a row of panels for each arm, a line for each seed, a point for each step
+    )
+    drawn: tuple[str, ...] = ()  # the arms in the picture, if they are not all
+
+
+USUAL = {
+    "held out, %": (held_out, 1),
+    "sampled, last five steps, %": (over(ACCURACY, -5, -1, percent=True), 1),
+}
+HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17, percent=True), 0)}
+GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1, percent=True), 0)}
+CLIPPED = {"clipped, first five, %": (over("policy/clip_frac", 1, 5, percent=True), 1)}
+MOVED = {"approx_kl, highest": (highest("policy/approx_kl"), 3)}
 LESSONS = {
-    1: (
+    1: Lesson(
         "Baselines",
         {
-            "no baseline": "reinforce_baseline.py --num-steps 40 --baseline none",
-            "moving average": "reinforce_baseline.py --num-steps 40 --baseline moving_average",
-            "batch mean": "reinforce_baseline.py --num-steps 40",
+            "no baseline": f"{BASELINE} --baseline none",
+            "moving average": f"{BASELINE} --baseline moving_average",
+            "batch mean": BASELINE,
             "RLOO": "rloo.py --num-steps 40",
             "ReMax": "remax.py --num-steps 40",
         },
         [(SAMPLED, ACCURACY), (STEPS, "optim/grad_norm")],
+        {
+            "gradient's norm, first five": (over("optim/grad_norm", 1, 5), 1),
+            "last five": (over("optim/grad_norm", -5, -1), 1),
+        },
     ),
-    2: (
+    2: Lesson(
         "Reusing a rollout",
         {f"mu = {mu}": f"grpo.py --num-steps 30 --num-iterations {mu}" for mu in (1, 2, 4, 8)},
         [(SAMPLED, ACCURACY), (STEPS, "policy/clip_frac"), (STEPS, "policy/approx_kl")],
+        HALFWAY | CLIPPED | MOVED,
     ),
-    3: (
+    3: Lesson(
         "Why clip",
         {
-            "clipped, 1e-4": "grpo.py --num-steps 30 --num-minibatches 8 --beta 0",
-            "not clipped, 1e-4": "rloo.py --num-steps 30 --num-minibatches 8 --beta 0",
-            "clipped, 3e-4": "grpo.py --num-steps 30 --num-minibatches 8 --beta 0 --learning-rate 3e-4",
-            "not clipped, 3e-4": "rloo.py --num-steps 30 --num-minibatches 8 --beta 0 --learning-rate 3e-4",
+            "eps = 0.2, 1e-4": f"grpo.py {OFTEN} --beta 0",
+            "eps = 1, 1e-4": f"grpo.py {OFTEN} --beta 0 --clip-eps 1",
+            "eps = 0.2, 3e-4": f"grpo.py {OFTEN} --beta 0 --learning-rate 3e-4",
+            "eps = 1, 3e-4": f"grpo.py {OFTEN} --beta 0 --clip-eps 1 --learning-rate 3e-4",
         },
         [(SAMPLED, ACCURACY), (STEPS, "policy/approx_kl")],
+        MOVED | {"lowest, %": (lowest_accuracy, 0)},
     ),
-    4: (
+    4: Lesson(
         "The KL leash",
         {
             f"beta = {beta}": f"grpo.py --num-steps 40 --beta {beta}"
             for beta in (0.001, 0.01, 0.1, 1)
         },
         [(SAMPLED, ACCURACY), ("kl/ref", ACCURACY)],
+        {"away by, last five, nats a token": (over("kl/ref", -5, -1), 3)},
     ),
-    5: (
+    5: Lesson(
         "Dividing by the std",
-        {"GRPO": "grpo.py --num-steps 40 --beta 0", "Dr. GRPO": "dr_grpo.py --num-steps 40"},
-        ["groups", (SAMPLED, ACCURACY)],
+        {"GRPO": f"grpo.py {SUMS} --beta 0", "Dr. GRPO": f"dr_grpo.py {SUMS}"},
+        [("advantages", None), (SAMPLED, ACCURACY)],
+        {"steps 26 to 35, %": (over(ACCURACY, 26, 35, percent=True), 1)} | GROUPS,
     ),
-    6: (
+    6: Lesson(
         "Length",
         {
             "1/length (GRPO)": f"grpo.py {FREE} --beta 0",
@@ -87,32 +176,53 @@ LESSONS = {
             "token mean (DAPO)": f"dapo.py {FREE} --max-resample 0 --overlong-cache 1",
         },
         [(STEPS, "length/wrong"), (STEPS, "length/right")],
-    ),
-    7: (
-        "Dynamic sampling",
-        {"GRPO": "grpo.py --num-steps 40 --beta 0", "DAPO": "dapo.py --num-steps 30"},
-        [(STEPS, "rollout/zero_std_frac"), (STEPS, ACCURACY), (SAMPLED, ACCURACY)],
-    ),
-    8: (
-        "Clip-Higher",
         {
-            f"eps_high = {high}": "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 "
-            f"--learning-rate 3e-4 --clip-eps-high {high}"
-            for high in (0.2, 0.28, 0.4)
-        },
-        [(SAMPLED, ACCURACY), (STEPS, "policy/entropy")],
+            f"{kind}, {when}, characters": (over(f"length/{kind}", *steps), 0)
+            for kind in ("wrong", "right")
+            for when, steps in {"first five": (1, 5), "last five": (-5, -1)}.items()
+        }
+        | {"ended, last five, %": (over("rollout/eos_frac", -5, -1, percent=True), 0)},
     ),
-    9: (
+    7: Lesson(
+        "Dynamic sampling",
+        {
+            "as sampled": f"dapo.py {SUMS} --max-resample 0",
+            "equal groups replaced": f"dapo.py {SUMS}",
+        },
+        [(STEPS, "rollout/zero_std_frac"), (STEPS, ACCURACY), (SAMPLED, ACCURACY)],
+        {
+            "responses, thousands": (lambda record: record["curves"][SAMPLED][-1] / 1000, 1),
+            "at 7,680 responses, %": (lambda record: accuracy_at(record, 7680), 1),
+        }
+        | GROUPS,
+    ),
+    8: Lesson(
+        "Clip-Higher",
+        {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
+        [(SAMPLED, ACCURACY), (STEPS, "policy/entropy")],
+        {
+            "entropy, first five": (over("policy/entropy", 1, 5), 3),
+            "last five": (over("policy/entropy", -5, -1), 3),
+            "above the bound, %": (over("policy/clip_frac_high", 1, -1, percent=True), 2),
+        },
+    ),
+    9: Lesson(
         "One ratio per sequence or per token",
         {
-            "GRPO, 1e-4": "grpo.py --num-steps 30 --num-minibatches 8 --beta 0",
-            "GSPO, 1e-4": "gspo.py --num-steps 30 --num-minibatches 8",
-            "GRPO, 3e-4": "grpo.py --num-steps 30 --num-minibatches 8 --beta 0 --learning-rate 3e-4",
-            "GSPO, 3e-4": "gspo.py --num-steps 30 --num-minibatches 8 --learning-rate 3e-4",
+            f"{name}, {rate}": f"{command} --learning-rate {rate}".replace(
+                " --learning-rate 1e-4", ""
+            )
+            for rate in ("3e-5", "1e-4", "3e-4")
+            for name, command in {
+                "GRPO": f"grpo.py {OFTEN} --beta 0",
+                "GSPO": f"gspo.py {OFTEN}",
+            }.items()
         },
-        [(SAMPLED, ACCURACY), (STEPS, "policy/clip_frac"), (STEPS, "policy/approx_kl")],
+        [(STEPS, "policy/clip_frac"), (RATE, ACCURACY)],
+        HALFWAY | CLIPPED,
+        drawn=("GRPO, 1e-4", "GSPO, 1e-4"),
     ),
-    10: (
+    10: Lesson(
         "The critic",
         {
             "lambda 0": f"{PPO} --gae-lambda 0",
@@ -121,27 +231,40 @@ LESSONS = {
             "0.95, critic from the policy": f"{PPO} --value-init policy",
         },
         [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],
+        {
+            "lowest, %": (lowest_accuracy, 0),
+            "explained, last five, %": (over("value/explained_var", -5, -1, percent=True), 0),
+        },
     ),
-    11: (
+    11: Lesson(
         "Goodhart's law",
         {
             f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}"
             for beta in (0, 0.05, 0.2, 1)
         },
-        [(SAMPLED, "rollout/score"), (SAMPLED, ACCURACY), (STEPS, "kl/response")],
+        [(STEPS, "rollout/score"), (STEPS, ACCURACY)],
+        {
+            "lowest, %": (lowest_accuracy, 0),
+            "score, steps 1 and 2": (over("rollout/score", 1, 2), 2),
+            "score, last five": (over("rollout/score", -5, -1), 2),
+        },
+        by_seed=True,
+        drawn=("beta = 0", "beta = 0.2"),
     ),
-    12: (
+    12: Lesson(
         "Group size",
         {
-            f"G = {G}": f"grpo.py --num-steps 40 --num-generations {G} --num-prompts {128 // G}"
-            for G in (2, 4, 8, 16, 32)
+            "G = 2": f"grpo.py {SUMS} --beta 0 --num-generations 2 --num-prompts 64",
+            "G = 8": f"grpo.py {SUMS} --beta 0",
+            "G = 32": f"grpo.py {SUMS} --beta 0 --num-generations 32 --num-prompts 4",
         },
         [(SAMPLED, ACCURACY), (STEPS, "rollout/zero_std_frac")],
+        {"steps 26 to 35, %": (over(ACCURACY, 26, 35, percent=True), 1)} | GROUPS,
     ),
-    13: (
+    13: Lesson(
         "Stale and rounded samplers",
         {
-            f"{name}{', not corrected' if off else ''}": "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
+            f"{name}{', not corrected' if off else ''}": STALE
             + flags
             + (" --rollout-correction 0" if off else "")
             for name, flags in {
@@ -152,14 +275,27 @@ LESSONS = {
             }.items()
             for off in ((False, True) if name != "K = 1" else (False,))
         },
-        [(SAMPLED, ACCURACY), (STEPS, "rollout/logprob_gap"), (STEPS, "rollout/truncated_frac")],
+        [(STEPS, "eval/accuracy"), (STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
+        {
+            "sampled, first five, %": (over(ACCURACY, 1, 5, percent=True), 0),
+            "held out, step 10, %": (lambda record: 100 * record["eval"]["10"], 1),
+            "step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
+        },
+        drawn=("K = 1", "K = 4", "K = 4, not corrected", "K = 16", "K = 16, not corrected"),
     ),
-    14: (
+    14: Lesson(
         "Credit for steps",
-        {"outcome (grpo)": "grpo.py --num-steps 40", "process": "grpo_process.py --num-steps 40"},
+        {
+            "outcome (grpo)": f"grpo.py {SUMS} --beta 0",
+            "process": f"grpo_process.py {SUMS} --beta 0",
+        },
         [(SAMPLED, ACCURACY), (STEPS, "optim/grad_norm")],
+        {
+            f"steps {first} to {last}, %": (over(ACCURACY, first, last, percent=True), 1)
+            for first, last in ((16, 25), (26, 35), (36, 45))
+        },
     ),
-    15: (
+    15: Lesson(
         "What the metrics look like when something is wrong",
         {
             "healthy": "grpo.py --num-steps 40",
@@ -170,16 +306,89 @@ LESSONS = {
             "PPO, critic that does not learn": f"{PPO} --value-init policy --value-learning-rate 1e-9",
             "PPO, collapsed": "ppo_rlhf.py --num-steps 40 --learning-rate 3e-3 --beta 0",
         },
-        [
-            (STEPS, ACCURACY),
-            (STEPS, "policy/entropy"),
-            (STEPS, "kl/ref"),
-            (STEPS, "rollout/eos_frac"),
-            (STEPS, "rollout/zero_std_frac"),
-            (STEPS, "value/explained_var"),
-        ],
+        [],  # draw_broken
+        {
+            "kl/ref, step 3": (over("kl/ref", 3, 3), 3),
+            "entropy, first five": (over("policy/entropy", 1, 5), 3),
+            "last five": (over("policy/entropy", -5, -1), 3),
+            "ended, %": (over("rollout/eos_frac", 1, -1, percent=True), 0),
+            "equal groups, %": (over("rollout/zero_std_frac", 1, -1, percent=True), 0),
+            "explained, last five, %": (over("value/explained_var", -5, -1, percent=True), 0),
+        },
+    ),
+    16: Lesson(
+        "Low-rank adapters",
+        {
+            f"{name}, {rate}": f"{command} --num-steps 40 --learning-rate {rate}"
+            for name, command, rates in (
+                ("rank 1", "grpo_lora.py --lora-rank 1", ("3e-4", "1e-3", "3e-3")),
+                ("rank 4", "grpo_lora.py --lora-rank 4", ("3e-4", "1e-3", "3e-3")),
+                ("rank 16", "grpo_lora.py --lora-rank 16", ("3e-4", "1e-3", "3e-3")),
+                ("rank 64", "grpo_lora.py --lora-rank 64", ("3e-4", "1e-3", "3e-3")),
+                ("full", "grpo.py", ("3e-5", "1e-4", "3e-4")),
+            )
+            for rate in rates
+        },
+        [(RATE, ACCURACY), (RATE, "kl/ref")],
+    ),
+    17: Lesson(
+        "VAPO's five changes",
+        {
+            "VAPO": "vapo.py",
+            "no value pretraining": "vapo.py --value-warmup-steps 0 --num-steps 35",
+            "lambda 1": "vapo.py --gae-alpha 1e9",
+            "eps_high = 0.2": "vapo.py --clip-eps-high 0.2",
+            "no loss on right responses": "vapo.py --lm-coef 0",
+            "PPO by rules": "ppo_rlhf.py --num-steps 35 --reward-model=",
+            "GRPO": "grpo.py --num-steps 35",
+        },
+        [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],
+        {
+            "steps 6 to 10 of the policy, %": (lambda record: after_pretraining(record, 6, 10), 0),
+            "entropy, last five": (over("policy/entropy", -5, -1), 3),
+        },
+        drawn=("VAPO", "no value pretraining", "lambda 1", "no loss on right responses", "GRPO"),
+    ),
+    18: Lesson(
+        "A teacher instead of a reward",
+        {
+            "distilled, tokens drawn": "distill.py --num-steps 40",
+            "distilled, whole vocabulary": "distill.py --num-steps 40 --full-vocabulary",
+            "GRPO": "grpo.py --num-steps 40",
+        },
+        [(SAMPLED, ACCURACY), (STEPS, "kl/ref")],
+        {
+            "steps 6 to 10, %": (over(ACCURACY, 6, 10, percent=True), 0),
+            "steps 16 to 20, %": (over(ACCURACY, 16, 20, percent=True), 0),
+        },
+    ),
+    19: Lesson(
+        "A tool, and what it costs",
+        {
+            "free": "grpo_tools.py",
+            "a call costs 0.1": "grpo_tools.py --tool-cost 0.1",
+            "a call costs 0.5": "grpo_tools.py --tool-cost 0.5",
+        },
+        [(STEPS, ACCURACY), (STEPS, "tool/calls")],
+        {
+            "calls, first five": (over("tool/calls", 1, 5), 2),
+            "calls, last five": (over("tool/calls", -5, -1), 2),
+        },
     ),
 }
+
+
+def accuracy_at(record: dict, responses: int) -> float:
+    """Of a record, in percent: the sampled accuracy when so many responses had been sampled, over five steps."""
+    episodes = record["curves"][SAMPLED]
+    step = next((k for k, x in enumerate(episodes, 1) if x >= responses), len(episodes))
+    return over(ACCURACY, max(1, step - 4), step, percent=True)(record)
+
+
+def after_pretraining(record: dict, first: int, last: int) -> float:
+    """over(), counted from the first step in which the policy is updated."""
+    waited = record["args"].get("value_warmup_steps", 0)
+    return over(ACCURACY, waited + first, waited + last, percent=True)(record)
 
 
 def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
@@ -250,7 +459,7 @@ def run_missing(numbers: list[int]) -> None:
     """Run what the lessons lack, two at a time, and append each record as it comes."""
     have = read_records()
     commands = dict.fromkeys(
-        command for number in numbers for command in LESSONS[number][1].values()
+        command for number in numbers for command in LESSONS[number].arms.values()
     )
     missing = [
         (command, seed) for seed in SEEDS for command in commands if (command, seed) not in have
@@ -273,35 +482,55 @@ def run_missing(numbers: list[int]) -> None:
                 progress.update()
 
 
-def draw_curve(ax, records: list[list[dict]], arms: list[str], x: str, y: str) -> None:
-    for color, (arm, runs) in enumerate(zip(arms, records, strict=True)):
-        if any(y not in record["curves"] for record in runs):
-            continue
-        curves = np.stack([smooth(record["curves"][y]) for record in runs])  # (seeds, steps)
-        if x == SAMPLED:
-            across = np.mean([record["curves"]["episodes"] for record in runs], axis=0)
-        elif x == STEPS:
-            across = np.arange(1, curves.shape[1] + 1)
-        else:  # one metric against another: a path
-            across = np.mean([smooth(record["curves"][x]) for record in runs], axis=0)
+def across_and_curves(records: list[dict], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
+    """Of one arm's seeds: where its points are, and the values there, (seeds, points)."""
+    if y == "eval/accuracy":
+        steps = [int(step) for step in records[0]["eval"]]
+        return np.array(steps), np.array([list(record["eval"].values()) for record in records])
+    curves = np.stack([smooth(record["curves"][y]) for record in records])
+    if x == STEPS:
+        return np.arange(1, curves.shape[1] + 1), curves
+    if x == SAMPLED:
+        return np.mean([record["curves"][SAMPLED] for record in records], axis=0), curves
+    return np.mean([smooth(record["curves"][x]) for record in records], axis=0), curves  # a path
+
+
+def draw_curve(ax, records: dict[str, list[dict]], x: str, y: str) -> None:
+    for color, (arm, runs) in enumerate(records.items()):
+        if y != "eval/accuracy" and any(y not in record["curves"] for record in runs):
+            continue  # without a critic there is nothing to explain
+        across, curves = across_and_curves(runs, x, y)
+        if x in (STEPS, SAMPLED):
+            draw_band(ax, across, curves, f"C{color}", arm)
+        else:
             ax.plot(across, curves.mean(0), color=f"C{color}", label=arm, marker=".")
-            continue
-        draw_band(ax, across, curves, f"C{color}", arm)
-    ax.set_xlabel(x)
-    ax.set_ylabel(LABELS.get(y, y))
 
 
-def draw_groups(ax, records: list[list[dict]], arms: list[str]) -> None:
+def draw_rates(ax, records: dict[str, list[dict]], y: str) -> None:
+    """The last five steps against the learning rate: a line for the arms that differ in it alone."""
+    lines = defaultdict(list)
+    for arm, runs in records.items():
+        ends = [over(y, -5, -1)(record) for record in runs]
+        lines[arm.split(",")[0]].append((runs[0]["args"]["learning_rate"], ends))
+    for color, (name, points) in enumerate(lines.items()):
+        rates = [rate for rate, _ in points]
+        ends = np.array([values for _, values in points]).T  # (seeds, rates)
+        draw_band(ax, rates, ends, f"C{color}", name)
+        ax.plot(rates, ends.mean(0), color=f"C{color}", marker="o", linewidth=0)
+    ax.set_xscale("log")
+
+
+def draw_advantages(ax, records: dict[str, list[dict]]) -> None:
     """Mean size of an advantage against how many of its group's responses are right."""
-    width = 0.8 / len(arms)
-    for color, (arm, runs) in enumerate(zip(arms, records, strict=True)):
+    width = 0.8 / len(records)
+    for color, (arm, runs) in enumerate(records.items()):
         for right in range(9):
             found = [
                 record["groups"][str(right)] for record in runs if str(right) in record["groups"]
             ]
             if found:
                 heights = [size for _, size in found]
-                place = right + (color - (len(arms) - 1) / 2) * width
+                place = right + (color - (len(records) - 1) / 2) * width
                 error = [[np.mean(heights) - min(heights)], [max(heights) - np.mean(heights)]]
                 style = dict(
                     yerr=error, ecolor=GRAY, color=f"C{color}", label=arm if right == 4 else None
@@ -311,54 +540,116 @@ def draw_groups(ax, records: list[list[dict]], arms: list[str]) -> None:
     ax.set_ylabel("mean size of its advantages")
 
 
-def records_of(number: int) -> list[list[dict]]:
+def name_axes(ax, x: str, y: str) -> None:
+    """The reader's words, and below them the name of the metric."""
+    for axis, name in ((ax.xaxis, x), (ax.yaxis, y)):
+        axis.set_label_text(WORDS.get(name, name) + (f"\n{name}" if "/" in name else ""))
+        axis.label.set_linespacing(1.3)
+    ax.set_xscale("log" if x in LOGARITHMIC | {RATE} else "linear")
+    ax.set_yscale("log" if y in LOGARITHMIC else "linear")
+    if y == "value/explained_var":  # without a lower bound, where all is lost
+        ax.set_ylim(bottom=max(-0.5, ax.get_ylim()[0]))
+
+
+def records_of(number: int) -> dict[str, list[dict]]:
     """Of a lesson: for each arm, one record for each seed."""
-    have = read_records()
-    return [[have[command, seed] for seed in SEEDS] for command in LESSONS[number][1].values()]
+    have, lesson = read_records(), LESSONS[number]
+    return {arm: [have[c, seed] for seed in SEEDS] for arm, c in lesson.arms.items()}
 
 
 def drawn_from(number: int) -> str:
-    return digest(
-        [[record["curves"], record["groups"]] for runs in records_of(number) for record in runs]
+    runs = [record for records in records_of(number).values() for record in records]
+    return digest([[record["curves"], record["groups"]] for record in runs])
+
+
+def draw_panels(number: int):
+    """A panel for each pair of axes, a line in it for each arm."""
+    lesson, records = LESSONS[number], records_of(number)
+    chosen = {arm: runs for arm, runs in records.items() if arm in (lesson.drawn or lesson.arms)}
+    figure, axes = panels(1, len(lesson.panels), figsize=(12, 4.4))
+    for ax, (x, y) in zip(axes.flat, lesson.panels, strict=True):
+        if x == "advantages":
+            draw_advantages(ax, chosen)
+            continue
+        if x == RATE:
+            draw_rates(ax, records, y)
+        else:
+            draw_curve(ax, chosen, x, y)
+        name_axes(ax, x, y)
+    labels = {}
+    for ax in axes.flat:
+        handles, names = ax.get_legend_handles_labels()
+        labels |= {name: handle for name, handle in zip(names, handles, strict=True)}
+    figure.legend(
+        labels.values(), labels, loc="outside lower center", ncols=min(5, len(labels)), fontsize=12
     )
+    return figure
+
+
+def draw_by_seed(number: int):
+    """A row for each arm, a panel for each seed, a point for each step, unsmoothed."""
+    lesson, records = LESSONS[number], records_of(number)
+    (_, x), (_, y) = lesson.panels
+    figure, axes = panels(
+        len(lesson.drawn), len(SEEDS), figsize=(12, 7), sharex="row", sharey="row"
+    )
+    for row, arm in zip(axes, lesson.drawn, strict=True):
+        for ax, record in zip(row, records[arm], strict=True):
+            across, up = record["curves"][x], record["curves"][y]
+            ax.plot(across, up, color=GRAY, linewidth=0.8)
+            points = ax.scatter(across, up, c=np.arange(1, len(up) + 1), cmap="viridis", zorder=2)
+            ax.set_title(f"{arm}, seed {record['seed']}", fontsize=12)
+    figure.colorbar(points, ax=axes, label="step")
+    figure.supxlabel(f"{WORDS[x]} ({x})", fontsize=12)
+    figure.supylabel(f"{WORDS[y]} ({y})", fontsize=12)
+    return figure
+
+
+BROKEN = [  # (broken, healthy, the metric that gives it away)
+    ("learning rate too high", "healthy", "kl/ref"),
+    ("learning rate too high", "healthy", ACCURACY),
+    ("responses cut", "healthy", "rollout/eos_frac"),
+    ("sampled too cold", "healthy", "rollout/zero_std_frac"),
+    ("PPO, collapsed", "PPO", "policy/entropy"),
+    ("PPO, critic that does not learn", "PPO", "value/explained_var"),
+]
+
+
+def draw_broken(number: int):
+    """One broken run a panel, each seed a line, beside the healthy one."""
+    records = records_of(number)
+    figure, axes = panels(2, 3, figsize=(12, 7.5))
+    for ax, (broken, healthy, y) in zip(axes.flat, BROKEN, strict=True):
+        for arm, color, label in ((healthy, GRAY, "healthy"), (broken, "C3", "broken")):
+            for record in records[arm]:
+                values = [np.nan if x is None else x for x in record["curves"][y]]
+                ax.plot(range(1, len(values) + 1), values, color=color, label=label)
+                label = None
+        ax.set_title(broken.removeprefix("PPO, "), fontsize=13)
+        name_axes(ax, STEPS, y)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=12)
+    return figure
 
 
 def draw(number: int) -> None:
-    title, arms, plots = LESSONS[number]
-    records = records_of(number)
-    log = {"policy/approx_kl", "policy/entropy", "kl/ref", "rollout/logprob_gap", "kl/response"}
-    rows, columns = -(-len(plots) // 3), min(3, len(plots))
-    figure, axes = panels(rows, columns, figsize=(4 * columns, 3.2 * rows))
-    for ax, plot in zip(axes.flat, plots, strict=True):
-        if plot == "groups":
-            draw_groups(ax, records, list(arms))
-        else:
-            draw_curve(ax, records, list(arms), *plot)
-            ax.set_xscale("log" if plot[0] in log else "linear")
-            ax.set_yscale("log" if plot[1] in log else "linear")
-            if plot[1] == "value/explained_var":  # without a lower bound, where all is lost
-                ax.set_ylim(bottom=max(-0.5, ax.get_ylim()[0]))
-    handles, labels = axes.flat[-1 if number == 5 else 0].get_legend_handles_labels()
-    figure.legend(
-        handles, labels, loc="outside lower center", ncols=min(4, len(labels)), fontsize=8
-    )
-    figure.suptitle(f"{number}. {title}")
+    draw_it = draw_by_seed if LESSONS[number].by_seed else draw_panels
+    figure = draw_broken(number) if number == 15 else draw_it(number)
     save(figure, PICTURES / f"{number:02}.svg", drawn_from(number))
 
 
 def block(number: int) -> str:
     """What the page of a lesson holds: commands, picture, a table of what its arms came to."""
-    title, arms, _ = LESSONS[number]
-    rows, total = [], 0.0
-    for arm, runs in zip(arms, records_of(number), strict=True):
-        held_out = [100 * list(record["eval"].values())[-1] for record in runs]
-        sampled = [100 * float(np.mean(record["curves"][ACCURACY][-WINDOW:])) for record in runs]
+    lesson = LESSONS[number]
+    columns, rows, total = USUAL | lesson.columns, [], 0.0
+    for arm, runs in records_of(number).items():
+        cells = [spread([f(record) for record in runs], digits) for f, digits in columns.values()]
         seconds = [record["seconds"] for record in runs]
         total += sum(seconds)
-        rows.append([arm, spread(held_out, 1), spread(sampled, 1), f"{np.mean(seconds):.0f} s"])
-    commands = "\n".join(f"python {command}" for command in arms.values())
-    results = table(["", "held out, %", "sampled, last five steps, %", "a run"], rows)
-    picture = f"![{title}](lessons/{number:02}.svg)"
+        rows.append([arm, *cells, f"{np.mean(seconds):.0f} s"])
+    commands = "\n".join(f"python {command}" for command in lesson.arms.values())
+    results = table(["", *columns, "a run"], rows)
+    picture = f"![{lesson.title}](lessons/{number:02}.svg)"
     cost = f"{len(rows) * len(SEEDS)} runs, {total / 60:.0f} minutes of one core."
     return f"```\n{commands}\n```\n\n{picture}\n\n{results}\n{cost}\n"
 
@@ -381,7 +672,7 @@ def main() -> None:
         run_missing(numbers)
     for number in numbers:
         draw(number)
-        print(f"{number}. {LESSONS[number][0]}\n\n{block(number)}")
+        print(f"{number}. {LESSONS[number].title}\n\n{block(number)}")
         fill(page_of(number), f"lesson {number}", block(number))
 
 

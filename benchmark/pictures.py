@@ -31,7 +31,7 @@ def panels(rows: int, columns: int, **shape):
         "axes.labelcolor": GRAY
     }
     plt.rcParams.update(
-        style | {"legend.framealpha": 0, "font.size": 9, "axes.grid": True, "grid.alpha": 0.25}
+        style | {"legend.framealpha": 0, "font.size": 12, "axes.grid": True, "grid.alpha": 0.25}
     )
     return plt.subplots(rows, columns, layout="constrained", squeeze=False, **shape)
 

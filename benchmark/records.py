@@ -59,7 +59,9 @@ def memory(field: str) -> int:
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Mean, lowest and highest."""
+    """Mean, lowest and highest; a dash where there is nothing to count."""
+    if np.isnan(values).all():
+        return "-"
     return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 

@@ -161,29 +161,43 @@ def test_the_answer_to_the_third_exercise(tmp_path, monkeypatch):
     assert metrics["rollout/reward_mean"] == pytest.approx(sum(parts))
 
 
+def measured(text: str) -> set[str]:
+    """The numbers of a text that a run could have given: decimals and percentages, of which a list has one sign."""
+    text = re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$|\([^()]*\d{4}[^()]*\)", "", text, flags=re.DOTALL)
+    percent = re.findall(r"((?:\d[\d.]*(?:, | and | to | or | against )?\s?)+)%", text)
+    return set(re.findall(r"\d+\.\d+", text)) | set(re.findall(r"\d[\d.]*", " ".join(percent)))
+
+
 def test_the_lessons_state_what_is_recorded():
     """Commands, pictures and tables of docs/lessons.md and docs/metrics.md are those of the records; no record is of a
-    tree with changes."""
+    tree with changes; and no measured number stands in the text that is not in the tables of its section."""
     sys.path.insert(0, str(ROOT / "benchmark"))
     import lessons
 
-    text = "".join(
-        (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-        for name in ("lessons", "metrics")
-    )
-    for number in lessons.LESSONS:
-        assert (
-            f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end lesson {number} -->\n"
-            in text
-        ), number
-        picture = (ROOT / "docs" / "lessons" / f"{number:02}.svg").read_text(encoding="utf-8")
-        assert lessons.drawn_from(number) in picture, (
-            f"lesson {number} was drawn from other records"
-        )
-    records = lessons.read_records()
-    assert {command for command, _ in records} == {
-        c for _, arms, _ in lessons.LESSONS.values() for c in arms.values()
+    pages = {
+        name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("lessons", "metrics")
     }
+    for number in lessons.LESSONS:
+        page = pages[lessons.page_of(number).stem]
+        block = f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end lesson {number} -->\n"
+        assert block in page, number
+        picture = (ROOT / "docs" / "lessons" / f"{number:02}.svg").read_text(encoding="utf-8")
+        assert lessons.drawn_from(number) in picture, f"lesson {number}: drawn from other records"
+    for page in pages.values():
+        for section in re.split(r"^## ", page, flags=re.MULTILINE):
+            tables = re.findall(r"<!-- (?:lesson \d+|variance) -->.*?<!-- end", section, re.DOTALL)
+            if tables:
+                text = re.sub(
+                    r"<!-- (lesson \d+|variance) -->.*?<!-- end \1 -->",
+                    "",
+                    section,
+                    flags=re.DOTALL,
+                )
+                found = measured(text) - set(re.findall(r"\d+(?:\.\d+)?", " ".join(tables)))
+                assert not found, (section.partition("\n")[0], found)
+    records = lessons.read_records()
+    commands = {command for lesson in lessons.LESSONS.values() for command in lesson.arms.values()}
+    assert {command for command, _ in records} == commands
     assert not any(record["dirty"] for record in records.values())
 
 

@@ -271,6 +271,7 @@ PAIRS = {
             "CALL_END": "what is a call",
             "SHOWN": "how often it calls",
             "SYSTEM_PROMPT": "how to call",
+            "RECIPES": "it learns to call faster than to add: a higher rate",
             "LOWEST": "a call may cost nothing",
             "Args.model": "a student that can call",
             "Args.max_calls": "calls of a response",
