@@ -43,8 +43,9 @@ SUMS = (
 )
 SUMS += " --gradient-checkpointing False --eval-every 0"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates of each rollout
-CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4"
-STALE = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4 --eval-every 5 --eval-size 200"
+CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
+ROUNDED = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
+STALE = f"{ROUNDED} --eval-every 5 --eval-size 200"
 BASELINE = "reinforce_baseline.py --num-steps 40"
 
 # The axes of a panel, in words; the metric's name stands below them, smaller.
@@ -186,13 +187,13 @@ LESSONS = {
     7: Lesson(
         "Dynamic sampling",
         {
-            "as sampled": f"dapo.py {SUMS} --max-resample 0",
-            "equal groups replaced": f"dapo.py {SUMS}",
+            "as sampled": "dapo.py --num-steps 30 --max-resample 0",
+            "equal groups replaced": "dapo.py --num-steps 30",
         },
         [(STEPS, "rollout/zero_std_frac"), (STEPS, ACCURACY), (SAMPLED, ACCURACY)],
         {
-            "responses, thousands": (lambda record: record["curves"][SAMPLED][-1] / 1000, 1),
-            "at 7,680 responses, %": (lambda record: accuracy_at(record, 7680), 1),
+            "responses": (lambda record: record["curves"][SAMPLED][-1], 0),
+            "at 3,840 responses, %": (lambda record: accuracy_at(record, 3840), 1),
         }
         | GROUPS,
     ),
@@ -254,26 +255,20 @@ LESSONS = {
     12: Lesson(
         "Group size",
         {
-            "G = 2": f"grpo.py {SUMS} --beta 0 --num-generations 2 --num-prompts 64",
-            "G = 8": f"grpo.py {SUMS} --beta 0",
-            "G = 32": f"grpo.py {SUMS} --beta 0 --num-generations 32 --num-prompts 4",
+            f"G = {G}": f"grpo.py --num-steps 40 --num-generations {G} --num-prompts {128 // G}"
+            for G in (2, 4, 8, 16, 32)
         },
         [(SAMPLED, ACCURACY), (STEPS, "rollout/zero_std_frac")],
-        {"steps 26 to 35, %": (over(ACCURACY, 26, 35, percent=True), 1)} | GROUPS,
+        GROUPS,
     ),
     13: Lesson(
-        "Stale and rounded samplers",
+        "Stale samplers",
         {
-            f"{name}{', not corrected' if off else ''}": STALE
-            + flags
-            + (" --rollout-correction 0" if off else "")
-            for name, flags in {
-                "K = 1": "",
-                "bf16": " --sampler-dtype bfloat16",
-                "K = 4": " --staleness 4",
-                "K = 16": " --staleness 16",
-            }.items()
-            for off in ((False, True) if name != "K = 1" else (False,))
+            "K = 1": STALE,
+            "K = 4": f"{STALE} --staleness 4",
+            "K = 4, not corrected": f"{STALE} --staleness 4 --rollout-correction 0",
+            "K = 16": f"{STALE} --staleness 16",
+            "K = 16, not corrected": f"{STALE} --staleness 16 --rollout-correction 0",
         },
         [(STEPS, "eval/accuracy"), (STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
         {
@@ -281,7 +276,6 @@ LESSONS = {
             "held out, step 10, %": (lambda record: 100 * record["eval"]["10"], 1),
             "step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
         },
-        drawn=("K = 1", "K = 4", "K = 4, not corrected", "K = 16", "K = 16, not corrected"),
     ),
     14: Lesson(
         "Credit for steps",
@@ -352,28 +346,52 @@ LESSONS = {
     18: Lesson(
         "A teacher instead of a reward",
         {
-            "distilled, tokens drawn": "distill.py --num-steps 40",
-            "distilled, whole vocabulary": "distill.py --num-steps 40 --full-vocabulary",
-            "GRPO": "grpo.py --num-steps 40",
+            f"{name}, {rate}": f"{command} --num-steps 40{flag}"
+            for name, command in {"distilled": "distill.py", "GRPO": "grpo.py"}.items()
+            for rate, flag in {"1e-4": "", "3e-4": " --learning-rate 3e-4"}.items()
+        }
+        | {
+            "whole vocabulary, 3e-4": "distill.py --num-steps 40 --learning-rate 3e-4 --full-vocabulary"
         },
         [(SAMPLED, ACCURACY), (STEPS, "kl/ref")],
         {
-            "steps 6 to 10, %": (over(ACCURACY, 6, 10, percent=True), 0),
-            "steps 16 to 20, %": (over(ACCURACY, 16, 20, percent=True), 0),
+            f"steps {first} to {last}, %": (over(ACCURACY, first, last, percent=True), 0)
+            for first, last in ((6, 10), (16, 20))
         },
     ),
     19: Lesson(
         "A tool, and what it costs",
         {
-            "free": "grpo_tools.py",
+            "a call is free": "grpo_tools.py",
             "a call costs 0.1": "grpo_tools.py --tool-cost 0.1",
-            "a call costs 0.5": "grpo_tools.py --tool-cost 0.5",
         },
         [(STEPS, ACCURACY), (STEPS, "tool/calls")],
         {
             "calls, first five": (over("tool/calls", 1, 5), 2),
             "calls, last five": (over("tool/calls", -5, -1), 2),
         },
+    ),
+    20: Lesson(
+        "Side by side",
+        {
+            "RLOO": f"rloo.py {SUMS} --beta 0",
+            "GRPO": f"grpo.py {SUMS} --beta 0",
+            "Dr. GRPO": f"dr_grpo.py {SUMS}",
+            "process rewards": f"grpo_process.py {SUMS} --beta 0",
+            "LoRA, rank 16": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", "5e-4"),
+        },
+        [(SAMPLED, ACCURACY)],
+        {"steps 26 to 35, %": (over(ACCURACY, 26, 35, percent=True), 1)},
+    ),
+    21: Lesson(
+        "A rounded sampler",
+        {
+            "float32": ROUNDED,
+            "bf16": f"{ROUNDED} --sampler-dtype bfloat16",
+            "bf16, not corrected": f"{ROUNDED} --sampler-dtype bfloat16 --rollout-correction 0",
+        },
+        [(STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
+        {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
     ),
 }
 

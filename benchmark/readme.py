@@ -1,7 +1,8 @@
-"""Write the tables of README.md from the records, and draw its pictures: python benchmark/readme.py
+"""Write the tables of README.md and variants/README.md from the records: python benchmark/readme.py
 
-Reads benchmark/records/bundled.jsonl (of bundled.py), trl-learn.jsonl and trl-cpu.txt (of compare_trl.py). The tables
-stand between <!-- name --> and <!-- end name -->; tests/test_docs.py says that they, and the pictures, are those of the
+Reads benchmark/records/bundled.jsonl, bundled-sums.jsonl and variants.jsonl (of bundled.py), trl-learn.jsonl, of which
+it draws the picture, and trl-cpu.txt (of compare_trl.py). README's other pictures are of lessons.py. The tables stand
+between <!-- name --> and <!-- end name -->; tests/test_docs.py says that they, and the pictures, are those of the
 records.
 """
 
@@ -10,10 +11,10 @@ import re
 import numpy as np
 from learn_trl import draw as draw_learning
 from learn_trl import to_reach
-from pictures import WINDOW, digest, draw_band, panels, save, smooth
+from pictures import WINDOW
 from records import FOLDER, ROOT, fill, read, spread, table
 
-PICTURES = {name: FOLDER / f"{name}.svg" for name in ("bundled", "trl-learn")}
+PICTURES = {name: FOLDER / f"{name}.svg" for name in ("trl-learn",)}
 WORKLOADS = {
     "W1": "assets/adder, 16 x 8 samples of at most 32 tokens",
     "W2": "a 260 K story model, 16 x 8 samples of 5 to 384 tokens",
@@ -94,6 +95,16 @@ def sums_table() -> str:
     return table(header, rows)
 
 
+def variants_table() -> str:
+    records, rows = records_of("variants"), []
+    for name in dict.fromkeys(record["script"] for record in records):
+        mine = [record for record in records if record["script"] == name]
+        last = [100 * float(np.mean(record["sampled_accuracy"][-WINDOW:])) for record in mine]
+        reached = ", ".join(f"{100 * record['accuracy'][1]:.1f}" for record in mine)
+        rows.append([name, reached, spread(last, 1)])
+    return table(["variant", "held out, %, seeds 1, 2, 3", "sampled, last five steps, %"], rows)
+
+
 TABLES = {
     "bundled": bundled_table,
     "sums": sums_table,
@@ -102,36 +113,10 @@ TABLES = {
 }
 
 
-def draw_bundled() -> None:
-    """For every script, the share of right responses among the sampled ones against the number sampled so far."""
-    records = records_of("bundled")
-    names = list(dict.fromkeys(record["script"] for record in records))
-    figure, axes = panels(3, 4, figsize=(11, 6.6), sharex=True, sharey=True)
-    for ax in axes.flat[len(names) :]:
-        ax.set_axis_off()
-    for ax in axes[1, len(names) - 8 :]:  # the lowest of its column
-        ax.xaxis.set_tick_params(labelbottom=True)
-    for name, ax in zip(names, axes.flat, strict=False):
-        mine = [record for record in records if record["script"] == name]
-        curves = np.stack([smooth(record["sampled_accuracy"]) for record in mine])  # (seeds, steps)
-        # Where a script samples more than is asked for (dapo.py), its steps are taken to be equally long.
-        steps = np.arange(1, curves.shape[1] + 1) / curves.shape[1]
-        draw_band(ax, np.mean([record["episodes"] for record in mine]) * steps, curves, "C0")
-        before, after = np.mean([record["accuracy"] for record in mine], axis=0)
-        ax.set_title(f"{name}.py", fontsize=10)
-        ax.text(
-            0.97, 0.05, f"held out: {before:.3f} to {after:.3f}", transform=ax.transAxes, ha="right"
-        )
-        ax.set_ylim(0.4, 1)
-    figure.supxlabel("responses sampled", fontsize=9)
-    figure.supylabel("accuracy of the sampled responses", fontsize=9)
-    save(figure, PICTURES["bundled"], digest(records))
-
-
 def main() -> None:
     for name, make in TABLES.items():
         fill(ROOT / "README.md", name, make())
-    draw_bundled()
+    fill(ROOT / "variants" / "README.md", "variants", variants_table())
     draw_learning(records_of("trl-learn"))
 
 

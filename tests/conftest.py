@@ -1,5 +1,6 @@
 """What all tests share: the scripts, and one CPU thread."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -30,6 +31,9 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "scripts(*names): only of these is the tested text their own"
     )
+    # Signals as in a terminal, also where the tests were started by nohup or in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_generate_tests(metafunc):
