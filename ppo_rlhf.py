@@ -471,7 +471,8 @@ def main(args: Args) -> dict:
         if ref_model is not None:
             kl = masked_sum(old_logprobs - ref_logprobs, response_mask, axis=1)  # (N,)
             state["kl/response"] = kl.mean().item()
-        unexplained = (returns - old_values)[response_mask].var() / returns[response_mask].var()
+        targets = returns[response_mask] - returns[0, 0]  # (tokens,): zeros, if all are equal
+        unexplained = (returns - old_values)[response_mask].var() / targets.var()
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
         means = {
             "reward_mean": rewards,

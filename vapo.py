@@ -419,7 +419,8 @@ def main(args: Args) -> dict:
         inputs = token_rewards, old_values, response_mask
         policy_lambda = adaptive_lambda(args, response_mask)  # (N,)
         advantages, _ = compute_gae(args, *inputs, policy_lambda)  # (N, R), Decoupled GAE
-        _, returns = compute_gae(args, *inputs, 1.0)  # (N, R)
+        zeros = torch.zeros_like(old_values)  # (N, R): the returns are free of the values' rounding
+        returns, _ = compute_gae(args, token_rewards, zeros, response_mask, 1.0)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
 
         # ---- 3. update
@@ -469,7 +470,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += len(rollout.completions)
         state["tokens"] += num_sampled
-        unexplained = (returns - old_values)[response_mask].var() / returns[response_mask].var()
+        targets = returns[response_mask] - returns[0, 0]  # (tokens,): zeros, if all are equal
+        unexplained = (returns - old_values)[response_mask].var() / targets.var()
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
         means = {
             "reward_mean": rewards,

@@ -36,16 +36,14 @@ RECORDS = FOLDER / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
 SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
+VAPO = "vapo.py --num-steps 25"  # the first five of them for the value network alone
 FREE = "--model runs/hesitant --dataset runs/hesitant --system-prompt= --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
-SUMS = (
-    "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 60 --learning-rate 5e-5"
-)
-SUMS += " --gradient-checkpointing False --eval-every 0"
+SUMS = "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 40"
+SUMS += " --learning-rate 5e-5 --gradient-checkpointing False --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates of each rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
 ROUNDED = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
-STALE = f"{ROUNDED} --eval-every 5 --eval-size 200"
 BASELINE = "reinforce_baseline.py --num-steps 40"
 
 # The axes of a panel, in words; the metric's name stands below them, smaller.
@@ -167,7 +165,7 @@ LESSONS = {
         "Dividing by the std",
         {"GRPO": f"grpo.py {SUMS} --beta 0", "Dr. GRPO": f"dr_grpo.py {SUMS}"},
         [("advantages", None), (SAMPLED, ACCURACY)],
-        {"steps 26 to 35, %": (over(ACCURACY, 26, 35, percent=True), 1)} | GROUPS,
+        {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)} | GROUPS,
     ),
     6: Lesson(
         "Length",
@@ -264,17 +262,17 @@ LESSONS = {
     13: Lesson(
         "Stale samplers",
         {
-            "K = 1": STALE,
-            "K = 4": f"{STALE} --staleness 4",
-            "K = 4, not corrected": f"{STALE} --staleness 4 --rollout-correction 0",
-            "K = 16": f"{STALE} --staleness 16",
-            "K = 16, not corrected": f"{STALE} --staleness 16 --rollout-correction 0",
+            "K = 1": ROUNDED,
+            "K = 4": f"{ROUNDED} --staleness 4",
+            "K = 4, not corrected": f"{ROUNDED} --staleness 4 --rollout-correction 0",
+            "K = 16": f"{ROUNDED} --staleness 16",
+            "K = 16, not corrected": f"{ROUNDED} --staleness 16 --rollout-correction 0",
         },
-        [(STEPS, "eval/accuracy"), (STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
+        [(STEPS, ACCURACY), (STEPS, "eval/accuracy"), (STEPS, "rollout/logprob_gap")],
         {
             "sampled, first five, %": (over(ACCURACY, 1, 5, percent=True), 0),
-            "held out, step 10, %": (lambda record: 100 * record["eval"]["10"], 1),
-            "step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
+            "steps 16 to 20, %": (over(ACCURACY, 16, 20, percent=True), 0),
+            "held out, step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
         },
     ),
     14: Lesson(
@@ -286,7 +284,7 @@ LESSONS = {
         [(SAMPLED, ACCURACY), (STEPS, "optim/grad_norm")],
         {
             f"steps {first} to {last}, %": (over(ACCURACY, first, last, percent=True), 1)
-            for first, last in ((16, 25), (26, 35), (36, 45))
+            for first, last in ((11, 20), (21, 30))
         },
     ),
     15: Lesson(
@@ -328,13 +326,13 @@ LESSONS = {
     17: Lesson(
         "VAPO's five changes",
         {
-            "VAPO": "vapo.py",
-            "no value pretraining": "vapo.py --value-warmup-steps 0 --num-steps 35",
-            "lambda 1": "vapo.py --gae-alpha 1e9",
-            "eps_high = 0.2": "vapo.py --clip-eps-high 0.2",
-            "no loss on right responses": "vapo.py --lm-coef 0",
-            "PPO by rules": "ppo_rlhf.py --num-steps 35 --reward-model=",
-            "GRPO": "grpo.py --num-steps 35",
+            "VAPO": VAPO,
+            "no value pretraining": "vapo.py --num-steps 20 --value-warmup-steps 0",
+            "lambda 1": f"{VAPO} --gae-alpha 1e9",
+            "eps_high = 0.2": f"{VAPO} --clip-eps-high 0.2",
+            "no loss on right responses": f"{VAPO} --lm-coef 0",
+            "PPO by rules": f"{PPO} --reward-model=",
+            "GRPO": "grpo.py --num-steps 20",
         },
         [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],
         {
@@ -368,7 +366,8 @@ LESSONS = {
         [(STEPS, ACCURACY), (STEPS, "tool/calls")],
         {
             "calls, first five": (over("tool/calls", 1, 5), 2),
-            "calls, last five": (over("tool/calls", -5, -1), 2),
+            "highest in a step": (highest("tool/calls"), 2),
+            "last five": (over("tool/calls", -5, -1), 2),
         },
     ),
     20: Lesson(
@@ -381,7 +380,7 @@ LESSONS = {
             "LoRA, rank 16": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", "5e-4"),
         },
         [(SAMPLED, ACCURACY)],
-        {"steps 26 to 35, %": (over(ACCURACY, 26, 35, percent=True), 1)},
+        {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)},
     ),
     21: Lesson(
         "A rounded sampler",

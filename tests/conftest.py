@@ -12,6 +12,8 @@ SHARED = ROOT.parent / "shared"  # real data and a real model, used where they a
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
 SCRIPTS += ["distill", "vapo", "grpo_tools"]
+# Files that take longest, run first, so that the two processes of the tests end at about the same time.
+LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_loading", "test_memory"]
 
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(
@@ -44,6 +46,11 @@ def pytest_generate_tests(metafunc):
     if "script" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("scripts")
         metafunc.parametrize("script", mark.args if mark else SCRIPTS, indirect=True)
+
+
+def pytest_collection_modifyitems(items):
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
 
 
 @pytest.fixture

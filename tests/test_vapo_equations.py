@@ -207,3 +207,10 @@ def test_the_advantages_follow_from_what_is_written(tmp_path):
             assert row == pytest.approx([(x - mean) / std for x in expected], abs=1e-4)
         mean_lambda = math.fsum(lambdas) / len(lambdas)
         assert metrics[step]["rollout/lambda"] == pytest.approx(mean_lambda, abs=1e-5)
+
+
+def test_with_equal_rewards_there_is_nothing_to_explain(tmp_path):
+    """All responses are cut, so that all returns are 0; the explained variance is null, not a quotient of roundings."""
+    metrics, samples = run(tmp_path, num_steps=2, value_warmup_steps=1, max_new_tokens=2)
+    assert len({reward for sample in samples for reward in sample["rewards"]}) == 1
+    assert [record["value/explained_var"] for record in metrics[1:]] == [None, None]

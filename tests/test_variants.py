@@ -267,6 +267,9 @@ def test_gradients_against_a_slow_loop(name, seed, load):
         sizes = (len(mask), int(mask.sum()))
         _, stats = script.policy_loss(args, logprobs, old, None, advantages, mask, *sizes)
         assert stats["policy/clip_frac"] == left_out and stats["tokens"] == mask.sum()
+    if name == "dppo":  # where nothing pulls, nothing is held
+        _, stats = script.policy_loss(args, logprobs, old, None, 0 * advantages, mask, *sizes)
+        assert stats["policy/clip_frac"] == 0
 
 
 @pytest.mark.parametrize("name", LOSSES)
