@@ -12,7 +12,7 @@ itself writes; through the sampling of o no gradient flows:
 
 At the tokens drawn alone it is a policy gradient with the advantage A_t, which is of this one
 token (a discount of 0), in GRPO's clipped loss. --full-vocabulary takes the gradient of KL_t,
-which is the mean of the former over o_t, without its noise.
+without the noise of o_t; the former has it in the mean, but for 1/|o|, since o_t can end o.
 
 Parent: grpo.py. Differences: (1) the teacher takes the place of the reference, and is loaded from
 --teacher; (2) a token's advantage is that of the log-probabilities; there is no group, and the
@@ -189,9 +189,8 @@ def compute_advantages(args, logprobs, ref_logprobs):
 
 
 def reverse_kl(logprobs, ref_logprobs):
-    """KL_t from all log-probabilities of the student and the teacher: (T, V) each -> (T,)."""
-    V = min(logprobs.shape[1], ref_logprobs.shape[1])  # heads may be padded, differently
-    return (logprobs.exp()[:, :V] * (logprobs[:, :V] - ref_logprobs[:, :V])).sum(1)
+    """KL_t (T,) from all log-probabilities (T, V) of the student and of a teacher with V or more."""
+    return (logprobs.exp() * (logprobs - ref_logprobs[:, : logprobs.shape[1]])).sum(1)
 
 
 def minibatches(args, sequences):
@@ -259,7 +258,8 @@ def main(args: Args) -> dict:
     args, run_dir, saved = resolve(args)
     config, tokenizer = load_config(args, "--model", args.model)
     ref_config, ref_tokenizer = load_config(args, "--teacher", args.teacher)
-    if ref_tokenizer.get_vocab() != tokenizer.get_vocab():
+    narrow = ref_config.get_text_config().vocab_size < config.get_text_config().vocab_size
+    if narrow or ref_tokenizer.get_vocab() != tokenizer.get_vocab():
         fail(f"--teacher {args.teacher}: must have the vocabulary of --model {args.model}")
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")

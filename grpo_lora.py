@@ -27,8 +27,9 @@ Departures from Hu et al.: layers of the MLP have adapters too, not those of the
 and A is uniform, not Gaussian, both as in Schulman et al.; there is no dropout. From DeepSeekMath:
 those of grpo.py.
 
-Memory, in bytes per parameter of the model: 2 on a GPU, 4 on a CPU, and 4 more for those of the
-head on a GPU. Per parameter of A and B: 4 weights + 4 gradients + 8 Adam; 12 in a checkpoint.
+Memory, in bytes per parameter of the model: 4 on a CPU; on a GPU 2, and 4 for those of the head (if
+it is tied to the embeddings, 2 and 4). Per parameter of A and B: 4 weights + 4 gradients + 8 Adam;
+12 in a checkpoint.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a

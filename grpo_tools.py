@@ -20,7 +20,8 @@ masks: context_mask is what attention sees, response_mask, a part of it, what th
 which alone counts; (3) TOOL, beside REWARDS: text in, text out, and at most --max-calls
 answers in a response; (4) --tool-cost is taken from the reward for each.
 
-Departures: the papers' tools are search engines; this one calculates.
+Departures: Search-R1's tool is a search engine, this one calculates; without a <calc> before it a
+</calc> ends a call of all that the turn wrote. And those of grpo.py.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
@@ -83,8 +84,8 @@ SHOWN = ["rollout/reward_mean", "rollout/accuracy", "rollout/response_len"]  # b
 SHOWN += ["kl/ref", "eval/accuracy", "optim/skipped"]
 SHOWN += ["tool/calls"]
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
-</think>, and then the final number alone between <answer> and </answer>. For example:
-(Where you write <calc>4*6</calc>, a calculator writes the result after it.)
+</think>, and then the final number alone between <answer> and </answer>. Where you write \
+<calc>4*6</calc>, a calculator writes the result after it. For example:
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <think>The box holds <calc>4*6</calc>=24 eggs. 24 - 5 = 19 of them are whole.</think>
 <answer>19</answer>"""
@@ -249,8 +250,8 @@ class Rollout(NamedTuple):
     prompt_ids: Tensor  # (N, P), padded on the left
     prompt_mask: Tensor  # (N, P) bool
     response_ids: Tensor  # (N, R)
-    response_mask: Tensor  # (N, R) bool: what the policy wrote, with its EOS token, alone counts
-    context_mask: Tensor  # (N, R) bool: what policy or tool wrote is seen by attention
+    response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
+    context_mask: Tensor  # (N, R) bool: what attention sees, the tool's tokens too
     sampled_logprobs: Tensor  # (N, R) float32, of the tokens drawn
     completions: list[str]  # N of them
     answers: list[list[str]] = ()  # N of them: the tool's alone

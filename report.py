@@ -82,7 +82,7 @@ def read_run(folder, name):
         cut = [not ended for ended in group.get("ended", [])]
         group |= {"completions": texts, "right": right, "cut": cut}
     run = {"name": name, "args": args, "metrics": metrics, "samples": samples}
-    return run | {"marks": marks(metrics), "gaps": gaps + metrics_gaps + samples_gaps}
+    return run | {"marks": marks(metrics, args), "gaps": gaps + metrics_gaps + samples_gaps}
 
 
 def series(metrics, name):
@@ -90,10 +90,12 @@ def series(metrics, name):
     return [(x["step"], x[name]) for x in metrics if isinstance(x.get(name), int | float)]
 
 
-def marks(metrics):
+def marks(metrics, args):
     """What docs/metrics.md says of broken runs, where it is so."""
     found = []
     for name, (side, limit, meaning) in BROKEN.items():
+        if name == "rollout/zero_std_frac" and "teacher" in args:
+            continue  # distill.py learns nothing from rewards
         sign = 1 if side == "above" else -1
         pairs = series(metrics, name)
         steps = [step for step, value in pairs if sign * (value - limit) > 0]
@@ -101,8 +103,10 @@ def marks(metrics):
             when = f"in {len(steps)} of {len(pairs)} steps, first in step {steps[0]}"
             found.append(f"{name} is {side} {limit} ({meaning}) {when}")
     entropy = series(metrics, "policy/entropy")
+    solved = {step for step, value in series(metrics, "rollout/accuracy") if value >= 0.9}
     for k in range(len(entropy) - 4):
-        if all(value < entropy[0][1] / 10 for _, value in entropy[k : k + 5]):
+        low = [step for step, value in entropy[k : k + 5] if value < entropy[0][1] / 10]
+        if len(low) == 5 and not solved & set(low):
             text = "policy/entropy has collapsed: below a tenth of its first value for five steps"
             return [*found, f"{text}, first in steps {entropy[k][0]} to {entropy[k + 4][0]}"]
     return found

@@ -44,6 +44,7 @@ SUMS += " --learning-rate 5e-5 --gradient-checkpointing False --eval-every 0 --e
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates of each rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
 ROUNDED = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
+FEW = "--num-steps 100 --learning-rate 3e-4 --eval-every 50"  # of 16 responses
 BASELINE = "reinforce_baseline.py --num-steps 40"
 
 # The axes of a panel, in words; the metric's name stands below them, smaller.
@@ -87,6 +88,16 @@ def over(metric: str, first: int, last: int, percent: bool = False) -> Callable[
 def highest(metric: str) -> Callable[[dict], float]:
     """A record's largest value of a metric in a single step."""
     return lambda record: max(x for x in record["curves"][metric] if x is not None)
+
+
+def between(first: int, last: int) -> Callable[[dict], float]:
+    """A record's sampled accuracy, in percent, of the responses from one number of them to another."""
+
+    def value(record):
+        pairs = zip(record["curves"][SAMPLED], record["curves"][ACCURACY], strict=True)
+        return 100 * float(np.mean([x for sampled, x in pairs if first < sampled <= last]))
+
+    return value
 
 
 def lowest_accuracy(record: dict) -> float:
@@ -344,17 +355,16 @@ LESSONS = {
     18: Lesson(
         "A teacher instead of a reward",
         {
-            f"{name}, {rate}": f"{command} --num-steps 40{flag}"
-            for name, command in {"distilled": "distill.py", "GRPO": "grpo.py"}.items()
-            for rate, flag in {"1e-4": "", "3e-4": " --learning-rate 3e-4"}.items()
-        }
-        | {
-            "whole vocabulary, 3e-4": "distill.py --num-steps 40 --learning-rate 3e-4 --full-vocabulary"
+            "distilled, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1",
+            "whole vocabulary, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1 --full-vocabulary",
+            "GRPO, 16": f"grpo.py {FEW} --num-prompts 2",
+            "distilled, 128": "distill.py --num-steps 40 --learning-rate 3e-4",
+            "GRPO, 128": "grpo.py --num-steps 40 --learning-rate 3e-4",
         },
-        [(SAMPLED, ACCURACY), (STEPS, "kl/ref")],
+        [(SAMPLED, ACCURACY)],
         {
-            f"steps {first} to {last}, %": (over(ACCURACY, first, last, percent=True), 0)
-            for first, last in ((6, 10), (16, 20))
+            f"responses {first + 1} to {last}, %": (between(first, last), 0)
+            for first, last in ((0, 640), (640, 1280), (1280, 1600))
         },
     ),
     19: Lesson(

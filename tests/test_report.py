@@ -79,7 +79,7 @@ def test_the_marks_of_a_broken_run():
     """Each at its limit and just beyond it."""
     edge = dict(eos_frac=0.5, zero_std_frac=0.9)
     healthy = [metric(step, entropy=0.05 if step > 1 else 0.5, **edge) for step in range(1, 9)]
-    assert report.marks([{"step": 0, "eval/accuracy": 0.5}, *healthy]) == []
+    assert report.marks([{"step": 0, "eval/accuracy": 0.5}, *healthy], {}) == []
 
     metrics = [
         metric(1, eos_frac=0.49),
@@ -87,38 +87,41 @@ def test_the_marks_of_a_broken_run():
         metric(3, eos_frac=0.1),
         metric(4, eos_frac=None),
     ]
-    assert report.marks(metrics) == [
+    assert report.marks(metrics, {}) == [
         "rollout/eos_frac is below 0.5 (most responses are cut) in 2 of 3 steps, first in step 1"
     ]
     metrics = [metric(1), metric(2, zero_std_frac=0.91, skipped=1)]
-    found = report.marks(metrics)
+    found = report.marks(metrics, {})
     assert [line.split(" (")[0] for line in found] == [
         "rollout/zero_std_frac is above 0.9",
         "optim/skipped is above 0",
     ]
     assert all(line.endswith("in 1 of 2 steps, first in step 2") for line in found)
+    assert report.marks(metrics, {"teacher": "x"}) == found[1:]  # distill.py needs no rewards
 
 
 def test_entropy_has_collapsed_if_it_stays_low():
     low = {step: 0.049 for step in (3, 4, 5, 6, 8, 9, 10, 11, 12, 13)}
     metrics = [metric(step, entropy=low.get(step, 0.5)) for step in range(1, 15)]
-    (line,) = report.marks(metrics)
+    (line,) = report.marks(metrics, {})
     assert "policy/entropy" in line and line.endswith("first in steps 8 to 12")
-    assert report.marks(metrics[:11]) == []
+    assert report.marks(metrics[:11], {}) == []
+    solved = [record | {"rollout/accuracy": 0.95} for record in metrics]
+    assert report.marks(solved, {}) == []
 
 
 def test_the_mark_of_the_entropy_finds_the_recorded_runs_that_collapsed():
-    """As docs/metrics.md says: all that are sampled too cold or collapsed, and no other."""
+    """As docs/metrics.md says: all three of the collapsed kind, and no other."""
     found, seeds = set(), 0
     for record in lessons.read_records().values():
         entropy = record["curves"]["policy/entropy"]
-        metrics = [metric(k + 1, entropy=value) for k, value in enumerate(entropy)]
-        if report.marks(metrics):
+        pairs = zip(entropy, record["curves"]["rollout/accuracy"], strict=True)
+        metrics = [metric(k, entropy=x, accuracy=y) for k, (x, y) in enumerate(pairs, 1)]
+        if report.marks(metrics, {}):
             found.add(record["command"])
             seeds += 1
     arms = lessons.LESSONS[15].arms
-    assert found == {arms["sampled too cold"], arms["PPO, collapsed"]}
-    assert seeds == 6
+    assert found == {arms["PPO, collapsed"]} and seeds == 3
 
 
 def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):

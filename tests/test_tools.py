@@ -40,6 +40,10 @@ EOS_IDS = torch.tensor([EOS])
         ("1/3", "0.333333333333333"),
         ("123456789*1000", "123456789000"),
         ("2-3*4/(5-6)", "14"),
+        ("78.24-74.03", "4.21"),
+        ("100.1-100", "0.1"),
+        ("3*1.15-3.45", "0"),
+        ("0*-1.0", "0"),
     ],
 )
 def test_the_calculator(call, value):
@@ -49,7 +53,12 @@ def test_the_calculator(call, value):
 HOSTILE = ["9**9**9", "9<<9**9", "'a'*9999999999", "'1e999999999'", "[0]*9999999999", "(9).real"]
 HOSTILE += ["__import__('os')", "(lambda: 1)()", "1 if 1 else 2", "x", "x:=1", "1;2", "f'{1}'"]
 HOSTILE += ["", "+", "1/0", "True", "3j", "9" * 5000, "(" * 400, "-" * 100000 + "1", "1\0", "not 1"]
-HOSTILE += ["1e300*1e300", "1+1\ud800"]
+HOSTILE += [
+    "1e300*1e300",
+    "1e999",
+    "1+1\ud800",
+    "1+" * 249 + "1111",
+]  # the last would be cut to another sum
 
 
 @pytest.mark.parametrize("call", HOSTILE, ids=range(len(HOSTILE)))
@@ -67,7 +76,8 @@ def test_a_fault_of_a_tool_is_an_answer():
     }
     answers = run_tool(lambda call: found[call](), list(found))
     assert answers == [ERROR] * 3 + ["=", "=" + "ab" * (tools.MAX_CHARS // 2)]
-    assert run_tool(lambda call: call, ["x" * 10**6]) == ["=" + "x" * tools.MAX_CHARS]
+    longest = "x" * tools.MAX_CHARS
+    assert run_tool(lambda call: call, [longest, longest + "x"]) == ["=" + longest, ERROR]
     assert run_tool(calculator, []) == []
 
 

@@ -2,7 +2,8 @@
 
 A tool is a function from text to text. What it is given is written by a policy that is paid to find
 odd inputs, so `run_tool` keeps every fault of a tool inside the response: a tool that raises, takes
-too long or returns no text has answered `ERROR`, and a longer answer than MAX_CHARS is cut.
+too long or returns no text has answered `ERROR`, and so has one that is called with more than
+MAX_CHARS characters; a longer answer is cut.
 """
 
 import ast
@@ -10,6 +11,7 @@ import operator
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from fractions import Fraction
 from threading import Thread
 
 ERROR = "=error"
@@ -21,25 +23,22 @@ OPERATORS |= {ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def calculator(call: str) -> str:
-    """The value of numbers with + - * / and brackets, to 15 digits; anything else raises.
+    """The value of Python's numbers with + - * / and brackets, to 15 digits; anything else raises.
 
-    The text is parsed by Python's ast and never evaluated. There are no powers, so that the largest
-    value of MAX_CHARS characters has as many digits.
+    The text is parsed by Python's ast and never evaluated. Fractions are exact, so that 100.1-100 is
+    0.1; there are no powers, so that no value of MAX_CHARS characters takes long.
     """
 
     def value(node):
         if isinstance(node, ast.Constant):
             if type(node.value) not in (int, float):
                 raise ValueError(f"{node.value!r} is no number")
-            return node.value
+            return Fraction(repr(node.value))  # inf raises
         if isinstance(node, ast.UnaryOp):
             return OPERATORS[type(node.op)](value(node.operand))
         return OPERATORS[type(node.op)](value(node.left), value(node.right))
 
-    number = value(ast.parse(call.strip(), mode="eval").body)
-    if not abs(number) < float("inf"):
-        raise ValueError("too large")
-    return f"{number:.15g}"
+    return f"{float(value(ast.parse(call.strip(), mode='eval').body)):.15g}"
 
 
 def run_tool(tool: Callable[[str], str], calls: list[str]) -> list[str]:
@@ -52,7 +51,8 @@ def run_tool(tool: Callable[[str], str], calls: list[str]) -> list[str]:
 
     def answer(k):
         with suppress(Exception):
-            answers[k] = "=" + tool(calls[k][:MAX_CHARS])[:MAX_CHARS]
+            if len(calls[k]) <= MAX_CHARS:
+                answers[k] = "=" + tool(calls[k])[:MAX_CHARS]
 
     threads = [Thread(target=answer, args=[k], daemon=True) for k in range(len(calls))]
     deadline = time.monotonic() + SECONDS
