@@ -189,7 +189,7 @@ def compute_advantages(args, logprobs, ref_logprobs):
 
 
 def reverse_kl(logprobs, ref_logprobs):
-    """KL_t (T,) from all log-probabilities (T, V) of the student and of a teacher with V or more."""
+    """KL_t (T,) from all log-probabilities (T, V) of the student, and of a teacher, V or more."""
     return (logprobs.exp() * (logprobs - ref_logprobs[:, : logprobs.shape[1]])).sum(1)
 
 
