@@ -56,7 +56,7 @@ WORDS = {
     "rollout/score": "mean score of the judge",
     "rollout/eos_frac": "share of responses that end",
     "rollout/zero_std_frac": "share of groups with equal rewards",
-    "rollout/logprob_gap": "sampler and trainer apart by, nats a token",
+    "rollout/logprob_gap": "sampler against trainer, nats",
     "rollout/truncated_frac": "share of tokens with a cut weight",
     "policy/clip_frac": "share clipped",
     "policy/approx_kl": "KL to the old policy, nats a token",
@@ -67,7 +67,6 @@ WORDS = {
     "value/explained_var": "explained variance",
     "length/right": "characters in a right response",
     "length/wrong": "characters in a wrong response",
-    "eval/accuracy": "held out, greedy: share right",
     "tool/calls": "calls in a response",
 }
 LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "kl/response", "rollout/logprob_gap"}
@@ -279,9 +278,10 @@ LESSONS = {
             "K = 16": f"{ROUNDED} --staleness 16",
             "K = 16, not corrected": f"{ROUNDED} --staleness 16 --rollout-correction 0",
         },
-        [(STEPS, ACCURACY), (STEPS, "eval/accuracy"), (STEPS, "rollout/logprob_gap")],
+        [(STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
         {
             "sampled, first five, %": (over(ACCURACY, 1, 5, percent=True), 0),
+            "steps 11 to 15, %": (over(ACCURACY, 11, 15, percent=True), 0),
             "steps 16 to 20, %": (over(ACCURACY, 16, 20, percent=True), 0),
             "held out, step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
         },
@@ -511,9 +511,6 @@ def run_missing(numbers: list[int]) -> None:
 
 def across_and_curves(records: list[dict], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
     """Of one arm's seeds: where its points are, and the values there, (seeds, points)."""
-    if y == "eval/accuracy":
-        steps = [int(step) for step in records[0]["eval"]]
-        return np.array(steps), np.array([list(record["eval"].values()) for record in records])
     curves = np.stack([smooth(record["curves"][y]) for record in records])
     if x == STEPS:
         return np.arange(1, curves.shape[1] + 1), curves
@@ -524,7 +521,7 @@ def across_and_curves(records: list[dict], x: str, y: str) -> tuple[np.ndarray, 
 
 def draw_curve(ax, records: dict[str, list[dict]], x: str, y: str) -> None:
     for color, (arm, runs) in enumerate(records.items()):
-        if y != "eval/accuracy" and any(y not in record["curves"] for record in runs):
+        if any(y not in record["curves"] for record in runs):
             continue  # without a critic there is nothing to explain
         across, curves = across_and_curves(runs, x, y)
         if x in (STEPS, SAMPLED):
