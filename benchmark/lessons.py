@@ -27,6 +27,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import memory
 import numpy as np
 from pictures import GRAY, digest, draw_band, panels, save, smooth
 from records import FOLDER, ROOT, fill, provenance, read, read_run, spread, table
@@ -97,6 +98,13 @@ def between(first: int, last: int) -> Callable[[dict], float]:
         return 100 * float(np.mean([x for sampled, x in pairs if first < sampled <= last]))
 
     return value
+
+
+def memory_needed(record: dict) -> float:
+    """Of the record's script and rank with SmolLM2-1.7B on a GPU, in GB, as memory.py counts it."""
+    rank = {name: value for name, value in record["args"].items() if name == "lora_rank"}
+    script = "grpo_lora" if rank else "grpo"
+    return memory.count(script, memory.MODELS["SmolLM2-1.7B"], **rank)["peak"] / 1e9
 
 
 def lowest_accuracy(record: dict) -> float:
@@ -322,17 +330,18 @@ LESSONS = {
     16: Lesson(
         "Low-rank adapters",
         {
-            f"{name}, {rate}": f"{command} --num-steps 40 --learning-rate {rate}"
-            for name, command, rates in (
-                ("rank 1", "grpo_lora.py --lora-rank 1", ("3e-4", "1e-3", "3e-3")),
-                ("rank 4", "grpo_lora.py --lora-rank 4", ("3e-4", "1e-3", "3e-3")),
-                ("rank 16", "grpo_lora.py --lora-rank 16", ("3e-4", "1e-3", "3e-3")),
-                ("rank 64", "grpo_lora.py --lora-rank 64", ("3e-4", "1e-3", "3e-3")),
-                ("full", "grpo.py", ("3e-5", "1e-4", "3e-4")),
-            )
-            for rate in rates
+            f"rank {rank}, {rate}": f"grpo_lora.py --lora-rank {rank} --num-steps 40 --learning-rate {rate}"
+            for rank in (1, 4, 16, 64)
+            for rate in ("3e-4", "1e-3", "3e-3")
+        }
+        | {
+            "full, 3e-5": "grpo.py --num-steps 40 --learning-rate 3e-5",
+            "full, 1e-4": "grpo.py --num-steps 40",
+            "full, 3e-4": "grpo.py --num-steps 40 --learning-rate 3e-4",
+            "full, 1e-3": "grpo.py --num-steps 40 --learning-rate 1e-3",
         },
-        [(RATE, ACCURACY), (RATE, "kl/ref")],
+        [(RATE, ACCURACY), (RATE, "policy/entropy")],
+        {"SmolLM2-1.7B, GB": (memory_needed, 1)},
     ),
     17: Lesson(
         "VAPO's five changes",
@@ -383,7 +392,6 @@ LESSONS = {
     20: Lesson(
         "Side by side",
         {
-            "RLOO": f"rloo.py {SUMS} --beta 0",
             "GRPO": f"grpo.py {SUMS} --beta 0",
             "Dr. GRPO": f"dr_grpo.py {SUMS}",
             "process rewards": f"grpo_process.py {SUMS} --beta 0",
