@@ -1,20 +1,32 @@
 """Write the tables of README.md and variants/README.md from the records: python benchmark/readme.py
 
 Reads benchmark/records/bundled.jsonl, bundled-sums.jsonl and variants.jsonl (of bundled.py), trl-learn.jsonl, of which
-it draws the picture, and trl-cpu.txt (of compare_trl.py). README's other pictures are of lessons.py. The tables stand
+it draws the picture, and trl-cpu.txt (of compare_trl.py). README's first picture is of three lessons. The tables stand
 between <!-- name --> and <!-- end name -->; tests/test_docs.py says that they, and the pictures, are those of the
 records.
 """
 
 import re
 
+import lessons
 import numpy as np
 from learn_trl import draw as draw_learning
 from learn_trl import to_reach
-from pictures import WINDOW
+from pictures import WINDOW, digest, panels, save
 from records import FOLDER, ROOT, fill, read, spread, table
 
-PICTURES = {name: FOLDER / f"{name}.svg" for name in ("trl-learn",)}
+PICTURES = {name: FOLDER / f"{name}.svg" for name in ("apart", "trl-learn")}
+# The first picture: of these lessons these arms, against the responses sampled.
+APART = [
+    ("grpo.py: a rollout used mu times", 2, ("mu = 1", "mu = 2", "mu = 4"), lessons.ACCURACY),
+    (
+        "distill.py: a teacher",
+        18,
+        ("distilled, 16", "GRPO, 16"),
+        lessons.ACCURACY,
+    ),
+    ("grpo_tools.py: a tool", 19, ("a call is free", "a call costs 0.1"), "tool/calls"),
+]
 WORKLOADS = {
     "W1": "assets/adder, 16 x 8 samples of at most 32 tokens",
     "W2": "a 260 K story model, 16 x 8 samples of 5 to 384 tokens",
@@ -23,6 +35,10 @@ WORKLOADS = {
 
 
 def records_of(name: str) -> list[dict]:
+    if name == "apart":
+        return [
+            run for _, k, arms, _ in APART for arm in arms for run in lessons.records_of(k)[arm]
+        ]
     return read(FOLDER / f"{name}.jsonl")
 
 
@@ -113,10 +129,22 @@ TABLES = {
 }
 
 
+def draw_apart() -> None:
+    figure, axes = panels(1, len(APART), figsize=(12, 4.4))
+    for ax, (title, number, arms, metric) in zip(axes.flat, APART, strict=True):
+        records = lessons.records_of(number)
+        lessons.draw_curve(ax, {arm: records[arm] for arm in arms}, lessons.SAMPLED, metric)
+        lessons.name_axes(ax, lessons.SAMPLED, metric)
+        ax.set_title(title, fontsize=12)
+        ax.legend(fontsize=11)
+    save(figure, PICTURES["apart"], digest(records_of("apart")))
+
+
 def main() -> None:
     for name, make in TABLES.items():
         fill(ROOT / "README.md", name, make())
     fill(ROOT / "variants" / "README.md", "variants", variants_table())
+    draw_apart()
     draw_learning(records_of("trl-learn"))
 
 
