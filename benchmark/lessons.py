@@ -549,7 +549,10 @@ def draw_rates(ax, records: dict[str, list[dict]], y: str) -> None:
         ends = np.array([values for _, values in points]).T  # (seeds, rates)
         draw_band(ax, rates, ends, f"C{color}", name)
         ax.plot(rates, ends.mean(0), color=f"C{color}", marker="o", linewidth=0)
+    rates = sorted({rate for points in lines.values() for rate, _ in points})
     ax.set_xscale("log")
+    ax.set_xticks(rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
+    ax.minorticks_off()
 
 
 def draw_advantages(ax, records: dict[str, list[dict]]) -> None:
@@ -577,7 +580,8 @@ def name_axes(ax, x: str, y: str) -> None:
     for axis, name in ((ax.xaxis, x), (ax.yaxis, y)):
         axis.set_label_text(WORDS.get(name, name) + (f"\n{name}" if "/" in name else ""))
         axis.label.set_linespacing(1.3)
-    ax.set_xscale("log" if x in LOGARITHMIC | {RATE} else "linear")
+    if x != RATE:
+        ax.set_xscale("log" if x in LOGARITHMIC else "linear")
     ax.set_yscale("log" if y in LOGARITHMIC else "linear")
     if y == "value/explained_var":  # without a lower bound, where all is lost
         ax.set_ylim(bottom=max(-0.5, ax.get_ylim()[0]))
@@ -598,6 +602,8 @@ def draw_panels(number: int):
     """A panel for each pair of axes, a line in it for each arm."""
     lesson, records = LESSONS[number], records_of(number)
     chosen = {arm: runs for arm, runs in records.items() if arm in (lesson.drawn or lesson.arms)}
+    if (RATE, ACCURACY) in lesson.panels:  # the rate is an axis, and no part of a name
+        chosen = {arm.split(",")[0]: runs for arm, runs in chosen.items()}
     figure, axes = panels(1, len(lesson.panels), figsize=(12, 4.4))
     for ax, (x, y) in zip(axes.flat, lesson.panels, strict=True):
         if x == "advantages":

@@ -16,16 +16,27 @@ from pictures import WINDOW, digest, panels, save
 from records import FOLDER, ROOT, fill, read, spread, table
 
 PICTURES = {name: FOLDER / f"{name}.svg" for name in ("apart", "trl-learn")}
-# The first picture: of these lessons these arms, against the responses sampled.
+# The first picture: of these lessons these arms, as (x, y).
+RATES = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")
 APART = [
-    ("grpo.py: a rollout used mu times", 2, ("mu = 1", "mu = 2", "mu = 4"), lessons.ACCURACY),
+    (
+        "grpo_lora.py: adapters",
+        16,
+        [f"{name}, {rate}" for name in ("rank 1", "rank 64", "full") for rate in RATES],
+        (lessons.RATE, lessons.ACCURACY),
+    ),
     (
         "distill.py: a teacher",
         18,
-        ("distilled, 16", "GRPO, 16"),
-        lessons.ACCURACY,
+        ["distilled, 16", "GRPO, 16"],
+        (lessons.SAMPLED, lessons.ACCURACY),
     ),
-    ("grpo_tools.py: a tool", 19, ("a call is free", "a call costs 0.1"), "tool/calls"),
+    (
+        "grpo_tools.py: a tool",
+        19,
+        ["a call is free", "a call costs 0.1"],
+        (lessons.SAMPLED, "tool/calls"),
+    ),
 ]
 WORKLOADS = {
     "W1": "assets/adder, 16 x 8 samples of at most 32 tokens",
@@ -34,11 +45,14 @@ WORKLOADS = {
 }
 
 
+def chosen_records(number: int, arms: list[str]) -> dict[str, list[dict]]:
+    return {arm: runs for arm, runs in lessons.records_of(number).items() if arm in arms}
+
+
 def records_of(name: str) -> list[dict]:
     if name == "apart":
-        return [
-            run for _, k, arms, _ in APART for arm in arms for run in lessons.records_of(k)[arm]
-        ]
+        chosen = [chosen_records(number, arms) for _, number, arms, _ in APART]
+        return [run for records in chosen for runs in records.values() for run in runs]
     return read(FOLDER / f"{name}.jsonl")
 
 
@@ -131,10 +145,12 @@ TABLES = {
 
 def draw_apart() -> None:
     figure, axes = panels(1, len(APART), figsize=(12, 4.4))
-    for ax, (title, number, arms, metric) in zip(axes.flat, APART, strict=True):
-        records = lessons.records_of(number)
-        lessons.draw_curve(ax, {arm: records[arm] for arm in arms}, lessons.SAMPLED, metric)
-        lessons.name_axes(ax, lessons.SAMPLED, metric)
+    for ax, (title, number, arms, (x, y)) in zip(axes.flat, APART, strict=True):
+        if x == lessons.RATE:
+            lessons.draw_rates(ax, chosen_records(number, arms), y)
+        else:
+            lessons.draw_curve(ax, chosen_records(number, arms), x, y)
+        lessons.name_axes(ax, x, y)
         ax.set_title(title, fontsize=12)
         ax.legend(fontsize=11)
     save(figure, PICTURES["apart"], digest(records_of("apart")))
