@@ -396,9 +396,12 @@ LESSONS = {
             "Dr. GRPO": f"dr_grpo.py {SUMS}",
             "process rewards": f"grpo_process.py {SUMS} --beta 0",
             "LoRA, rank 16": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", "5e-4"),
+            "LoRA, rank 1": f"grpo_lora.py {SUMS} --beta 0 --lora-rank 1".replace("5e-5", "5e-4"),
+            "GRPO, 1.5e-4": f"grpo.py {SUMS} --beta 0".replace("5e-5", "1.5e-4"),
         },
         [(SAMPLED, ACCURACY)],
         {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)},
+        drawn=("GRPO", "Dr. GRPO", "process rewards", "LoRA, rank 16", "GRPO, 1.5e-4"),
     ),
     21: Lesson(
         "A rounded sampler",
