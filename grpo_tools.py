@@ -18,7 +18,8 @@ Parent: grpo.py. Differences: (1) respond samples turn by turn, and prefills aga
 was sampled is never decoded and tokenized again, since other ids can have the same text; (2) two
 masks: context_mask is what attention sees, response_mask, a part of it, what the policy wrote,
 which alone counts; (3) TOOL, beside REWARDS: text in, text out, and at most --max-calls
-answers in a response; (4) --tool-cost is taken from the reward for each.
+answers in a response; (4) --tool-cost is taken from the reward for each; (5) the bundled student,
+which has only to call, learns at twice the rate.
 
 Departures: Search-R1's tool is a search engine, this one calculates; without a <calc> before it a
 </calc> ends a call of all that the turn wrote. And those of grpo.py.

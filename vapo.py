@@ -416,10 +416,10 @@ def main(args: Args) -> dict:
         token_rewards = terminal_rewards(seq_rewards, response_mask)  # (N, R)
         if args.whiten_rewards:
             token_rewards = whiten(token_rewards, response_mask, shift_mean=False)  # (N, R)
-        inputs = token_rewards, old_values, response_mask
-        policy_lambda = adaptive_lambda(args, response_mask)  # (N,)
-        advantages, _ = compute_gae(args, *inputs, policy_lambda)  # (N, R), Decoupled GAE
-        zeros = torch.zeros_like(old_values)  # (N, R): the returns are free of the values' rounding
+        # Decoupled GAE. The returns are those of values of 0, and so free of the values' rounding.
+        lam = adaptive_lambda(args, response_mask)  # (N,)
+        advantages, _ = compute_gae(args, token_rewards, old_values, response_mask, lam)  # (N, R)
+        zeros = torch.zeros_like(old_values)  # (N, R)
         returns, _ = compute_gae(args, token_rewards, zeros, response_mask, 1.0)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
 
@@ -478,7 +478,7 @@ def main(args: Args) -> dict:
             "accuracy": is_right,
             "response_len": rollout.response_mask.sum(1),
             "eos_frac": ended,
-            "lambda": policy_lambda,
+            "lambda": lam,
             "logprob_gap": gap,
             **scores,
             "zero_std_frac": (rewards == rewards[0, 0]).all(),

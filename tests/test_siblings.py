@@ -26,7 +26,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "grpo_multigpu": 7690,
     "grpo_lora": 7230,
     "distill": 6973,
-    "vapo": 8241,
+    "vapo": 8237,
     "grpo_tools": 7580,
 }
 
