@@ -207,10 +207,10 @@ def compute_advantages(args, rewards):
 
 
 def minibatches(args, sequences):
-    """The sequences of each update, of all of a step (N,): shuffled, and cut into equal shares."""
+    """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
     for _ in range(args.num_iterations):  # mu in Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
-        yield from shuffled.tensor_split(min(args.num_minibatches, len(sequences)))
+        yield from shuffled.tensor_split(args.num_minibatches)
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
@@ -369,11 +369,8 @@ def main(args: Args) -> dict:
                     "finite; lower it"
                 )
             totals.update(grad_norm=grad_norm, skipped=skipped_in_a_row > 0)
-            totals["updates"] += num_tokens > 0
             scheduler.step()
             optimizer.zero_grad()
-        while scheduler.last_epoch < step * num_updates:  # goes by steps, however few the updates
-            scheduler.step()
         sampler.load_state_dict(model.state_dict())  # in place; on a GPU it is rounded to bf16
         totals = {name: float(total) for name, total in totals.items()}  # waits for the device
         update_seconds = time.perf_counter() - start_time - rollout_seconds
@@ -384,8 +381,7 @@ def main(args: Args) -> dict:
         state["tokens"] += num_sampled
         gap = (old_logprobs - rollout.sampled_logprobs)[sequences].abs()
         gap = gap[rollout.response_mask[sequences]]  # (tokens,)
-        updates = max(1, totals["updates"])  # 0 if all responses were filtered out
-        totals["tokens"] = max(1, totals["tokens"])
+        totals["tokens"] = max(1, totals["tokens"])  # 0 if all responses were filtered out
         means = {
             "reward_mean": rewards,
             "accuracy": torch.tensor(apply_reward(accuracy_reward, *given)),
@@ -402,8 +398,8 @@ def main(args: Args) -> dict:
             **state,
             **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
             **{name: totals[name] / totals["tokens"] for name in stats if name != "tokens"},
-            "policy/loss": totals["loss"] / updates,
-            "optim/grad_norm": totals["grad_norm"] / updates,
+            "policy/loss": totals["loss"] / num_updates,
+            "optim/grad_norm": totals["grad_norm"] / num_updates,
             "optim/lr": lr,
             "optim/skipped": totals["skipped"],
             "time/update_s": update_seconds,
@@ -731,8 +727,7 @@ def batches(args, size):
 
 def fingerprint(examples, saved):
     """A hash of the problems; a resumed run says if they are not those that it began with."""
-    texts = repr([(example["prompt"], example["answer"]) for example in examples])
-    digest = hashlib.sha256(texts.encode()).hexdigest()
+    digest = hashlib.sha256(repr(examples).encode()).hexdigest()
     if saved and saved.get("problems") != digest:
         print("warning: the problems are others now; samples.jsonl has those of before")
     return digest
@@ -798,12 +793,6 @@ def resolve(args):
             fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     if args.overlong_cache >= args.max_new_tokens:
         print(f"warning: --overlong-cache {args.overlong_cache} punishes every response: lower it")
-    N = args.num_prompts * args.num_generations
-    if N % args.num_minibatches:
-        fail(
-            f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x "
-            f"--num-generations, which is {N}"
-        )
     if len({f.__name__ for f in REWARDS}) < len(REWARDS):
         fail("REWARDS: two have one name, under which they are logged; name them apart")
     run_name = args.run_name or (
@@ -876,9 +865,9 @@ def find_eos_ids(model, tokenizer):
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
         rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-        rest = "".join(rendered.split("answer")[1:]).strip()  # what a turn is ended with
-        first = tokenizer(rest, add_special_tokens=False).input_ids[:1]
-        ids |= set(first) & set(tokenizer.added_tokens_decoder)
+        end = rendered.rpartition("answer")[2].strip()  # what a turn is ended with
+        first = tokenizer(end, add_special_tokens=False).input_ids[:1]
+        ids |= {*first} & {*tokenizer.added_tokens_decoder}
     if ids == {None}:
         raise ValueError("neither its tokenizer nor its generation config has an EOS token")
     return sorted(ids - {None})

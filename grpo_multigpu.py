@@ -205,10 +205,10 @@ def compute_advantages(args, rewards):
 
 
 def minibatches(args, sequences):
-    """The sequences of each update, of all of a step (N,): shuffled, and cut into equal shares."""
+    """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
     for _ in range(args.num_iterations):  # mu in Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
-        yield from shuffled.chunk(args.num_minibatches)
+        yield from shuffled.tensor_split(args.num_minibatches)
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
@@ -769,8 +769,7 @@ def batches(args, size):
 
 def fingerprint(examples, saved):
     """A hash of the problems; a resumed run says if they are not those that it began with."""
-    texts = repr([(example["prompt"], example["answer"]) for example in examples])
-    digest = hashlib.sha256(texts.encode()).hexdigest()
+    digest = hashlib.sha256(repr(examples).encode()).hexdigest()
     if saved and saved.get("problems") != digest:
         print("warning: the problems are others now; samples.jsonl has those of before")
     return digest
@@ -839,12 +838,6 @@ def resolve(args):
         high = HIGHEST.get(name, 2**32)
         if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
             fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
-    N = args.num_prompts * args.num_generations
-    if N % args.num_minibatches:
-        fail(
-            f"--num-minibatches {args.num_minibatches}: must divide --num-prompts x "
-            f"--num-generations, which is {N}"
-        )
     if len({f.__name__ for f in REWARDS}) < len(REWARDS):
         fail("REWARDS: two have one name, under which they are logged; name them apart")
     run_name = args.run_name or (
@@ -935,9 +928,9 @@ def find_eos_ids(model, tokenizer):
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
         rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-        rest = "".join(rendered.split("answer")[1:]).strip()  # what a turn is ended with
-        first = tokenizer(rest, add_special_tokens=False).input_ids[:1]
-        ids |= set(first) & set(tokenizer.added_tokens_decoder)
+        end = rendered.rpartition("answer")[2].strip()  # what a turn is ended with
+        first = tokenizer(end, add_special_tokens=False).input_ids[:1]
+        ids |= {*first} & {*tokenizer.added_tokens_decoder}
     if ids == {None}:
         raise ValueError("neither its tokenizer nor its generation config has an EOS token")
     return sorted(ids - {None})

@@ -622,6 +622,15 @@ def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
     assert gradients[dapo] == pytest.approx((-1 / 5, -1 / 5))
 
 
+@pytest.mark.scripts("grpo", "reinforce_baseline")
+@pytest.mark.parametrize(("count", "sizes"), [(1, [7]), (3, [3, 2, 2]), (9, [1] * 7 + [0, 0])])
+def test_minibatches_are_even_shares_of_what_was_sampled(script, count, sizes):
+    sequences = torch.arange(10, 17)
+    shares = list(script.minibatches(make_args(script, num_minibatches=count), sequences))
+    assert [len(share) for share in shares] == sizes
+    assert sorted(torch.cat(shares).tolist()) == sequences.tolist()
+
+
 def test_slices_add_up_to_the_minibatch(script):
     # The memory knob cuts a minibatch into slices; loss, gradient and sums must not notice.
     logprobs, old, ref, advantages, mask = ragged_batch(3)

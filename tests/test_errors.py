@@ -159,14 +159,6 @@ def test_the_bounds_themselves_are_allowed(script, refuse, end):
     refuse(script, "error: --model ./nowhere", **given, model="./nowhere")
 
 
-def test_minibatches_that_do_not_divide(script, refuse):
-    refuse(
-        script,
-        "--num-minibatches 3: must divide --num-prompts x --num-generations, which is 4",
-        num_minibatches=3,
-    )
-
-
 def test_kl_target_without_a_coefficient_to_adapt(refuse):
     refuse(ppo_rlhf, "--kl-target 2.0: needs a --beta above 0", kl_target=2.0, beta=0.0)
 
