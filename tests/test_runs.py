@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MANY_UPDATES = dict(
@@ -410,9 +410,7 @@ def server():
             os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
         )
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            [__name__, *SCRIPTS, "transformers.models.llama.modeling_llama"]
-        )
+        context.set_forkserver_preload([__name__, "preload"])
         multiprocessing.forkserver.ensure_running()
     return context
 
