@@ -853,9 +853,10 @@ def resolve(args):
 def connect(args, test_data):
     """Connect the processes: this one's rank, their number, and the mesh that they are."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if args.num_prompts % world or len(test_data) < world:
+    N = args.num_prompts * args.num_generations
+    if args.num_prompts % world or len(test_data) < world or args.num_minibatches > N:
         what = f"must be a multiple of {world} (processes), --eval-size at least that"
-        fail(f"--num-prompts {args.num_prompts}: {what}")
+        fail(f"--num-prompts {args.num_prompts}: {what}, --num-minibatches at most {N}")
     on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     # Tensors go over NCCL, objects over gloo; the others wait while rank 0 saves, or asks a judge.
     on_gpus = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"

@@ -23,7 +23,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "remax": 6816,
     "grpo_offpolicy": 7015,
     "grpo_process": 7436,
-    "grpo_multigpu": 7644,
+    "grpo_multigpu": 7659,
     "grpo_lora": 7184,
     "distill": 6927,
     "vapo": 8191,
@@ -176,7 +176,7 @@ PAIRS = {
         },
     ),
     ("grpo_multigpu", "grpo"): (
-        154,
+        155,
         {
             "header": "torch's distributed engine",
             "WHOLE": "a checkpoint that does not depend on the number of processes",
