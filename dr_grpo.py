@@ -374,7 +374,7 @@ def main(args: Args) -> dict:
         metrics = {
             **state,
             **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
-            **{name: totals[name] / totals["tokens"] for name in stats if name != "tokens"},
+            **{name: totals[name] / totals["tokens"] for name in totals if "/" in name},
             "policy/loss": totals["loss"] / num_updates,
             "optim/grad_norm": totals["grad_norm"] / num_updates,
             "optim/lr": lr,

@@ -395,7 +395,7 @@ def main(args: Args) -> dict:
             "tool/calls": calls.float().mean().item(),
             "tool/error_frac": errors / max(1, int(calls.sum())),
             "tool/call_accuracy": means["accuracy"][calls.cpu() > 0].mean().item(),
-            **{name: totals[name] / totals["tokens"] for name in stats if name != "tokens"},
+            **{name: totals[name] / totals["tokens"] for name in totals if "/" in name},
             "policy/loss": totals["loss"] / num_updates,
             "optim/grad_norm": totals["grad_norm"] / num_updates,
             "optim/lr": lr,

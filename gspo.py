@@ -376,8 +376,8 @@ def main(args: Args) -> dict:
         metrics = {
             **state,
             **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
-            **{name: totals[name] / totals["tokens"] for name in stats if "/" in name},
-            **{name: totals[name] / totals["sequences"] for name in stats if "clip" in name},
+            **{name: totals[name] / totals["tokens"] for name in totals if "/" in name},
+            **{name: totals[name] / totals["sequences"] for name in totals if "clip" in name},
             "policy/loss": totals["loss"] / num_updates,
             "optim/grad_norm": totals["grad_norm"] / num_updates,
             "optim/lr": lr,

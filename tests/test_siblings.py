@@ -137,7 +137,7 @@ PAIRS = {
         },
     ),
     ("gspo", "grpo"): (
-        31,
+        29,
         {
             "RECIPES": "no KL by default",
             "HIGHEST": "two bounds of the ratio",
