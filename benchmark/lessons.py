@@ -413,6 +413,21 @@ LESSONS = {
         [(STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
         {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
     ),
+    22: Lesson(
+        "Low-rank adapters, fifty tokens",
+        {
+            f"rank {rank}, {rate}": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", rate)
+            + (f" --lora-rank {rank}" if rank != 16 else "")
+            for rank in (1, 4, 16, 64)
+            for rate in ("1.5e-4", "5e-4", "1.5e-3")
+        }
+        | {
+            f"full, {rate}": f"grpo.py {SUMS} --beta 0".replace("5e-5", rate)
+            for rate in ("5e-5", "1.5e-4", "5e-4")
+        },
+        [(RATE, ACCURACY), (RATE, "policy/entropy")],
+        {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)},
+    ),
 }
 
 
