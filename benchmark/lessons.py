@@ -569,7 +569,8 @@ def draw_rates(ax, records: dict[str, list[dict]], y: str) -> None:
         ax.plot(rates, ends.mean(0), color=f"C{color}", marker="o", linewidth=0)
     rates = sorted({rate for points in lines.values() for rate, _ in points})
     ax.set_xscale("log")
-    ax.set_xticks(rates, [f"{rate:.0e}".replace("e-0", "e-") for rate in rates])
+    names = [f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-") for rate in rates]
+    ax.set_xticks(rates, names)
     ax.minorticks_off()
 
 
