@@ -49,6 +49,7 @@ import time
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -69,6 +70,7 @@ from utils.masking import masked_sum  # copy utils/ along with this file
 from utils.rewards import (
     accuracy_reward,
     apply_reward,
+    cell_messages,
     cell_text,
     describe,
     format_reward,
@@ -443,8 +445,9 @@ def main(args: Args) -> dict:
             )
             raise SystemExit(128 + stop[0])
 
-    model.save_pretrained(run_dir / "model")
-    tokenizer.save_pretrained(run_dir / "model")
+    with one_line(run_dir / "model"):
+        model.save_pretrained(run_dir / "model")
+        tokenizer.save_pretrained(run_dir / "model")
     wandb.finish()
     print(
         f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in "
@@ -657,14 +660,14 @@ def load_data(args, tokenizer, split):
     flag, source = "--dataset", args.dataset
     if split == "test" and args.eval_dataset is not None:
         flag, source = "--eval-dataset", args.eval_dataset
-    path = Path(source).resolve()
+    path = Path(source).absolute()  # a link to a file may have another suffix
     examples = []
     with one_line(
-        f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
+        f"{flag} {source} ({split}), found here: {os.path.exists(path)}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"):
-            splits = datasets.load_dataset(str(path.parent), data_files=path.name)
+            splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder or a hub data set
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
@@ -673,11 +676,12 @@ def load_data(args, tokenizer, split):
             splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
         rows = splits[split] if split in splits else splits["train"]
         rows.select_columns([args.question_column, args.answer_column])  # they are there
+        if rows.info.builder_name == "csv" and "__index_level_0__" in rows.column_names:
+            raise ValueError("a row has more values than the header; quote those with a comma")
         for row in rows:
-            messages, answer = row[args.question_column], cell_text(row[args.answer_column])
-            if not isinstance(messages, list):
-                messages = [{"role": "user", "content": cell_text(messages)}]
-            if not messages[-1]["content"].strip() or gold_number(answer) is None:
+            messages = cell_messages(row[args.question_column])
+            answer = cell_text(row[args.answer_column])
+            if not messages or gold_number(answer) is None:
                 continue
             prompt = render(args, tokenizer, messages)
             # A chat template writes the BOS token itself: special tokens would double it.
@@ -762,6 +766,7 @@ def print_safely():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
         stream.write = write
+        stream.reconfigure(errors="backslashreplace")  # what a terminal has no sign for
 
 
 def resolve(args):
@@ -780,11 +785,11 @@ def resolve(args):
             return Args(**saved["args"]), run_dir, saved
 
     args = replace(args)  # a copy
-    bundled = Path(args.model).resolve() == Path(Args.model)
+    bundled = Path(args.model).resolve() == Path(Args.model).resolve()
     for name, (for_any_model, for_the_bundled) in RECIPES.items():
         if getattr(args, name) is None:
             setattr(args, name, for_the_bundled if bundled else for_any_model)
-    if "/" not in args.model and not Path(args.model).exists():
+    if "/" not in args.model and not os.path.exists(args.model):
         args.model = f"HuggingFaceTB/{args.model}"
     for name, value in vars(args).items():
         low = LOWEST.get(name, 1 if type(value) is int else 1e-12)
@@ -793,23 +798,28 @@ def resolve(args):
             fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     if args.overlong_cache >= args.max_new_tokens:
         print(f"warning: --overlong-cache {args.overlong_cache} punishes every response: lower it")
-    if len({f.__name__ for f in REWARDS}) < len(REWARDS):
-        fail("REWARDS: two have one name, under which they are logged; name them apart")
+    N = args.num_prompts * args.num_generations
+    if args.num_minibatches > N:
+        fail(f"--num-minibatches {args.num_minibatches}: more than the {N} sequences of a step")
+    if len({f.__name__ for f in REWARDS}) != max(1, len(REWARDS)):
+        fail("REWARDS: none, or two of one name, under which they are logged; name them apart")
     run_name = args.run_name or (
         f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
         f"-{secrets.token_hex(3)}"
     )
     run_dir = Path(args.runs_dir, run_name)
-    if (run_dir / "checkpoint.pt").exists():
+    if os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"--run-name {run_name}: exists; take another name, or go on with --resume {run_dir}")
     return args, run_dir, None
 
 
 def load_config(args, flag, source):
     """A model's configuration, into whose context prompt and response fit, and its tokenizer."""
-    with one_line(f"{flag} {source}, found here: {Path(source).exists()}"):
+    with one_line(f"{flag} {source}, found here: {os.path.exists(source)}"):
         config = AutoConfig.from_pretrained(source)
         tokenizer = AutoTokenizer.from_pretrained(source)
+    if len(tokenizer) > config.get_text_config().vocab_size:
+        fail(f"{flag} {source}: its tokenizer has {len(tokenizer)} tokens, more than the model")
     for name, value in vars(config).items():
         if isinstance(value, float) and ("drop" in name or "jitter" in name):
             setattr(config, name, 0.0)  # no dropout in RL: with it even the first ratio is not 1
@@ -884,22 +894,23 @@ def open_run(args, run_dir, saved, model):
         logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in names]
         fcntl.flock(logs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
         for name, log in zip(names, logs, strict=True):
-            size = saved["log_sizes"][name] if saved else 0
+            size = saved["log_sizes"].get(name, 0) if saved else 0
             log.truncate(min(size, log.tell()))  # what came after it will be logged again
-    if not saved:
-        (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
-        packages = (torch, transformers, datasets, tyro, wandb)
-        versions = {package.__name__: package.__version__ for package in packages}
-        content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
-        (run_dir / "args.json").write_text(json.dumps(content, indent=2))
+        if not saved:
+            (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
+            packages = (torch, transformers, datasets, tyro, wandb)
+            versions = {package.__name__: package.__version__ for package in packages}
+            content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
+            (run_dir / "args.json").write_text(json.dumps(content, indent=2))
     if args.track:
         run_id = json.loads((run_dir / "args.json").read_text())["id"]
         options = dict(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
-        try:
-            wandb.init(**options)
-        except wandb.Error:  # no network, or no key
-            wandb.teardown()
-            wandb.init(mode="offline", **options)
+        with one_line("--track"):
+            try:
+                wandb.init(**options)
+            except wandb.Error:  # no network, or no key
+                wandb.teardown()
+                wandb.init(mode="offline", **options)
     print(
         f"{SCRIPT.name} on {model.device}: {args.model}, "
         f"{model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}"

@@ -159,6 +159,11 @@ def test_the_bounds_themselves_are_allowed(script, refuse, end):
     refuse(script, "error: --model ./nowhere", **given, model="./nowhere")
 
 
+@pytest.mark.scripts("grpo")
+def test_more_minibatches_than_sequences(script, refuse):
+    refuse(script, "--num-minibatches 5: more than the 4 sequences of a step", num_minibatches=5)
+
+
 def test_kl_target_without_a_coefficient_to_adapt(refuse):
     refuse(ppo_rlhf, "--kl-target 2.0: needs a --beta above 0", kl_target=2.0, beta=0.0)
 
@@ -403,6 +408,16 @@ def test_no_token_that_ends_a_text(script, refuse, copy_model, data):
     refuse(script, f"--model {folder}", "EOS token", model=str(folder), dataset=data, **OTHER_MODEL)
 
 
+def test_a_tokenizer_larger_than_the_model(reader, refuse, copy_model, data):
+    folder = copy_model()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    size = transformers.AutoConfig.from_pretrained(folder).vocab_size
+    tokenizer.add_tokens([f"<{k}>" for k in range(1 + size - len(tokenizer))])
+    tokenizer.save_pretrained(folder)
+    words = f"--model {folder}", f"{size + 1} tokens", "more than the model"
+    refuse(reader, *words, model=str(folder), dataset=data, **OTHER_MODEL)
+
+
 @pytest.mark.scripts("grpo")
 def test_a_broken_chat_template(script, refuse, copy_model, data):
     folder = copy_model()
@@ -482,6 +497,32 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
     ("answers.jsonl", GOOD.replace('"3"', '["3", "three"]') * 20, {}, ["train data has 0"]),
     ("bool.jsonl", GOOD.replace('"3"', "true") * 20, {}, ["train data has 0"]),
     ("blank.jsonl", GOOD.replace("1+2=", " \\n ") * 20, {}, ["train data has 0"]),
+    ("no_chat.jsonl", GOOD.replace('"1+2="', "[]") * 20, {}, ["train data has 0"]),
+    # pandas takes the first column for the rows' names, and so each value for that of the next column.
+    ("comma.csv", "question,answer\n600+634=,1,234\n1+2=,3,4\n", {}, ["more values than"]),
+    ("empty_end.csv", "question,answer\n1+2=,3,\n2+2=,4,\n", {}, ["more values than"]),
+    # The answer would stand in the prompt.
+    (
+        "chat.jsonl",
+        jsonl(
+            [{"question": [dict(role="user", content="1+2="), dict(role="assistant", content="3")]}]
+        ).replace("]}", '], "answer": "3"}')
+        * 20,
+        {},
+        ["the last message is the assistant's"],
+    ),
+    (
+        "other_chat.jsonl",
+        GOOD.replace('"1+2="', '[{"from": "human", "value": "1+2="}]') * 20,
+        {},
+        ["messages need a role and a content", "'from': 'human'"],
+    ),
+    (
+        "null_chat.jsonl",
+        GOOD.replace('"1+2="', '[{"role": "user", "content": null}]') * 20,
+        {},
+        ["messages need a role and a content"],
+    ),
 ]
 
 
@@ -619,6 +660,8 @@ def test_a_runs_folder_that_cannot_be_written(script, refuse, tmp_path, data):
 def test_two_rewards_of_one_name(script, refuse, monkeypatch, data):
     monkeypatch.setattr(script, "REWARDS", [lambda completions: [0], lambda answers: [0]])
     refuse(script, "REWARDS", "one name", dataset=data)
+    monkeypatch.setattr(script, "REWARDS", [])
+    refuse(script, "REWARDS: none", dataset=data)
 
 
 class Unsafe:  # a pickle that runs code when it is read
@@ -742,6 +785,24 @@ def test_byte_order_mark(script, load, tmp_path, suffix):
     write(path, ROWS)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert load(script, path.name) == [pairs(ROWS[:36]), pairs(ROWS[36:])]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_path_is_the_file_that_it_names(script, load, tmp_path):
+    """Be it written like a pattern, beside a file that fits it, or a link to a file with no suffix, as in caches."""
+    (tmp_path / "a1.jsonl").write_text(GOOD * 20)
+    (tmp_path / "a[1].jsonl").write_text(jsonl(ROWS))
+    assert load(script, "a[1].jsonl") == [pairs(ROWS[:36]), pairs(ROWS[36:])]
+    (tmp_path / "blob").write_text(jsonl(ROWS))
+    (tmp_path / "link.jsonl").symlink_to("blob")
+    assert load(script, "link.jsonl") == [pairs(ROWS[:36]), pairs(ROWS[36:])]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_parquet_file_may_name_its_rows(script, load, tmp_path):
+    """As pandas writes one after a selection of rows; in a .csv file such a column is a sign of shifted values."""
+    write(tmp_path / "rows.parquet", [row | {"__index_level_0__": k} for k, row in enumerate(ROWS)])
+    assert load(script, "rows.parquet") == [pairs(ROWS[:36]), pairs(ROWS[36:])]
 
 
 @pytest.mark.scripts("grpo")

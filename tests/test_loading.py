@@ -161,6 +161,16 @@ def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
         assert args.system_prompt == "" and args.dataset == str(ROOT / "assets" / "addition")
 
 
+@pytest.mark.scripts("grpo")
+def test_bundled_recipe_behind_a_link(script, tmp_path, monkeypatch):
+    """A copied script may find its assets through a link."""
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    monkeypatch.setattr(script.Args, "model", str(tmp_path / "assets" / "adder"))
+    given = script.Args(model=script.Args.model, runs_dir=str(tmp_path))
+    args, _, _ = script.resolve(given)
+    assert args.max_new_tokens == script.RECIPES["max_new_tokens"][1]
+
+
 @NO_TEACHER
 def test_other_recipe(script, start, tmp_path, monkeypatch):
     """A folder is taken for itself, with or without a "/" in its name, and even if it is a copy of the bundled one."""

@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -296,10 +297,13 @@ BAD_VALUES = [
     ["a", "b"],
     [1.0, None],
     [1.0, float("nan")],
+    [1.0, 1e19],  # its square is inf in 32 bits
+    [1.0, 10**400],
+    torch.tensor([[[1.0, 2.0], [3.0, 4.0]]] * 3),  # whose text has several lines
 ]
 
 
-@pytest.mark.parametrize("values", BAD_VALUES, ids=str)
+@pytest.mark.parametrize("values", BAD_VALUES)
 def test_a_reward_that_does_not_give_a_number_each_is_named(values, capsys):
     def strange(completions, answers):
         return values
@@ -309,6 +313,17 @@ def test_a_reward_that_does_not_give_a_number_each_is_named(values, capsys):
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.startswith("error: the reward strange must return 2 ")
     assert error.count("\n") == 1
+
+
+def test_a_reward_that_asks_for_a_column_that_is_not_there(capsys):
+    def strange(completions, tests, difficulty=1, **rest):
+        return [0.0 for _ in completions]
+
+    with pytest.raises(SystemExit) as stop:
+        apply_reward(strange, examples("a", "b"), ["", ""])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert error.startswith("error: the reward strange asks for tests, and there are answers, ")
 
 
 def test_a_fault_in_a_reward_keeps_its_traceback():

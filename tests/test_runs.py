@@ -565,24 +565,30 @@ def test_a_process_that_nohup_has_started_outlives_its_terminal(run, watch):
 
 
 def test_a_closed_pipe_ends_no_run(data, tmp_path):
-    """As with | tee log, which Ctrl-C ends before the script: what it prints is lost, and nothing else."""
+    """As with | tee log, which Ctrl-C ends before the script: what it prints is lost, and nothing else. Nor does a
+    letter that the terminal does not know."""
     fields = dict(num_steps=30, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4)
-    fields |= dict(eval_every=0, dataset=data, runs_dir=tmp_path, run_name="run")
+    fields |= dict(eval_every=0, dataset=data, runs_dir=tmp_path, run_name="rün")
     flags = [
         x for name, value in fields.items() for x in (f"--{name}".replace("_", "-"), str(value))
     ]
     process = subprocess.Popen(
-        [sys.executable, ROOT / "grpo.py", *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, ROOT / "grpo.py", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
     )
     assert b"train data" in process.stdout.readline()  # as soon as it is printed
+    while b"r\\xfcn" not in process.stdout.readline():
+        assert process.poll() is None
     process.stdout.close()
-    log, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 100
+    log, deadline = tmp_path / "rün" / "metrics.jsonl", time.monotonic() + 100
     while not log.is_file() or log.read_text().count("\n") < 3:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 128 + signal.SIGINT
-    assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == read_jsonl(log)[-1]["step"] >= 2
+    assert read_checkpoint(tmp_path / "rün")["metrics"]["step"] == read_jsonl(log)[-1]["step"] >= 2
 
 
 @pytest.mark.scripts("grpo")
@@ -726,6 +732,23 @@ def test_full_disk(script, watch, run, finished, tmp_path, capsys):
     assert_same_runs(tmp_path / "run", finished)
 
 
+@pytest.mark.scripts("grpo", "grpo_lora")
+def test_a_disk_that_is_full_at_the_end(script, run, monkeypatch, capsys):
+    save = script.save_checkpoint
+
+    def save_the_last(*args):
+        save(*args)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
+
+    monkeypatch.setattr(script, "save_checkpoint", save_the_last)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with pytest.raises(SystemExit) as stop:
+        run(num_steps=1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and re.match("error: .*run/model: ", error), error
+
+
 @pytest.fixture
 def spoil(script, monkeypatch, tmp_path):
     """Spoil the loss of these steps with a factor; returns the weights that were saved, which is after every step."""
@@ -863,6 +886,17 @@ def test_track_without_a_network(run, monkeypatch, mode):
     ]  # the file is cut into blocks, and so may a name be
     assert any(name in record.read_bytes() for name in names), record.stat()
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.scripts("grpo")
+def test_track_with_settings_that_wandb_refuses(run, monkeypatch, capsys):
+    for name, value in {"MODE": "offline", "PROJECT": "me/project", "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    with pytest.raises(SystemExit) as stop:
+        run(num_steps=1, track=True)
+    wandb.teardown()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert stop.value.code == 2 and error.startswith("error: --track: ") and "project" in error
 
 
 @pytest.mark.scripts("grpo", "gspo")

@@ -13,21 +13,21 @@ KL_IN_LOSS = "the KL is k3 in the loss of the child and k1 in the return of the 
 ALGORITHM = "the algorithm's own equation"
 
 SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
-    "reinforce_baseline": 6820,
-    "rloo": 6738,
-    "grpo": 6739,
-    "dr_grpo": 6726,
-    "dapo": 6993,
-    "ppo_rlhf": 8320,
-    "gspo": 6830,
-    "remax": 6816,
-    "grpo_offpolicy": 7015,
-    "grpo_process": 7436,
-    "grpo_multigpu": 7659,
-    "grpo_lora": 7184,
-    "distill": 6927,
-    "vapo": 8191,
-    "grpo_tools": 7534,
+    "reinforce_baseline": 6890,
+    "rloo": 6808,
+    "grpo": 6809,
+    "dr_grpo": 6796,
+    "dapo": 7063,
+    "ppo_rlhf": 8390,
+    "gspo": 6900,
+    "remax": 6886,
+    "grpo_offpolicy": 7085,
+    "grpo_process": 7506,
+    "grpo_multigpu": 7714,
+    "grpo_lora": 7254,
+    "distill": 6997,
+    "vapo": 8261,
+    "grpo_tools": 7604,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -97,7 +97,7 @@ PAIRS = {
         },
     ),
     ("ppo_rlhf", "grpo"): (
-        252,
+        250,
         {
             "header": "math for the KL controller",
             "LOWEST": "more fields that may be 0",
@@ -176,7 +176,7 @@ PAIRS = {
         },
     ),
     ("grpo_multigpu", "grpo"): (
-        155,
+        154,
         {
             "header": "torch's distributed engine",
             "WHOLE": "a checkpoint that does not depend on the number of processes",

@@ -37,7 +37,6 @@ characters that end in the last digit.
 """
 
 import inspect
-import math
 import re
 import sys
 from fractions import Fraction
@@ -45,6 +44,7 @@ from fractions import Fraction
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 MAX_CHARS = 100  # of one number; also keeps int() far below Python's limit of 4300 digits
 MAX_EXPONENT = 100
+LARGEST = 1e18  # of a reward: the sum of its squares has to fit into a float of 32 bits
 
 SPACES = " \u00a0\u2009\u202f"  # also those that do not break a line, and thin ones
 UNSIGNED = (
@@ -107,6 +107,22 @@ def cell_text(cell) -> str:
     return str(cell) if type(cell) in (str, int) else ""
 
 
+def cell_messages(cell) -> list[dict]:
+    """A cell of a question column as chat messages, of which a text is one; none if it is blank.
+
+    A list that is no chat, or ends with the assistant's own answer, raises ValueError.
+    """
+    messages = cell if isinstance(cell, list) else [{"role": "user", "content": cell_text(cell)}]
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f"messages need a role and a content, a text: {str(message)[:100]}")
+    if not messages or not messages[-1]["content"].strip():
+        return []
+    if messages[-1].get("role") == "assistant":
+        raise ValueError("the last message is the assistant's, and would give the answer away")
+    return messages
+
+
 def describe(answers: list[str]) -> str:
     """How gold answers are read: the first three, and how many hold several numbers and no "####"."""
     read = [f"{answer!r} is {gold_number(answer)}" for answer in answers[:3]]
@@ -166,7 +182,7 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
     An example has a prompt, an answer and the columns of its row in the data set. The function is
     given, by keyword, whatever it names of prompts, completions, answers and the columns, as lists
     of N; with a **rest, all of them (a reward written for TRL's plain texts runs as it is). If it
-    does not return N finite numbers, the run ends with a line that names it.
+    names another, or does not return N finite numbers, the run ends with a line that names it.
     """
     rows = [row for row in examples for _ in range(len(completions) // len(examples))]  # N
     given = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
@@ -176,20 +192,30 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
     opened = ["<think>" * prompt.rstrip().endswith("<think>") for prompt in given["prompts"]]
     given["completions"] = [tag + text for tag, text in zip(opened, completions, strict=True)]
     parameters = inspect.signature(reward).parameters.values()
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
-        names = {parameter.name for parameter in parameters}
+    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
+    names = {x.name for x in parameters if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)}
+    for x in parameters:
+        if x.name in names - set(given) and x.default is x.empty:
+            refuse(reward, f"asks for {x.name}, and there are {', '.join(sorted(given))}")
+    if not takes_all:
         given = {name: values for name, values in given.items() if name in names}
 
     values = reward(**given)
     try:
         numbers = [float(value) for value in values]
-    except (TypeError, ValueError):  # no list, or not of numbers
+    except (TypeError, ValueError, OverflowError):  # no list, or not of numbers
         numbers = []
-    if len(numbers) != len(completions) or not all(map(math.isfinite, numbers)):
-        print(
-            f"error: the reward {reward.__name__} must return {len(completions)} finite numbers, "
-            f"one for each completion, and returned {repr(values)[:200]}",
-            file=sys.stderr,
+    if len(numbers) != len(completions) or not all(abs(x) < LARGEST for x in numbers):
+        text = " ".join(repr(values).split())[:200]
+        refuse(
+            reward,
+            f"must return {len(completions)} finite numbers below {LARGEST:g}, one for each "
+            f"completion, and returned {text}",
         )
-        raise SystemExit(2)
     return numbers
+
+
+def refuse(reward, why: str) -> None:
+    """End the run with one line, status 2 and no traceback."""
+    print(f"error: the reward {reward.__name__} {why}", file=sys.stderr)
+    raise SystemExit(2)
