@@ -428,6 +428,20 @@ LESSONS = {
         [(RATE, ACCURACY), (RATE, "policy/entropy")],
         {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)},
     ),
+    23: Lesson(
+        "The critic, fifty tokens",
+        {
+            "lambda 0": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4 --gae-lambda 0",
+            "lambda 0.95": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4",
+            "lambda 1": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4 --gae-lambda 1",
+            "GRPO": f"grpo.py {SUMS} --beta 0",
+        },
+        [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],
+        {
+            "steps 11 to 20, %": (over(ACCURACY, 11, 20, percent=True), 1),
+            "explained, last five, %": (over("value/explained_var", -5, -1, percent=True), 0),
+        },
+    ),
 }
 
 
