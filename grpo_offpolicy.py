@@ -773,11 +773,12 @@ def print_safely():
             try:
                 write(text)
                 stream.flush()
+            except UnicodeError:  # a letter that the terminal does not know
+                write(text.encode("ascii", "backslashreplace").decode())
             except OSError:  # nobody reads it any more
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
         stream.write = write
-        stream.reconfigure(errors="backslashreplace")  # what a terminal has no sign for
 
 
 def resolve(args):
