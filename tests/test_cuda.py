@@ -144,7 +144,7 @@ def runs(tmp_path_factory):
     commands = {name: [ROOT / f"{name}.py", *LESS.split()] for name in (*SIBLINGS, "grpo_multigpu")}
     commands |= {name: [folder / f"{name}.py"] for name in programs}
     commands["eager"] += ["--no-cuda-graph"]
-    commands["dapo"] += ["--max-resample", "1"]
+    commands["dapo"] += ["--num-generations", "8", "--max-resample", "1"]
     commands["grpo_lora"] += ["--num-generations", "8"]  # among 4 samples all rewards can be equal
     commands["vapo"] += ["--num-generations", "8", "--value-warmup-steps", "0"]
     for name in ("graph", "eager", "stop"):

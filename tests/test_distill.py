@@ -213,13 +213,14 @@ def test_a_teacher_with_another_vocabulary(refuse, tmp_path):  # noqa: F811
 
 
 def test_a_teacher_with_a_narrower_head(refuse, tmp_path):  # noqa: F811
-    """The student could draw a token that the teacher has no probability for."""
-    folder = tmp_path / "teacher"
+    """The student, whose head is padded, could draw a token that the teacher has no probability for."""
+    folder = str(tmp_path / "student")
     model = AutoModelForCausalLM.from_pretrained(ADDER)
-    model.resize_token_embeddings(model.config.vocab_size - 1)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
-    refuse(distill, f"--teacher {folder}: must have the vocabulary", teacher=str(folder))
+    given = dict(model=folder, teacher=str(TEACHER), max_prompt_tokens=64)
+    refuse(distill, f"--teacher {TEACHER}: must have the vocabulary of --model {folder}", **given)
 
 
 def test_a_teacher_that_is_not_there(refuse, tmp_path):  # noqa: F811
