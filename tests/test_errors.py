@@ -518,6 +518,12 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
         ["messages need a role and a content", "'from': 'human'"],
     ),
     (
+        "no_role.jsonl",
+        GOOD.replace('"1+2="', '[{"content": "1+2="}]') * 20,
+        {},
+        ["messages need a role and a content"],
+    ),
+    (
         "null_chat.jsonl",
         GOOD.replace('"1+2="', '[{"role": "user", "content": null}]') * 20,
         {},

@@ -114,11 +114,12 @@ def cell_messages(cell) -> list[dict]:
     """
     messages = cell if isinstance(cell, list) else [{"role": "user", "content": cell_text(cell)}]
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
             raise ValueError(f"messages need a role and a content, a text: {str(message)[:100]}")
     if not messages or not messages[-1]["content"].strip():
         return []
-    if messages[-1].get("role") == "assistant":
+    if messages[-1]["role"] == "assistant":
         raise ValueError("the last message is the assistant's, and would give the answer away")
     return messages
 
