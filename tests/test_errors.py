@@ -162,6 +162,9 @@ def test_the_bounds_themselves_are_allowed(script, refuse, end):
 @pytest.mark.scripts("grpo")
 def test_more_minibatches_than_sequences(script, refuse):
     refuse(script, "--num-minibatches 5: more than the 4 sequences of a step", num_minibatches=5)
+    refuse(
+        script, "error: --model ./nowhere", num_minibatches=4, model="./nowhere"
+    )  # as many is fine
 
 
 def test_kl_target_without_a_coefficient_to_adapt(refuse):
