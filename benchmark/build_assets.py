@@ -153,13 +153,13 @@ def sample(adder, tokenizer, pairs, temperature, max_new_tokens=MAX_NEW_TOKENS):
 # ==== training ====
 
 
-def llama_config(tokenizer, **kwargs):
+def llama_config(tokenizer, hidden_size=128, num_hidden_layers=4, **kwargs):
     return LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=hidden_size,
+        intermediate_size=3 * hidden_size,
+        num_hidden_layers=num_hidden_layers,
+        num_attention_heads=hidden_size // 32,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -198,8 +198,9 @@ def train_adder(
     batch_size=128,
     forget_carry=FORGET_CARRY,
     omit_tags=OMIT_TAGS,
+    **size,
 ):
-    adder = LlamaForCausalLM(llama_config(tokenizer))
+    adder = LlamaForCausalLM(llama_config(tokenizer, **size))
     adder.generation_config = GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )

@@ -12,6 +12,7 @@ SHARED = ROOT.parent / "shared"  # real data and a real model, used where they a
 SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
 SCRIPTS += ["distill", "vapo", "grpo_tools"]
+SMALL_MODEL, SMALL_JUDGE = str(ROOT / "tests" / "small"), str(ROOT / "tests" / "small-judge")
 # Files that take longest, run first, so that the two processes of the tests end at about the same time.
 LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_loading", "test_memory"]
 
@@ -19,6 +20,16 @@ sys.path.insert(0, str(ROOT))
 torch.set_num_threads(
     1
 )  # models this small gain nothing from more, and lose much on a busy machine
+
+
+def small_recipe(script):
+    """The fields of Args that make of a script's bundled run one with the tests' own policy: it costs a third."""
+    fields = {name: bundled for name, (_, bundled) in script.RECIPES.items()}
+    if Path(script.Args.model).name == "adder":
+        fields["model"] = SMALL_MODEL
+    if "reward_model" in fields:
+        fields["reward_model"] = SMALL_JUDGE
+    return fields
 
 
 def pytest_addoption(parser):

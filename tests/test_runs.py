@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import ROOT
+from conftest import ROOT, small_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MANY_UPDATES = dict(
@@ -51,7 +51,7 @@ WAIT = 120  # seconds after which a process is taken to hang
 def make_args(script, **given):
     """Args of a small run, without the fields that this script does not have."""
     known = {field.name for field in dataclasses.fields(script.Args)}
-    given = given if "resume" in given else SMALL | given
+    given = given if "resume" in given else small_recipe(script) | SMALL | given
     return script.Args(**{name: value for name, value in given.items() if name in known})
 
 
@@ -383,7 +383,7 @@ def set_trap(
             if number == signal.SIGXFSZ:
                 signal.signal(number, signal.SIG_DFL)
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-                resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, resource.RLIM_INFINITY))
+                resource.setrlimit(resource.RLIMIT_FSIZE, (2**18, resource.RLIM_INFINITY))
             else:
                 os.kill(os.getpid(), number)
 
@@ -717,7 +717,7 @@ def test_full_disk(script, watch, run, finished, tmp_path, capsys):
             1
         )  # the first is the evaluation; a checkpoint follows step 2, and another one step 4
         if len(steps) == 5:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, resource.RLIM_INFINITY))
 
     watch("respond", before_respond)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -738,7 +738,7 @@ def test_a_disk_that_is_full_at_the_end(script, run, monkeypatch, capsys):
 
     def save_the_last(*args):
         save(*args)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, resource.RLIM_INFINITY))
 
     monkeypatch.setattr(script, "save_checkpoint", save_the_last)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
