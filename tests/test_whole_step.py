@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SMALL_JUDGE, SMALL_MODEL, small_recipe
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -109,7 +109,7 @@ CASES = [  # script, fields, what is special
             value_warmup_steps=0,
             gae_alpha=1.0,
             num_minibatches=3,
-            reward_model=str(ROOT / "assets" / "adder-judge"),
+            reward_model=SMALL_JUDGE,
             missing_eos_penalty=0.5,
             value_learning_rate=3e-3,
         ),
@@ -177,7 +177,8 @@ def double(monkeypatch):
 def run(script, monkeypatch, tmp_path, given):
     """main's args, and for each step: its sequences (prompt, response), its minibatches, samples and metrics."""
     known = {field.name for field in dataclasses.fields(script.Args)}
-    fields = {name: value for name, value in (COMMON | given).items() if name in known}
+    given = small_recipe(script) | COMMON | given
+    fields = {name: value for name, value in given.items() if name in known}
     lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines(keepends=True)
     fields["dataset"] = str(tmp_path / "few.jsonl")
     (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
@@ -759,7 +760,7 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     for key, network in zip(("model", "value_model"), networks, strict=False):
         for parameter, weights in network.state_dict().items():
             torch.testing.assert_close(saved[key][parameter], weights, rtol=1e-6, atol=1e-8)
-        start = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "adder", dtype=torch.float64)
+        start = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float64)
         start = WithAdapters(start, args) if name == "grpo_lora" else start
         moved = max((saved["model"][key] - x).abs().max() for key, x in start.state_dict().items())
         assert moved > 1e-4
