@@ -32,6 +32,12 @@ def small_recipe(script):
     return fields
 
 
+def small_flags(name):
+    """small_recipe of the script of this name, for a command line."""
+    fields = small_recipe(__import__(name)).items()
+    return [x for name, value in fields for x in ("--" + name.replace("_", "-"), str(value))]
+
+
 def pytest_addoption(parser):
     parser.addoption(
         "--golden",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import small_flags
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,7 @@ SIBLINGS = [
     "grpo_tools",
 ]  # whose own text has tensors
 SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
-LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 4 --eval-size 2 --max-new-tokens 20"
+LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 8 --eval-size 2 --max-new-tokens 20"
 # Short segments: finished rows are dropped, keys and values grow and the graph is recorded anew within 24 tokens.
 # With "stop" a signal comes in the first step.
 VARIED = """import signal, sys
@@ -141,14 +142,16 @@ def runs(tmp_path_factory):
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program.format(root=str(ROOT)))
     # In one process, which imports the libraries once, but for grpo_multigpu.py: two, with a device each.
-    commands = {name: [ROOT / f"{name}.py", *LESS.split()] for name in (*SIBLINGS, "grpo_multigpu")}
+    commands = {
+        name: [ROOT / f"{name}.py", *small_flags(name), *LESS.split()]
+        for name in (*SIBLINGS, "grpo_multigpu")
+    }
     commands |= {name: [folder / f"{name}.py"] for name in programs}
     commands["eager"] += ["--no-cuda-graph"]
-    commands["dapo"] += ["--num-generations", "8", "--max-resample", "1"]
-    commands["grpo_lora"] += ["--num-generations", "8"]  # among 4 samples all rewards can be equal
-    commands["vapo"] += ["--num-generations", "8", "--value-warmup-steps", "0"]
+    commands["dapo"] += ["--max-resample", "1"]
+    commands["vapo"] += ["--value-warmup-steps", "0"]
     for name in ("graph", "eager", "stop"):
-        commands[name] += SMALL.split()
+        commands[name] += [*small_flags("grpo"), *SMALL.split()]
     lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines(keepends=True)
     (folder / "few.jsonl").write_text("".join(lines[:60]))
     for name in (*SIBLINGS, "grpo_multigpu", "graph", "eager", "stop"):
@@ -202,7 +205,7 @@ def test_script_trains_on_cuda(runs, name):
     assert all(value is not None and math.isfinite(value) for value in values)
     for row in rows[1:]:
         assert row["policy/ratio_mean"] == pytest.approx(1, abs=0.01) and row["optim/skipped"] == 0
-        assert row["optim/grad_norm"] > 0 and row["time/peak_mem_gb"] > 0.01
+        assert row["optim/grad_norm"] > 1e-3 and row["time/peak_mem_gb"] > 1e-3
         # The rollout is sampled in bf16 and trained with the rounding of autocast: close, and not the same numbers; but
         # for grpo_lora.py, whose weights are those of the sampler.
         lowest = -1 if name == "grpo_lora" else 1e-6
