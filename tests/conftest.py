@@ -14,7 +14,7 @@ SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", 
 SCRIPTS += ["distill", "vapo", "grpo_tools"]
 SMALL_MODEL, SMALL_JUDGE = str(ROOT / "tests" / "small"), str(ROOT / "tests" / "small-judge")
 # Files that take longest, run first, so that the two processes of the tests end at about the same time.
-LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_loading", "test_memory"]
+LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_loading"]
 
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import small_flags
+from conftest import ROOT, small_flags
 from transformers import AutoModelForCausalLM
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
+import memory
+
 EMULATED = ROOT / "tests" / "emulated_cuda"
 SIBLINGS = [
     "dapo",
@@ -114,6 +116,43 @@ for family in [*list(SUPPORTED)[::3], *unrecordable]:
     else:
         assert all(map(torch.equal, single_steps, sample(model, True))), family
 """
+# The bytes of the weights; and the peak of forward and backward above what was there before, gradients included.
+PEAKS = """import gc, json, sys, types
+sys.path[:0] = [{root!r}, {root!r} + "/benchmark"]
+import grpo, grpo_lora, memory, torch, transformers
+def held():
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
+configs = [
+    memory.llama(2, 256, 4, 2, 256, 64),
+    memory.llama(2, 256, 4, 2, 1024, 64),
+    memory.llama(2, 256, 4, 4, 256, 64, head_dim=192),
+    memory.llama(2, 64, 4, 2, 256, 20000),
+]
+gc.collect()
+for config in configs:
+    for name, script in (("grpo", grpo), ("grpo_lora", grpo_lora)):
+        start = held()
+        given = {{key: value for key, value in config.items() if key != "model_type"}}
+        dtype = torch.bfloat16 if script is grpo_lora else torch.float32
+        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**given), dtype=dtype)
+        model = model.cuda()
+        model.activation_checkpointing_enable()
+        if script is grpo_lora:
+            model = grpo_lora.add_adapters(types.SimpleNamespace(lora_rank=16, lora_alpha=32, seed=1), model)
+        model.train()
+        ids = torch.randint(3, 60, (64, 17)).cuda()
+        mask = torch.ones_like(ids, dtype=torch.bool)
+        allocated = held() - start - ids.nbytes - mask.nbytes
+        for _ in range(2):  # in the second, gradients are there already
+            before = held()
+            logprobs = script.compute_logprobs(model, (ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:]), 1.0)
+            logprobs.sum().backward()
+            del logprobs
+        peak = torch.cuda.max_memory_allocated() - before
+        print("PEAK", json.dumps([name, config, allocated, peak]))
+        del model
+"""
 FAULTS = dict(
     mixed="(torch.ones(2, device='cuda') + torch.ones(2))",
     mixed_list="torch.cat([torch.ones(2, device='cuda'), torch.ones(2)])",
@@ -137,6 +176,7 @@ def runs(tmp_path_factory):
         "precision": PRECISION,
         "adapters": ADAPTERS,
         "families": FAMILIES,
+        "peaks": PEAKS,
     }
     programs |= {name: f"import torch\n{fault}\n" for name, fault in FAULTS.items()}
     for name, program in programs.items():
@@ -245,6 +285,17 @@ def test_multigpu_resumes_on_cuda(runs):
 @pytest.mark.parametrize("name", ["precision", "adapters", "families"])
 def test_pieces_on_cuda(runs, name):
     assert runs[name][0] == 0, runs[name][3]
+
+
+def test_peaks_are_those_that_are_counted(runs):
+    """Weights to the byte but for buffers; activations within 15 %."""
+    lines = re.findall(r"^PEAK (.*)$", runs["peaks"][3], flags=re.M)
+    assert len(lines) == 8, runs["peaks"][3]
+    for line in lines:
+        script, config, weights, peak = json.loads(line)
+        found = memory.count(script, config, micro_batch_tokens=64 * 16)
+        assert found["weights"] == pytest.approx(weights, abs=20_000), (script, config)
+        assert found["activations"] == pytest.approx(peak, rel=0.15), (script, config)
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, SMALL_MODEL, small_recipe
 from peft import PeftModel
 from test_sampling import build
 from torch.func import functional_call
@@ -163,7 +163,8 @@ def test_peft_loads_the_adapters_and_transformers_the_merged_model(family, tmp_p
 
 def run(tmp_path, **given):
     small = dict(num_steps=2, num_prompts=2, num_generations=4, eval_size=2, device="cpu")
-    args = grpo_lora.Args(**small | given, runs_dir=str(tmp_path / "runs"), run_name="run")
+    small |= dict(runs_dir=str(tmp_path / "runs"), run_name="run")
+    args = grpo_lora.Args(**small_recipe(grpo_lora) | small | given)
     grpo_lora.main(args)
     return tmp_path / "runs" / "run"
 
@@ -171,7 +172,7 @@ def run(tmp_path, **given):
 def test_what_a_run_keeps(tmp_path):
     """The checkpoint has 12 bytes for each number in A and B, and no weight of the model."""
     folder = run(tmp_path, lora_rank=2, learning_rate=1e-2)
-    base = AutoModelForCausalLM.from_pretrained(ADDER)
+    base = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     model = grpo_lora.add_adapters(make_args(rank=2), base)
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     for x, y in zip(trained(model).values(), saved["model"].values(), strict=True):
@@ -201,10 +202,9 @@ def test_a_model_without_linear_layers_is_refused(tmp_path, capsys):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
     for path in ADDER.glob("tokenizer*"):
         shutil.copy(path, tmp_path / "gpt2")
-    recipe = dict(dataset=str(ROOT / "assets" / "addition"), system_prompt="", max_prompt_tokens=64)
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
-        run(tmp_path, model=str(tmp_path / "gpt2"), max_new_tokens=32, **recipe)
+        run(tmp_path, model=str(tmp_path / "gpt2"), max_new_tokens=32)
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
     assert (

@@ -1,8 +1,5 @@
-"""benchmark/memory.py counts what torch counts: on the meta device, and at the peak on an emulated GPU."""
+"""benchmark/memory.py counts what torch counts on the meta device; its peaks are measured in test_cuda.py."""
 
-import json
-import shutil
-import subprocess
 import sys
 
 import pytest
@@ -26,36 +23,6 @@ CONFIGS = {
     "GPT-2": transformers.GPT2Config(n_embd=48, n_layer=3, n_head=6, vocab_size=97, n_positions=64),
     "Gemma 3": transformers.Gemma3TextConfig(**TINY | dict(head_dim=20)),
 }
-# The bytes of the weights; and the peak of forward and backward above what was there before, gradients included.
-PEAKS = """import json, sys, types
-sys.path[:0] = [{root!r}, {root!r} + "/benchmark"]
-import grpo, grpo_lora, memory, torch, transformers
-def held():
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.max_memory_allocated()
-for config in {configs!r}:
-    for name, script in (("grpo", grpo), ("grpo_lora", grpo_lora)):
-        start = held()
-        given = {{key: value for key, value in config.items() if key != "model_type"}}
-        dtype = torch.bfloat16 if script is grpo_lora else torch.float32
-        model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**given), dtype=dtype)
-        model = model.cuda()
-        model.activation_checkpointing_enable()
-        if script is grpo_lora:
-            model = grpo_lora.add_adapters(types.SimpleNamespace(lora_rank=16, lora_alpha=32, seed=1), model)
-        model.train()
-        ids = torch.randint(3, 60, (64, 17)).cuda()
-        mask = torch.ones_like(ids, dtype=torch.bool)
-        allocated = held() - start - ids.nbytes - mask.nbytes
-        for _ in range(2):  # in the second, gradients are there already
-            before = held()
-            logprobs = script.compute_logprobs(model, (ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:]), 1.0)
-            logprobs.sum().backward()
-            del logprobs
-        peak = torch.cuda.max_memory_allocated() - before
-        print("PEAK", json.dumps([name, config, allocated, peak]))
-        del model
-"""
 
 
 @pytest.mark.parametrize("family", CONFIGS)
@@ -117,28 +84,6 @@ def test_the_peak_is_the_larger_of_sampling_and_update():
             )
             always = sum(found.values()) - moments[0]
             assert peak == always + max(moments)
-
-
-def test_peaks_on_an_emulated_gpu(tmp_path):
-    """Weights to the byte but for buffers; activations within 15 %."""
-    if shutil.which("g++") is None or torch.version.cuda is not None or sys.platform != "linux":
-        pytest.skip("the emulated device needs Linux, g++, and a torch that was built without CUDA")
-    configs = [
-        memory.llama(2, 256, 4, 2, 256, 64),
-        memory.llama(2, 256, 4, 2, 1024, 64),
-        memory.llama(2, 256, 4, 4, 256, 64, head_dim=192),
-        memory.llama(2, 64, 4, 2, 256, 20000),
-    ]
-    (tmp_path / "peaks.py").write_text(PEAKS.format(root=str(ROOT), configs=configs))
-    command = [sys.executable, ROOT / "tests" / "emulated_cuda", str(tmp_path / "peaks.py")]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("PEAK")]
-    assert len(lines) == 2 * len(configs), done.stdout + done.stderr
-    for line in lines:
-        script, config, weights, peak = json.loads(line.removeprefix("PEAK "))
-        found = memory.count(script, config, micro_batch_tokens=64 * 16)
-        assert found["weights"] == pytest.approx(weights, abs=20_000), (script, config)
-        assert found["activations"] == pytest.approx(peak, rel=0.15), (script, config)
 
 
 def test_the_tables_are_those_of_the_program():

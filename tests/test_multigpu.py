@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SMALL_MODEL
 from test_runs import (
     KILL,
     MANY_UPDATES,
@@ -435,7 +435,7 @@ def test_sizes_that_do_not_fit_the_processes(monkeypatch, capsys, data):
 def test_the_bytes_of_a_process_are_its_share(several, tmp_path):
     several(2, how={"bytes": str(tmp_path / "bytes")}, num_steps=1)
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in (0, 1)]
-    parameters = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "adder").num_parameters()
+    parameters = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).num_parameters()
     assert sum(held) == 16 * parameters and max(held) < 0.51 * sum(held)
 
 

@@ -9,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from conftest import SMALL_JUDGE, SMALL_MODEL, small_recipe
 from transformers import (
     AutoTokenizer,
     GPT2Config,
@@ -514,7 +515,8 @@ def run(tmp_path, **given):
         eval_size=2,
         num_iterations=1,
     )
-    ppo_rlhf.main(ppo_rlhf.Args(**fields | dict(max_new_tokens=18, run_name="run") | given))
+    fields |= dict(max_new_tokens=18, run_name="run")
+    ppo_rlhf.main(ppo_rlhf.Args(**small_recipe(ppo_rlhf) | fields | given))
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines][1:]
 
@@ -528,8 +530,8 @@ def test_each_response_is_scored_by_the_judge_at_its_last_token(tmp_path, monkey
 
     monkeypatch.setattr(ppo_rlhf, "kl_rewards", recorded)
     run(tmp_path, num_prompts=16, missing_eos_penalty=0.5)
-    tokenizer = AutoTokenizer.from_pretrained(ppo_rlhf.ASSETS / "adder")
-    judge = LlamaForSequenceClassification.from_pretrained(ppo_rlhf.ASSETS / "adder-judge")
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
+    judge = LlamaForSequenceClassification.from_pretrained(SMALL_JUDGE)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     ((scores, mask),) = scored
     ended = []
@@ -569,7 +571,7 @@ def test_one_sequence_with_normalized_scores_is_not_nan(tmp_path):
 
 def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch):
     """transformers recomputes activations in training mode only, in which dropout would make values random."""
-    judge = shutil.copytree(ppo_rlhf.ASSETS / "adder-judge", tmp_path / "judge")
+    judge = shutil.copytree(SMALL_JUDGE, tmp_path / "judge")
     torch.manual_seed(0)
     vocab_size = json.loads((judge / "config.json").read_text())["vocab_size"]
     shape = dict(

@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from conftest import SMALL_MODEL, small_recipe
 from test_ppo_equations import counted, ragged, same, slow_gae
 
 import ppo_rlhf
@@ -160,7 +161,7 @@ def run(tmp_path, **given):
     """main on the bundled task for a few small steps: its metrics, and what it wrote with the samples."""
     fields = dict(num_steps=3, num_prompts=4, num_generations=4, eval_size=2, max_new_tokens=24)
     fields |= dict(runs_dir=str(tmp_path), run_name="run", device="cpu", save_every=1)
-    vapo.main(vapo.Args(**fields | given))
+    vapo.main(vapo.Args(**small_recipe(vapo) | fields | given))
     return [
         [json.loads(line) for line in (tmp_path / "run" / f"{name}.jsonl").open()]
         for name in ("metrics", "samples")
@@ -177,7 +178,7 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
 
     monkeypatch.setattr(torch, "save", watched_save)
     metrics, _ = run(tmp_path, value_warmup_steps=2, num_minibatches=2, warmup_updates=0)
-    start = vapo.AutoModelForCausalLM.from_pretrained(vapo.ASSETS / "adder").state_dict()
+    start = vapo.AutoModelForCausalLM.from_pretrained(SMALL_MODEL).state_dict()
     policies, critics = zip(*states, strict=True)
     same_as_start = [all(torch.equal(state[k], start[k]) for k in start) for state in policies]
     assert same_as_start == [True, True, False]
