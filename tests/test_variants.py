@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, small_recipe
 from test_equations import make_args, ragged_batch
 
 import dr_grpo
@@ -559,7 +559,7 @@ def run(script, folder, name, num_steps=1, **given):
     script.evaluate = lambda *call: {"eval/accuracy": 0.0}  # half of the time, and all shared text
     try:
         given |= dict(num_steps=num_steps, runs_dir=str(folder), run_name=name)
-        args = make_args(script, **SMALL | given)
+        args = make_args(script, **small_recipe(script) | SMALL | given)
         args.dataset = str(folder / "few.jsonl")
         metrics = script.main(args)
     finally:
