@@ -1041,14 +1041,20 @@ def show(args, progress, metrics, record):
 
 def save_checkpoint(args, run_dir, parts, state, metrics, problems):
     """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
-    content = {"script": SCRIPT.name, "args": vars(args), "problems": problems}
-    content |= {"state": state, "metrics": metrics}
     whole = dcp.get_state_dict(parts["model"], parts["optimizer"], options=WHOLE)  # to rank 0
     if dist.get_rank() > 0:
         return
-    content |= {"model": whole[0], "optimizer": whole[1]}
-    content["scheduler"] = parts["scheduler"].state_dict()
-    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    content = {
+        "script": SCRIPT.name,
+        "args": vars(args),
+        "problems": problems,
+        "state": state,
+        "metrics": metrics,
+        "log_sizes": {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")},
+        "model": whole[0],
+        "optimizer": whole[1],
+        "scheduler": parts["scheduler"].state_dict(),
+    }
     path = run_dir / "checkpoint.tmp"
     with one_line(path):
         with open(path, "wb", buffering=0) as file:

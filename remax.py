@@ -945,10 +945,15 @@ def show(args, progress, metrics, record):
 
 def save_checkpoint(args, run_dir, parts, state, metrics, problems):
     """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
-    content = {"script": SCRIPT.name, "args": vars(args), "problems": problems}
-    content |= {"state": state, "metrics": metrics}
-    content |= {name: part.state_dict() for name, part in parts.items()}
-    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    content = {
+        "script": SCRIPT.name,
+        "args": vars(args),
+        "problems": problems,
+        "state": state,
+        "metrics": metrics,
+        "log_sizes": {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")},
+        **{name: part.state_dict() for name, part in parts.items()},
+    }
     path = run_dir / "checkpoint.tmp"
     with one_line(path):
         with open(path, "wb", buffering=0) as file:
