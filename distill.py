@@ -12,7 +12,8 @@ itself writes; through the sampling of o no gradient flows:
 
 At the tokens drawn alone it is a policy gradient with the advantage A_t, which is of this one
 token (a discount of 0), in GRPO's clipped loss. --full-vocabulary takes the gradient of KL_t,
-without the noise of o_t; the former has it in the mean, but for 1/|o|, since o_t can end o.
+without the noise of o_t; the former has it in the mean, but for 1/|o|, which depends on o_t. The
+equation tags in the code are those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
 
 Parent: grpo.py. Differences: (1) the teacher takes the place of the reference, and is loaded from
 --teacher; (2) a token's advantage is that of the log-probabilities; there is no group, and the
@@ -197,7 +198,7 @@ def reverse_kl(logprobs, ref_logprobs):
 
 def minibatches(args, sequences):
     """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
-    for _ in range(args.num_iterations):  # mu in Algorithm 1
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
         yield from shuffled.tensor_split(args.num_minibatches)
 

@@ -11,10 +11,11 @@ r_i. Maximized is J; the loss is -J, so that beta times the KL term is ADDED to 
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-Parent: rloo.py. Differences: (1) the advantage is divided by the group's std; (2) the ratio is
-clipped per token, so that one rollout can serve several updates (--num-iterations,
---num-minibatches); (3) tokens are averaged within each sequence; (4) the KL to the reference is a
-term of the loss (k3) instead of a part of the reward (k1).
+Parent: rloo.py. Differences: (1) the baseline is the mean of the whole group, the sample's own
+reward included, and the advantage is divided by the group's std; (2) the ratio is clipped per
+token, so that one rollout can serve several updates (--num-iterations, --num-minibatches);
+(3) tokens are averaged within each sequence; (4) the KL to the reference is a term of the loss (k3)
+instead of a part of the reward (k1).
 
 Departures from the paper: 1e-4 is added to the std, since equal rewards would otherwise give 0/0,
 and rewards equal but for rounding advantages of full size; the reference stays the initial model
@@ -186,7 +187,7 @@ def compute_advantages(args, rewards):
 
 def minibatches(args, sequences):
     """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
-    for _ in range(args.num_iterations):  # mu in Algorithm 1
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
         yield from shuffled.tensor_split(args.num_minibatches)
 

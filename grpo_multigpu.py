@@ -208,7 +208,7 @@ def compute_advantages(args, rewards):
 
 def minibatches(args, sequences):
     """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
-    for _ in range(args.num_iterations):  # mu in Algorithm 1
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
         yield from shuffled.tensor_split(args.num_minibatches)
 

@@ -20,12 +20,13 @@ weighted. Because C is proportional to A for A > 0 and for A < 0, w can be multi
 policy_loss needs no argument for it. The loss is -J.
 
 Parent: grpo.py. Differences: (1) w corrects for the sampler, truncated at W (--rollout-correction),
-since rare large ratios would dominate the gradient; or whole sequences whose ratio, the product of
-their tokens', is above --sequence-cap are left out (TRL's default, at 3); (2) for a negative
-advantage a ratio far above 1 is held back, at D (--dual-clip): the clip range alone stops it only
-from falling; (3) the sampler is a copy of its own, refreshed every --staleness steps and rounded to
---sampler-dtype, which imitates on one device what an engine does. Evaluated are the trainer's
-weights. With no argument on a CPU nothing of this acts: it is grpo.py.
+since rare large ratios would dominate the gradient; with --sequence-cap, sequences whose ratio, the
+product of their tokens', is above it are left out besides (by default TRL leaves them out at 3, and
+weights the others with that ratio in place of w); (2) for a negative advantage a ratio far above 1
+is held back, at D (--dual-clip): the clip range alone stops it only from falling; (3) the sampler
+is a copy of its own, refreshed every --staleness steps and rounded to --sampler-dtype, which
+imitates on one device what an engine does. Evaluated are the trainer's weights. With no argument on
+a CPU nothing of this acts: it is grpo.py.
 
 Departures from the papers: those of grpo.py. Not a departure: w corrects a token for its own
 probability, not for that of the tokens before it, so that the gradient comes nearer to the one of
@@ -208,7 +209,7 @@ def compute_advantages(args, rewards):
 
 def minibatches(args, sequences):
     """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
-    for _ in range(args.num_iterations):  # mu in Algorithm 1
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
         yield from shuffled.tensor_split(args.num_minibatches)
 

@@ -26,7 +26,8 @@ loss, with a learning rate of its own; (5) several epochs; token averages.
 Departures from the papers: both networks' gradients are clipped, each by its own norm, where Huang
 et al. clip none; no bias is subtracted from the scores, where theirs have mean 0 on the
 demonstrations; beta is multiplied by exp(K e), where Ziegler has 1 + K e; a cut response loses the
-penalty, where Huang sets its score to -1; Adam's epsilon is 1e-8, where Huang has 1e-5. With
+penalty, where Huang sets its score to -1; Adam's epsilon is 1e-8, where Huang has 1e-5; the score
+is at the last token, where Huang's code has it, and one more value, one slot later. With
 --reward-model "" the family's rule-based rewards stand in for the reward model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
@@ -283,7 +284,7 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
 
 def minibatches(args, sequences):
     """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
-    for _ in range(args.num_iterations):  # mu in Algorithm 1
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
         yield from shuffled.tensor_split(args.num_minibatches)
 

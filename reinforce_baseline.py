@@ -3,7 +3,7 @@ Algorithms for Connectionist Reinforcement Learning", Machine Learning 8.
 
 For every prompt q the policy samples a response o, which is scored with a reward r. Ascended is
 
-    grad J   = E[ (R - b) grad log pi_theta(o | q) ]                             (Williams, Eq. 4)
+    grad J   = E[ (R - b) grad log pi_theta(o | q) ]                            (Williams, Eq. 11)
     R        = r - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
                                                                                  the return
     b        = the mean return of the batch, or a moving average of it over the steps, or 0
@@ -190,7 +190,7 @@ def compute_baseline(args, returns, average):
 
 
 def compute_advantages(args, rewards, baseline):
-    """Return minus baseline, one number for the whole batch: (B, G) -> (B, G). Williams, Eq. 4."""
+    """Return minus baseline, one number for the whole batch: (B, G) -> (B, G). Williams, Eq. 11."""
     assert rewards.ndim == 2 and torch.as_tensor(baseline).ndim == 0, rewards.shape
     return rewards - baseline
 

@@ -5,7 +5,7 @@ For every prompt q the policy samples G responses o_1 .. o_G, and each is scored
 Ascended is
 
     grad J   = E[ 1/G sum_i (R_i - 1/(G-1) sum_{j != i} R_j) grad log pi_theta(o_i | q) ]
-                                                                             (Kool et al., Eq. 8)
+                                                                                    (Kool et al.)
     R_i      = r_i - beta sum_t (log pi_theta(o_it | q, o_i<t) - log pi_ref(o_it | q, o_i<t))
                                                                              the return
 
@@ -181,7 +181,7 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 
 
 def compute_advantages(args, rewards):
-    """Return minus the mean of the prompt's other samples: (B, G) -> (B, G). Kool 2019, Eq. 8."""
+    """Return minus the mean of the prompt's other samples: (B, G) -> (B, G). Kool 2019."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     rewards = rewards - rewards[:, :1]  # for the rounding alone: equal rewards give exactly 0
     return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)

@@ -6,12 +6,12 @@ G responses o_1 .. o_G are sampled for each prompt, as in GRPO, but the baseline
 
     delta_t   = r_t + gamma V(s_t+1) - V(s_t)             V = 0 after the last token   (PPO, Eq. 12)
     A_t       = delta_t + gamma lambda_i A_t+1            advantages, then whitened    (PPO, Eq. 11)
-    lambda_i  = 1 - 1 / (alpha |o_i|)                                          (Length-Adaptive GAE)
+    lambda_i  = 1 - 1 / (alpha |o_i|)                                   (Length-Adaptive GAE, Eq. 5)
     R_t       = r_t + gamma R_t+1                         A_t + V(s_t) of lambda 1   (Decoupled GAE)
-    S_it      = min(rho_it A_it, clip(rho_it, 1-eps_low, 1+eps_high) A_it)             (Clip-Higher)
-    L_PPO     = -1/(sum_i |o_i|) sum_i sum_t S_it                                (token-level loss)
-    L_NLL     = -1/(sum_right |o_i|) sum_right sum_t log pi(a_t | s_t)   (Positive Example LM Loss)
-    L         = L_PPO + mu L_NLL
+    S_it      = min(rho_it A_it, clip(rho_it, 1-eps_low, 1+eps_high) A_it)      (Clip-Higher, Eq. 8)
+    L_PPO     = -1/(sum_i |o_i|) sum_i sum_t S_it                          (token-level loss, Eq. 7)
+    L_NLL     = -1/(sum_right |o_i|) sum_right sum_t log pi(a_t | s_t)  (Positive Example LM, Eq. 9)
+    L         = L_PPO + mu L_NLL                                                            (Eq. 10)
     L_V       = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
 
 The sums are over the sequences of the minibatch. r_t is the reward of the whole response at its
@@ -29,9 +29,10 @@ over tokens as in the parent.
 Departures from the paper: lambda is 0 where its formula is negative, in responses of less than
 1 / alpha tokens; advantages are whitened, values clipped and both networks' gradients clipped, each
 by its own norm, as in the parent; the value network starts from a reward model only where there is
-one, and otherwise from the policy with a head of zeros; its pretraining is a number of steps, not a
-bound of its loss; a response is right if its answer is, whatever its reward, which has a part for
-the format; the learning rates follow one schedule, which begins with the value pretraining.
+one, and otherwise from the policy with a head of zeros; its pretraining is a number of steps, as in
+the paper's Section 5.1, where 4.1 bounds its loss; a response is right if its answer is, whatever
+its reward, which has a part for the format; the learning rates follow one schedule, which begins
+with the value pretraining.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
@@ -289,7 +290,7 @@ def lm_loss(args, logprobs, is_right, mask, num_right_tokens):
 
 def minibatches(args, sequences):
     """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
-    for _ in range(args.num_iterations):  # mu in Algorithm 1
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
         yield from shuffled.tensor_split(args.num_minibatches)
 
@@ -308,7 +309,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     # The smaller of the two surrogates for either sign of A, hence the larger of their negatives.
-    clipped_ratio = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)  # (n, R)
+    clipped_ratio = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)  # (n, R), Eq. 8
     token_loss = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)  # (n, R), Eq. 7
     loss = masked_sum(token_loss, mask) / num_tokens
 
