@@ -105,7 +105,7 @@ RECIPES = {
 # Bounds of numbers in Args, where they are not 1 (or 1e-12 if it is no integer) and 2**32.
 LOWEST = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2)
 LOWEST |= dict(max_resample=0)
-HIGHEST = dict(clip_eps_low=1)
+HIGHEST = dict(clip_eps_low=1, max_resample=1000)
 
 
 @dataclass
@@ -383,7 +383,7 @@ def main(args: Args) -> dict:
         state["tokens"] += num_sampled
         gap = (old_logprobs - rollout.sampled_logprobs)[sequences].abs()
         gap = gap[rollout.response_mask[sequences]]  # (tokens,)
-        totals["tokens"] = max(1, totals["tokens"])  # 0 if all responses were filtered out
+        totals["tokens"] = totals["tokens"] or float("nan")  # 0 if all responses were filtered out
         means = {
             "reward_mean": rewards,
             "accuracy": torch.tensor(apply_reward(accuracy_reward, *given)),
@@ -829,8 +829,8 @@ def load_config(args, flag, source):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             fail(
                 f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
-                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
-                "attention window; lower one of them"
+                f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
+                f"window of {flag} {source}; lower one of them"
             )
     return config, tokenizer
 

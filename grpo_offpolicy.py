@@ -839,8 +839,8 @@ def load_config(args, flag, source):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             fail(
                 f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
-                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
-                "attention window; lower one of them"
+                f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
+                f"window of {flag} {source}; lower one of them"
             )
     return config, tokenizer
 

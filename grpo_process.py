@@ -198,7 +198,7 @@ def step_rewards(completions, answers):
     scores = accuracy_reward(completions, answers)  # N of them
     steps = []
     for text, answer, score in zip(completions, answers, scores, strict=True):
-        rest = text.partition("<think>")[2]
+        rest = text.partition("<think>")[2] or text  # a prompt may have opened the tag
         inside, closed, _ = rest.partition("</think>")
         sums = inside.split(",") if closed and re.fullmatch("[0-9+=,]+", inside) else []
         end = len(text) - len(rest) - 1
@@ -867,8 +867,8 @@ def load_config(args, flag, source):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             fail(
                 f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
-                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
-                "attention window; lower one of them"
+                f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
+                f"window of {flag} {source}; lower one of them"
             )
     return config, tokenizer
 

@@ -412,6 +412,8 @@ def main(args: Args) -> dict:
         }  # (N,) each
         if reward_model is not None:  # the score stands after the last token
             outputs = rollout_values(args, reward_model, rollout, sequences, lengths)  # (N, R + 1)
+            if not (outputs.abs() < 1e18).all():  # nor is NaN
+                fail(f"--reward-model {args.reward_model}: its scores are not finite")
             scores = {"score": outputs.gather(1, response_mask.sum(1, keepdim=True))[:, 0]}  # (N,)
         scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()  # (N,)
         rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
@@ -945,8 +947,8 @@ def load_config(args, flag, source):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             fail(
                 f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
-                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
-                "attention window; lower one of them"
+                f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
+                f"window of {flag} {source}; lower one of them"
             )
     return config, tokenizer
 

@@ -317,7 +317,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         greedy = [apply_reward(f, batch, sampled.completions[:: 1 + G]) for f in REWARDS]
-        greedy_rewards = torch.tensor(greedy, device=model.device).sum(0)  # (B,)
+        greedy_rewards = sum(torch.tensor(x, device=model.device) for x in greedy)  # (B,)
         advantages = compute_advantages(args, returns, greedy_rewards).view(-1, 1)  # (N, 1)
 
         # ---- 3. update
@@ -799,8 +799,8 @@ def load_config(args, flag, source):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             fail(
                 f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
-                f"{args.max_new_tokens}: more than the {limit} tokens of the model's context or "
-                "attention window; lower one of them"
+                f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
+                f"window of {flag} {source}; lower one of them"
             )
     return config, tokenizer
 

@@ -37,8 +37,12 @@ class Args:
 
 
 def read_json(text):
-    """JSON with six digits of a number, as many as float32 has, and NaN as a string."""
-    return json.loads(text, parse_float=lambda x: float(f"{float(x):.6g}"), parse_constant=str)
+    """JSON with six digits of a number, as many as float32 has, and NaN or 1e999 as a string."""
+
+    def number(x):
+        return float(f"{float(x):.6g}") if abs(float(x)) < float("inf") else x
+
+    return json.loads(text, parse_float=number, parse_constant=str)
 
 
 def read_records(path, needed, kind):
@@ -53,7 +57,7 @@ def read_records(path, needed, kind):
             record = read_json(line)
             if isinstance(record["step"], int) and isinstance(record[needed], kind):
                 records.append(record)
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             pass  # counted below
     gaps = [] if records else [f"{path.name} has no record"]
     if len(records) < len(lines):
@@ -70,7 +74,7 @@ def read_run(folder, name):
         args = dict(read_json((folder / "args.json").read_text(encoding="utf-8")))
         args |= args.pop("versions", {})
         args.pop("id", None)  # of the run in Weights & Biases
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         args = {"args.json": f"none in {name}"}  # so that it is no other run with another seed
         gaps.append("args.json is missing or unreadable")
     args["script"] = next((path.name for path in folder.glob("*.py")), "?")  # the run's own copy
@@ -79,7 +83,7 @@ def read_run(folder, name):
     for group in samples:
         texts = [str(text) for text in group["completions"]]
         right = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
-        cut = [not ended for ended in group.get("ended", [])]
+        cut = [not ended for ended in group.get("ended") or []]
         group |= {"completions": texts, "right": right, "cut": cut}
     run = {"name": name, "args": args, "metrics": metrics, "samples": samples}
     return run | {"marks": marks(metrics, args), "gaps": gaps + metrics_gaps + samples_gaps}
@@ -143,7 +147,10 @@ def main(args: Args) -> Path:
     blocks.append(block("data", {"runs": runs, "first": FIRST, "broken": BROKEN}))
     page = PAGE.read_text(encoding="utf-8").replace("<!-- data -->", "".join(blocks))
     out = args.out or home / "report.html"
-    out.write_text(page.replace("<!-- plotly -->", get_plotlyjs()), encoding="utf-8")
+    try:
+        out.write_text(page.replace("<!-- plotly -->", get_plotlyjs()), encoding="utf-8")
+    except OSError as error:
+        fail(f"--out {out}: {error.strerror}")
     print(out)
     return out
 

@@ -120,7 +120,9 @@ def bounds(script) -> dict:
             low = (
                 1.001 if name == "dual_clip" else low
             )  # at 1 nothing would be learned from a negative advantage
-            found[name] = (low, 1 if name in AT_MOST_1 else 2**32, kinds == {int})
+            high = 1 if name in AT_MOST_1 else 2**32
+            high = 1000 if name == "max_resample" else high  # all its rounds are drawn beforehand
+            found[name] = (low, high, kinds == {int})
     assert {"seed", "num_steps", "max_new_tokens", "temperature", "learning_rate"} <= set(found)
     return found
 
@@ -322,7 +324,8 @@ def test_longer_than_the_sliding_window(reader, refuse, copy_model):
 @pytest.mark.parametrize("value_init", ["reward_model", "policy"])
 def test_longer_than_the_context_of_the_reward_model(refuse, copy_model, value_init):
     folder = copy_model(JUDGE, max_position_embeddings=60)
-    refuse(ppo_rlhf, "60 tokens", reward_model=str(folder), value_init=value_init)
+    words = "60 tokens", f"--reward-model {folder}"
+    refuse(ppo_rlhf, *words, reward_model=str(folder), value_init=value_init)
 
 
 CAPPED = dict(final_logit_softcapping=30.0, attn_logit_softcapping=None, query_pre_attn_scalar=16)

@@ -569,6 +569,19 @@ def test_one_sequence_with_normalized_scores_is_not_nan(tmp_path):
     assert metrics["optim/skipped"] == 0
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
+def test_a_score_that_is_no_number_to_learn_from_is_refused(tmp_path, capsys, bad):
+    judge = LlamaForSequenceClassification.from_pretrained(SMALL_JUDGE)
+    judge.score.weight.data.fill_(bad)
+    judge.save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(SMALL_JUDGE).save_pretrained(tmp_path / "judge")
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, reward_model=str(tmp_path / "judge"), value_init="policy")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.startswith(f"error: --reward-model {tmp_path / 'judge'}")
+
+
 def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch):
     """transformers recomputes activations in training mode only, in which dropout would make values random."""
     judge = shutil.copytree(SMALL_JUDGE, tmp_path / "judge")

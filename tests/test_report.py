@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -137,8 +138,27 @@ def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
         "metrics.jsonl: the last line is half-written and left out",
         "samples.jsonl is missing",
     ]
-    (folder / "args.json").write_text('{"seed": 1, "be')
-    assert "args.json is missing or unreadable" in report.read_run(folder, "half")["gaps"]
+    for text in ('{"seed": 1, "be', "[" * 100_000):
+        (folder / "args.json").write_text(text)
+        assert "args.json is missing or unreadable" in report.read_run(folder, "half")["gaps"]
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "kl/ref": 1e999}\n{"step": 2, "x": ' + "[" * 100_000
+    )
+    run = report.read_run(folder, "half")
+    assert run["metrics"] == [{"step": 1, "kl/ref": "1e999"}]  # no number that JSON has
+    (folder / "samples.jsonl").write_text('{"step": 1, "completions": ["x"], "ended": null}\n')
+    assert report.read_run(folder, "half")["samples"][0]["cut"] == []
+
+
+@pytest.mark.parametrize("out", ["", "nowhere/page.html"])
+def test_a_page_that_cannot_be_written(tmp_path, capsys, monkeypatch, out):
+    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        report.main(report.Args([write_run(tmp_path / "a", [metric(1)])], Path(out)))
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith(f"error: --out {Path(out)}: ")
+    assert line.count("\n") == 1
 
 
 def test_right_and_cut(tmp_path):

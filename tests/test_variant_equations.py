@@ -415,6 +415,7 @@ def test_steps_of_an_addition_by_hand():
             (53, 1.0)
         ],  # other text than sums has no steps
         "<think>So 7+8=15.</think>": [(25, 0.0)],
+        "7+8=15,4+3=7</think>85": [(6, 1.0), (12, 0.0), (22, 0.0)],  # the prompt opened the tag
         "": [(0, 0.0)],
     }
     found = grpo_process.step_rewards(list(texts), ["85"] * len(texts))
