@@ -307,6 +307,31 @@ def test_groups_that_teach_nothing_are_counted(script, finished, run):
     assert min(shares) < 1 and cut["rollout/zero_std_frac"] == 1
 
 
+def test_a_mean_over_no_tokens_is_null(tmp_path, data):
+    """dapo.py leaves out the responses that were cut: here all of them."""
+    script = __import__("dapo")
+    given = dict(overlong_filter=True, overlong_cache=1, max_new_tokens=6, max_resample=0)
+    given |= dict(num_steps=1, dataset=data, runs_dir=str(tmp_path), run_name="run")
+    script.main(make_args(script, **given))
+    record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert record["rollout/eos_frac"] == 0 and record["policy/loss"] == 0
+    assert record["policy/entropy"] is None and record["policy/clip_frac"] is None
+
+
+def test_equal_to_the_greedy_response_to_the_last_bit(tmp_path, data, monkeypatch):
+    """remax.py's baseline is added up as the rewards are, however many there are."""
+    script = __import__("remax")
+    tenths = []
+    for k in range(4):
+        tenths.append(lambda completions: [0.1] * len(completions))
+        tenths[k].__name__ = f"tenth_{k}"
+    monkeypatch.setattr(script, "REWARDS", [*tenths, script.accuracy_reward])
+    given = dict(temperature=1e-3, beta=0.0, num_prompts=16, num_steps=1, dataset=data)
+    script.main(make_args(script, **given, runs_dir=str(tmp_path), run_name="run"))
+    record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert record["rollout/accuracy"] > 0 and record["rollout/zero_std_frac"] == 1
+
+
 def test_nothing_has_changed_that_nobody_expected(script, finished, request):
     """Loss and norm of the gradient of the first steps, as they were recorded; --golden records them anew.
 
