@@ -189,6 +189,12 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
     assert [record["optim/grad_norm"] > 0 for record in metrics[1:]] == [False, False, True]
 
 
+def test_a_run_in_which_the_policy_never_moves_says_so(tmp_path, capsys):
+    for steps, warned in ((1, True), (0, False)):
+        run(tmp_path / str(steps), num_steps=1, value_warmup_steps=steps)
+        assert ("warning: --value-warmup-steps" in capsys.readouterr().out) == warned
+
+
 def test_the_advantages_follow_from_what_is_written(tmp_path):
     """From values and rewards of the samples file, by the formulas: delta, the lambda of each length, whitening."""
     metrics, samples = run(tmp_path, value_warmup_steps=1, gae_alpha=0.1, value_learning_rate=1e-2)
