@@ -413,7 +413,7 @@ def main(args: Args) -> dict:
         if reward_model is not None:  # the score stands after the last token
             outputs = rollout_values(args, reward_model, rollout, sequences, lengths)  # (N, R + 1)
             if not (outputs.abs() < 1e18).all():  # nor is NaN
-                fail(f"--reward-model {args.reward_model}: its scores are not finite")
+                fail(f"--reward-model {args.reward_model}: a score is not finite, or beyond 1e18")
             scores = {"score": outputs.gather(1, response_mask.sum(1, keepdim=True))[:, 0]}  # (N,)
         scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()  # (N,)
         rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
