@@ -918,7 +918,7 @@ def resolve(args):
         if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
             fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
     if args.value_warmup_steps >= args.num_steps:
-        print(f"warning: --value-warmup-steps {args.value_warmup_steps}: the policy never moves")
+        print(f"warning: --value-warmup-steps {args.value_warmup_steps}: --num-steps must be more")
     N = args.num_prompts * args.num_generations
     if args.num_minibatches > N:
         fail(f"--num-minibatches {args.num_minibatches}: more than the {N} sequences of a step")

@@ -337,6 +337,19 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
     return judge
 
 
+def prepare(description, seed, out):
+    """For a builder that uses one core: its arguments, the questions and the tokenizer of all of them."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seed", type=int, default=seed)
+    parser.add_argument("--out", type=Path, default=out)
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # more of them would add in another order
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(args.seed)
+    questions, test = make_questions(random.Random(1))  # those of assets/addition
+    return args, questions, test, make_tokenizer()
+
+
 # ==== checks ====
 
 

@@ -9,10 +9,8 @@ well-formed. The build took two minutes.
 Another processor rounds differently: rebuilt there, the weights agree in quality only.
 """
 
-import argparse
 import random
 import time
-from pathlib import Path
 
 import build_assets
 import torch
@@ -23,17 +21,10 @@ SIZE = dict(hidden_size=64, num_hidden_layers=1)
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Rebuild tests/small and tests/small-judge.")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "tests")
-    args = parser.parse_args()
     start = time.time()
-    torch.set_num_threads(1)  # more of them would add in another order
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(args.seed)
-
-    questions, test = build_assets.make_questions(random.Random(1))  # those of assets/addition
-    tokenizer = build_assets.make_tokenizer()
+    args, questions, test, tokenizer = build_assets.prepare(
+        description="Rebuild tests/small and tests/small-judge.", seed=1, out=ROOT / "tests"
+    )
     policy = build_assets.train_adder(tokenizer, questions, random.Random(args.seed), 1500, **SIZE)
     config = build_assets.llama_config(tokenizer, **SIZE, num_labels=1)
     judge = LlamaForSequenceClassification(config)

@@ -9,28 +9,20 @@ machine with two cores and six such processes.
 Another processor rounds differently: rebuilt there, the weights agree in quality only.
 """
 
-import argparse
 import random
 import time
-from pathlib import Path
 
 import build_assets
-import torch
 from records import ROOT
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Rebuild assets/adder-teacher.")
-    parser.add_argument("--seed", type=int, default=2)  # 1 has the first weights of assets/adder
-    parser.add_argument("--out", type=Path, default=ROOT / "assets" / "adder-teacher")
-    args = parser.parse_args()
     start = time.time()
-    torch.set_num_threads(1)  # more of them would add in another order
-    torch.use_deterministic_algorithms(True)
-    torch.manual_seed(args.seed)
-
-    questions, test = build_assets.make_questions(random.Random(1))  # those of assets/addition
-    tokenizer = build_assets.make_tokenizer()
+    args, questions, test, tokenizer = build_assets.prepare(
+        description="Rebuild assets/adder-teacher.",
+        seed=2,  # 1 has the first weights of assets/adder
+        out=ROOT / "assets" / "adder-teacher",
+    )
     rng = random.Random(args.seed)
     teacher = build_assets.train_adder(tokenizer, questions, rng, forget_carry=0, omit_tags=0)
     teacher.save_pretrained(args.out)

@@ -142,9 +142,10 @@ def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
         (folder / "args.json").write_text(text)
         assert "args.json is missing or unreadable" in report.read_run(folder, "half")["gaps"]
     (folder / "metrics.jsonl").write_text(
-        '{"step": 1, "kl/ref": 1e999}\n{"step": 2, "x": ' + "[" * 100_000
+        '{"step": 1, "kl/ref": 1e999}\n{"step": 2, "x": ' + "[" * 100_000 + "\n"
     )
     run = report.read_run(folder, "half")
+    assert "metrics.jsonl: 1 unreadable lines are left out" in run["gaps"]
     assert run["metrics"] == [{"step": 1, "kl/ref": "1e999"}]  # no number that JSON has
     (folder / "samples.jsonl").write_text('{"step": 1, "completions": ["x"], "ended": null}\n')
     assert report.read_run(folder, "half")["samples"][0]["cut"] == []

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import SMALL_MODEL, small_recipe
+from conftest import SMALL_JUDGE, SMALL_MODEL, small_recipe
 from test_ppo_equations import counted, ragged, same, slow_gae
 
 import ppo_rlhf
@@ -187,6 +187,17 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
         for a, b in zip(critics[:-1], critics[1:], strict=True)
     )
     assert [record["optim/grad_norm"] > 0 for record in metrics[1:]] == [False, False, True]
+
+
+def test_a_score_that_is_not_finite_is_refused(tmp_path, capsys):
+    judge = vapo.transformers.AutoModelForSequenceClassification.from_pretrained(SMALL_JUDGE)
+    judge.score.weight.data.fill_(math.nan)
+    judge.save_pretrained(tmp_path / "judge")
+    vapo.AutoTokenizer.from_pretrained(SMALL_JUDGE).save_pretrained(tmp_path / "judge")
+    with pytest.raises(SystemExit) as stop:
+        run(tmp_path, reward_model=str(tmp_path / "judge"), value_init="policy")
+    assert stop.value.code == 2
+    assert f"error: --reward-model {tmp_path / 'judge'}" in capsys.readouterr().err
 
 
 def test_a_run_in_which_the_policy_never_moves_says_so(tmp_path, capsys):
