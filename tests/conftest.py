@@ -1,6 +1,7 @@
 """What all tests share: the scripts, and one CPU thread."""
 
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
 SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
 SCRIPTS += ["distill", "vapo", "grpo_tools"]
 SMALL_MODEL, SMALL_JUDGE = str(ROOT / "tests" / "small"), str(ROOT / "tests" / "small-judge")
+SMALL_TASK = str(ROOT / "tests" / "small-task")  # the first problems of assets/addition
 # Files that take longest, run first, so that the two processes of the tests end at about the same time.
 LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_loading"]
 
@@ -23,8 +25,10 @@ torch.set_num_threads(
 
 
 def small_recipe(script):
-    """The fields of Args that make of a script's bundled run one with the tests' own policy: it costs a third."""
+    """The fields of Args that make of a script's bundled run one with the tests' own policy and problems: it costs a
+    third, and is loaded in no time."""
     fields = {name: bundled for name, (_, bundled) in script.RECIPES.items()}
+    fields["dataset"] = SMALL_TASK
     if Path(script.Args.model).name == "adder":
         fields["model"] = SMALL_MODEL
     if "reward_model" in fields:
@@ -36,6 +40,12 @@ def small_flags(name):
     """small_recipe of the script of this name, for a command line."""
     fields = small_recipe(__import__(name)).items()
     return [x for name, value in fields for x in ("--" + name.replace("_", "-"), str(value))]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def pytest_addoption(parser):
@@ -77,8 +87,12 @@ def script(request):
 
 
 @pytest.fixture(autouse=True)
-def no_process_group():
-    """grpo_multigpu.py connects processes, be it one alone; a run that ended early leaves the connection behind."""
+def nothing_left():
+    """A run leaves its signal handlers behind, and grpo_multigpu.py, if it ended early, the connection of processes."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, small_recipe
 
 import grpo
 
@@ -137,8 +137,8 @@ def test_the_answer_to_the_first_exercise(monkeypatch):
 
 
 def first_step(script, folder) -> dict:
-    args = dict(num_steps=1, num_prompts=4, eval_size=4, device="cpu", runs_dir=str(folder))
-    return script.main(script.Args(**args, run_name=script.__name__))
+    args = small_recipe(script) | dict(num_steps=1, num_prompts=4, eval_size=4, device="cpu")
+    return script.main(script.Args(**args, runs_dir=str(folder), run_name=script.__name__))
 
 
 def test_the_answer_to_the_second_exercise(tmp_path, monkeypatch):

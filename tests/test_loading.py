@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -17,7 +18,11 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, SCRIPTS, SHARED
+from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
+from transformers import (
+    get_scheduler as get_scheduler,  # with it comes what the libraries themselves do
+)
 
 ADDER = ROOT / "assets" / "adder"
 STORIES = SHARED / "models" / "stories260K"
@@ -33,16 +38,12 @@ NO_TEACHER = pytest.mark.scripts(*[script for script in SCRIPTS if script != "di
 
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch, tmp_path_factory):
-    """Nothing here waits for a network or fills the user's cache, and no run leaves its signal handlers behind."""
+    """Nothing here waits for a network or fills the user's cache."""
     monkeypatch.setattr(
         datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets")
     )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 def run_python(*arguments, cwd, **environment):
@@ -120,8 +121,8 @@ def test_hub_cache(script, tmp_path):
     environment = dict(
         HF_HUB_CACHE=str(tmp_path / "hub"), HF_DATASETS_CACHE=str(tmp_path / "datasets")
     )
-    ended = run_python(f"{script.__name__}.py", *flags, cwd=ROOT, **environment)
-    assert ended.returncode == 0, ended.stderr
+    process = run_python(f"{script.__name__}.py", *flags, cwd=ROOT, **environment)
+    assert process.returncode == 0, process.stderr
 
     run, cache = tmp_path / "runs" / "run", tmp_path / "datasets"
     written = [
@@ -475,33 +476,38 @@ def test_gsm8k(script, tmp_path, capsys):
 
 # ---- the script itself
 
-IMPORT = """
-import os, random, signal, socket, sys, threading
-import torch
-def state():
+
+def state_of_the_process() -> tuple:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    torch_state = (torch.initial_seed(), torch.get_rng_state().tolist(), torch.get_default_dtype())
-    return dict(os.environ), handlers, torch_state, random.getstate(), os.getcwd(), os.listdir(".")
-def audit(event, arguments):
-    assert event not in ("socket.connect", "socket.getaddrinfo"), event
-sys.addaudithook(audit)
-before = state()
-for name in {names}:
-    __import__(name)
-    assert [a == b for a, b in zip(before, state())] == [True] * 6, name
-    assert not torch.cuda.is_initialized(), name
-assert os.listdir(".") == []
-"""
+    seeds = torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate()
+    modes = torch.get_default_dtype(), torch.cuda.is_initialized()
+    return dict(os.environ), handlers, seeds, modes, os.getcwd(), os.listdir(".")
+
+
+def import_anew(folder: str) -> None:
+    """A forked process, whose working directory is an empty folder and whose arguments are no flags of a script."""
+
+    def audit(event, arguments):
+        assert event not in ("socket.connect", "socket.getaddrinfo"), event
+        assert event != "open" or arguments[1] in (None, "r", "rb"), arguments
+
+    for name in [x for x in sys.modules if x in SCRIPTS or x.startswith("utils.")]:
+        del sys.modules[name]
+    os.chdir(folder)
+    sys.argv = ["-c", "--garbage", "-x", "]"]
+    sys.dont_write_bytecode = True
+    sys.addaudithook(audit)
+    for name in SCRIPTS:
+        before = state_of_the_process()
+        __import__(name)
+        assert state_of_the_process() == before, name
 
 
 def test_import_has_no_side_effect(tmp_path):
     """No parsing, network, file, device, random state or environment variable: notebooks import the scripts, too."""
-    (tmp_path / "cwd").mkdir()
-    environment = {"HF_HOME": str(tmp_path / "home")}
-    code = IMPORT.format(names=SCRIPTS)
-    ended = run_python("-c", code, "--garbage", "-x", "]", cwd=tmp_path / "cwd", **environment)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "" and not (tmp_path / "home").exists()
+    process = FORK.Process(target=import_anew, args=(str(tmp_path),), daemon=True)
+    process.start()
+    assert ended(process) == 0
 
 
 def test_every_argument_is_documented_and_read(script):

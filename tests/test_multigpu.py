@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,8 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL
+from conftest import ROOT, SMALL_MODEL, free_port
 from test_runs import (
+    FORK,
     KILL,
     MANY_UPDATES,
     assert_same,
@@ -30,19 +30,12 @@ from test_runs import (
     without_times,
 )
 from test_runs import data as data  # the fixtures
-from test_runs import server as server
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 import grpo
 import grpo_multigpu
 
 EOS = 2
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how: dict) -> None:
@@ -147,7 +140,7 @@ def count_bytes(path: str) -> None:
 
 
 @pytest.fixture
-def start(server, data, tmp_path):
+def start(data, tmp_path):
     """Start so many processes of a small run; returns them."""
     started = []
 
@@ -157,7 +150,7 @@ def start(server, data, tmp_path):
         port, log = free_port(), str(tmp_path / f"{name}.log")
         for rank in range(world):
             arguments = (rank, world, port, given, log, how or {})
-            started.append(server.Process(target=one_of_several, args=arguments, daemon=True))
+            started.append(FORK.Process(target=one_of_several, args=arguments, daemon=True))
             started[-1].start()
         return started[-world:]
 

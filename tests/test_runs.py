@@ -1,7 +1,6 @@
 """A run as a whole: what it leaves behind, that it repeats, learns, and outlives kills, signals, full disks and NaNs.
 
-A killed or interrupted run is a real process. A server that has imported everything once forks all of them, so that
-each costs no more than its steps.
+A killed or interrupted run is a real process, forked from the tests' own, so that it costs no more than its steps.
 """
 
 import dataclasses
@@ -9,15 +8,14 @@ import fcntl
 import gc
 import json
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import random
 import re
 import resource
+import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -25,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import ROOT, small_recipe
+from conftest import ROOT, SMALL_TASK, small_flags, small_recipe
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 MANY_UPDATES = dict(
@@ -45,6 +43,7 @@ SMALL = dict(
     device="cpu",
 )
 SMALL |= dict(num_iterations=1, num_minibatches=1, value_warmup_steps=3)
+FORK = multiprocessing.get_context("fork")
 WAIT = 120  # seconds after which a process is taken to hang
 
 
@@ -129,17 +128,11 @@ def data(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def undisturbed():
-    """A run leaves its signal handlers behind; a limit on the size of files is taken back."""
-    handlers = {
-        number: signal.getsignal(number)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGXFSZ)
-    }
+def unlimited():
+    """A limit on the size of files is taken back."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -376,11 +369,17 @@ def test_another_seed_is_another_run(run, finished):
 # ---- killed, interrupted, resumed
 
 
+def write_to(file: int, **options) -> None:
+    """What this process prints goes to this file, and no longer to pytest."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(file, number)
+        setattr(sys, name, open(number, "w", closefd=False, **options))
+    os.close(file)
+
+
 def in_child(script_name: str, given: dict, log: str, trap: dict | None) -> None:
     """A forked process: main with these fields, with its output in a file, and perhaps a trap."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+    write_to(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), buffering=1)
     script = __import__(script_name)
     if trap:
         set_trap(script, **trap)
@@ -426,22 +425,8 @@ def set_trap(
     setattr(owner, name, trapped)
 
 
-@pytest.fixture(scope="module")
-def server():
-    """The process that all others are forked from: it has imported the scripts, and has computed nothing."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(
-            "PYTHONPATH",
-            os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-        )
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "preload"])
-        multiprocessing.forkserver.ensure_running()
-    return context
-
-
 @pytest.fixture
-def spawn(server, script, data, tmp_path):
+def spawn(script, data, tmp_path):
     """Start the small run of several updates per rollout, or with `resume` go on with it, in a process of its own."""
     started = []
 
@@ -451,7 +436,7 @@ def spawn(server, script, data, tmp_path):
             given = dict(runs_dir=str(tmp_path), run_name=name, dataset=data, **MANY_UPDATES)
         log = str(log or tmp_path / f"{name}.log")
         started.append(
-            server.Process(target=in_child, args=(script.__name__, given, log, trap), daemon=True)
+            FORK.Process(target=in_child, args=(script.__name__, given, log, trap), daemon=True)
         )
         started[-1].start()
         return started[-1]
@@ -589,30 +574,36 @@ def test_a_process_that_nohup_has_started_outlives_its_terminal(run, watch):
         signal.signal(signal.SIGHUP, before)
 
 
+def as_a_program(flags: list[str], readable: int, writable: int) -> None:
+    """A forked process: python grpo.py with these flags, in a pipe that knows ASCII alone."""
+    os.close(readable)
+    write_to(writable, encoding="ascii")
+    sys.argv = ["grpo.py", *flags]
+    runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
+
+
 def test_a_closed_pipe_ends_no_run(data, tmp_path):
     """As with | tee log, which Ctrl-C ends before the script: what it prints is lost, and nothing else. Nor does a
     letter that the terminal does not know."""
     fields = dict(num_steps=30, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4)
-    fields |= dict(eval_every=0, dataset=data, runs_dir=tmp_path, run_name="rün")
-    flags = [
-        x for name, value in fields.items() for x in (f"--{name}".replace("_", "-"), str(value))
-    ]
-    process = subprocess.Popen(
-        [sys.executable, ROOT / "grpo.py", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-    )
-    assert b"train data" in process.stdout.readline()  # as soon as it is printed
-    while b"r\\xfcn" not in process.stdout.readline():
-        assert process.poll() is None
-    process.stdout.close()
-    log, deadline = tmp_path / "rün" / "metrics.jsonl", time.monotonic() + 100
+    fields |= dict(eval_every=0, dataset=data, runs_dir=tmp_path, run_name="rün", device="cpu")
+    flags = small_flags("grpo")
+    for name, value in fields.items():
+        flags += [f"--{name}".replace("_", "-"), str(value)]
+    readable, writable = os.pipe()
+    process = FORK.Process(target=as_a_program, args=(flags, readable, writable), daemon=True)
+    process.start()
+    os.close(writable)
+    with open(readable, "rb") as printed:
+        assert b"train data" in printed.readline()  # as soon as it is printed
+        while b"r\\xfcn" not in printed.readline():
+            assert process.is_alive()
+    log, deadline = tmp_path / "rün" / "metrics.jsonl", time.monotonic() + WAIT
     while not log.is_file() or log.read_text().count("\n") < 3:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == 128 + signal.SIGINT
+    os.kill(process.pid, signal.SIGINT)
+    assert ended(process) == 128 + signal.SIGINT
     assert read_checkpoint(tmp_path / "rün")["metrics"]["step"] == read_jsonl(log)[-1]["step"] >= 2
 
 
@@ -1012,14 +1003,15 @@ def test_it_learns(script, tmp_path):
     """On half the script's own sequences per step, with a learning rate that shows in a few of them."""
     B = script.Args().num_prompts // 2
     given = dict(
+        dataset=SMALL_TASK,
         num_steps=8,
         num_prompts=B,
         learning_rate=2e-4,
         lr_schedule="constant_with_warmup",
         eval_size=2,
     )
-    if script.__name__ == "ppo_rlhf":  # four passes over each of its rollouts take their time
-        given |= dict(num_steps=5, learning_rate=1e-4)
+    if script.__name__ == "ppo_rlhf":  # four passes over each of its rollouts would take their time
+        given |= dict(num_steps=5, num_iterations=2)
     script.main(script.Args(runs_dir=str(tmp_path), run_name="run", device="cpu", **given))
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     accuracy = [record["rollout/accuracy"] for record in records]

@@ -188,15 +188,16 @@ class Stream:
 
 def install_communication() -> None:
     """Let processes, each with an emulated GPU of its own, exchange what is on these through gloo on the host."""
-    library, groups = torch.library.Library("c10d", "IMPL"), []
+    library, groups = torch.library.Library("c10d", "IMPL"), {}
 
     def on_host(value):
         if isinstance(value, torch.Tensor):
             return value.cpu()
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            if not groups:  # of all processes; other groups are not emulated
-                groups.append(dist.new_group(backend="cpu:gloo").boxed())
-            return groups[0]
+            world = dist.group.WORLD
+            if world not in groups:  # of all processes; other groups are not emulated
+                groups[world] = dist.new_group(backend="cpu:gloo").boxed()
+            return groups[world]
         return value
 
     def through_host(operator):
