@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, SCRIPTS, SMALL_TASK
 
 import ppo_rlhf
 
@@ -72,7 +72,7 @@ def refuse(tmp_path, monkeypatch, capsys):
 
     def call(script, *words, **given):
         if "resume" not in given:
-            given = {**SMALL, "runs_dir": str(tmp_path / "runs"), **given}
+            given = {"dataset": SMALL_TASK, **SMALL, "runs_dir": str(tmp_path / "runs"), **given}
         before = snapshot(tmp_path)
         with pytest.raises(SystemExit) as stop:
             script.main(script.Args(**given))
