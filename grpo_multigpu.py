@@ -299,7 +299,8 @@ def main(args: Args) -> dict:
             dcp.set_state_dict(model, optimizer, **whole, options=WHOLE)
             scheduler.load_state_dict(saved["scheduler"])
         refresh(sampler, model)
-    metrics_log, samples_log, signals = open_run(args, run_dir, saved, model)
+    metrics_log, samples_log = open_run(args, run_dir, saved, model)
+    signals = catch_signals()
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(metrics_log, metrics, [])
@@ -948,28 +949,25 @@ def find_eos_ids(model, tokenizer):
 
 
 def open_run(args, run_dir, saved, model):
-    """The run's logs, of metrics and of samples, in its folder, and a list of the signals to stop.
-
-    The first of them ends the run after its step, the second one at once.
-    """
-    names = ("metrics.jsonl", "samples.jsonl")
-    first = dist.get_rank() == 0
+    """The run's logs, of metrics and of samples, in its folder."""
+    if dist.get_rank() > 0:  # rank 0 alone writes
+        return [open(os.devnull, "w")] * 2
+    logs = []
     with one_line(f"{run_dir}: cannot be written, or another process is writing it"):
         run_dir.mkdir(parents=True, exist_ok=True)
-        files = [run_dir / name if first else os.devnull for name in names]
-        logs = [open(file, "a", buffering=1, encoding="utf-8") for file in files]
-        if first:
-            fcntl.flock(logs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            for name, log in zip(names, logs, strict=True):
-                size = saved["log_sizes"].get(name, 0) if saved else 0
-                log.truncate(min(size, log.tell()))  # what came after it will be logged again
-        if not saved and first:
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            log = open(run_dir / name, "a", buffering=1, encoding="utf-8")
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            size = saved["log_sizes"].get(name, 0) if saved else 0
+            log.truncate(min(size, log.tell()))  # what came after it will be logged again
+            logs.append(log)
+        if not saved:
             (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
             packages = (torch, transformers, datasets, tyro, wandb)
             versions = {package.__name__: package.__version__ for package in packages}
             content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
             (run_dir / "args.json").write_text(json.dumps(content, indent=2))
-    if args.track and first:
+    if args.track:
         run_id = json.loads((run_dir / "args.json").read_text())["id"]
         options = dict(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
         with one_line("--track"):
@@ -988,6 +986,11 @@ def open_run(args, run_dir, saved, model):
         "note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; "
         "watch the reward"
     )
+    return logs
+
+
+def catch_signals():
+    """A list of the signals to stop: the first ends the run after its step, the second at once."""
     signals = []
 
     def on_signal(number, frame):
@@ -1001,7 +1004,7 @@ def open_run(args, run_dir, saved, model):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, on_signal)
-    return *logs, signals
+    return signals
 
 
 def write(file, record):

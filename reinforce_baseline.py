@@ -279,7 +279,8 @@ def main(args: Args) -> dict:
             for name, part in parts.items():
                 part.load_state_dict(saved.pop(name))  # and let go of it
     sampler = inference_copy(model) if model.device.type == "cuda" else model
-    metrics_log, samples_log, signals = open_run(args, run_dir, saved, model)
+    metrics_log, samples_log = open_run(args, run_dir, saved, model)
+    signals = catch_signals()
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(metrics_log, metrics, [])
@@ -859,18 +860,16 @@ def find_eos_ids(model, tokenizer):
 
 
 def open_run(args, run_dir, saved, model):
-    """The run's logs, of metrics and of samples, in its folder, and a list of the signals to stop.
-
-    The first of them ends the run after its step, the second one at once.
-    """
-    names = ("metrics.jsonl", "samples.jsonl")
+    """The run's logs, of metrics and of samples, in its folder."""
+    logs = []
     with one_line(f"{run_dir}: cannot be written, or another process is writing it"):
         run_dir.mkdir(parents=True, exist_ok=True)
-        logs = [open(run_dir / name, "a", buffering=1, encoding="utf-8") for name in names]
-        fcntl.flock(logs[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-        for name, log in zip(names, logs, strict=True):
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            log = open(run_dir / name, "a", buffering=1, encoding="utf-8")
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             size = saved["log_sizes"].get(name, 0) if saved else 0
             log.truncate(min(size, log.tell()))  # what came after it will be logged again
+            logs.append(log)
         if not saved:
             (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
             packages = (torch, transformers, datasets, tyro, wandb)
@@ -896,6 +895,11 @@ def open_run(args, run_dir, saved, model):
         "note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; "
         "watch the reward"
     )
+    return logs
+
+
+def catch_signals():
+    """A list of the signals to stop: the first ends the run after its step, the second at once."""
     signals = []
 
     def on_signal(number, frame):
@@ -909,7 +913,7 @@ def open_run(args, run_dir, saved, model):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
             signal.signal(number, on_signal)
-    return *logs, signals
+    return signals
 
 
 def write(file, record):
