@@ -315,7 +315,8 @@ def main(args: Args) -> dict:
     for step in progress:
         # ---- 1. rollout
         start_time = time.perf_counter()
-        torch.manual_seed(1_000_003 * args.seed + step + 10**12 * rank)  # each has its own noise
+        torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no generator's state
+        torch.manual_seed(torch.initial_seed() + 10**12 * rank)  # each samples with its own noise
         batch = [train_data[i] for i in order[step - 1]]
         rollout = respond(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
         torch.manual_seed(1_000_003 * args.seed + step)  # from here on all compute the same
@@ -441,14 +442,14 @@ def main(args: Args) -> dict:
             )
 
         # ---- 5. save
-        stop = everywhere(signals)
+        stop = list(signals)  # one that comes from here on waits for the next step
+        stop = everywhere(stop)
         due = args.save_every and step % args.save_every == 0
         if stop or due or step in (1, args.num_steps):
             save_checkpoint(args, run_dir, parts, state, metrics, problems)
         if stop and step < args.num_steps:
             print(
                 f"stopped after step {step}; go on: torchrun ... {SCRIPT} --resume '{run_dir}'",
-                flush=True,
             )
             dist.barrier()  # when the first process ends, torchrun ends the others
             raise SystemExit(128 + stop[0])
@@ -998,7 +999,6 @@ def catch_signals():
         signal.signal(number, signal.SIG_DFL)
         print(
             "\nstopping after this step, with a checkpoint; once more stops at once",
-            flush=True,
         )
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
