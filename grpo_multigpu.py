@@ -6,14 +6,15 @@ The objective and its equations are grpo.py's:
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
 
 Parent: grpo.py. Differences: (1) each of W processes samples for its share of the prompts, with its
-own noise; then all know the whole rollout, rank 0 computes the rewards for all, and each the same
-advantages; (2) of the micro-batches of an update each process takes every W-th;
-the loss is divided by the sequences of the whole minibatch, so that the update does not depend on
-how many processes share it; (3) weights, gradients and Adam's averages are sharded; a layer is
-whole for the moment of its computation; (4) the sampling copy and the reference are whole on every
-process, so that sampling needs no communication; (5) rank 0 prints, logs, tracks, and saves whole
-checkpoints, with which any number of processes can go on: on CPUs the same number in the same bits,
-another one with other noise.
+own noise; then all know the whole rollout, rank 0 computes the rewards for all, as a judge may cost
+or not say the same twice, and each the same advantages; (2) of the micro-batches of an update each
+process takes every W-th, and one that has one less repeats one with weight 0, since all have to
+call the sharded model equally often; the loss is divided by the sequences of the whole minibatch,
+so that the update does not depend on how many processes share it; (3) weights, gradients and Adam's
+averages are sharded; a layer is whole for the moment of its computation; (4) the sampling copy and
+the reference are whole on every process, so that sampling needs no communication; (5) rank 0
+prints, logs, tracks, and saves whole checkpoints, with which any number of processes can go on: on
+CPUs the same number in the same bits, another one with other noise.
 
 Memory per GPU, in bytes per parameter: 4 weights + 4 gradients + 8 Adam, divided by W; 2 for the
 sampling copy, and 2 for the reference (none with --beta 0), each with its head in float32. In GB:
@@ -366,9 +367,10 @@ def main(args: Args) -> dict:
                     len(minibatch),
                     num_tokens,
                 )
-                (weight * loss).backward()
-                stats = {name: (weight > 0) * x for name, x in stats.items()}
-                totals.update(stats | {"loss": (weight > 0) * loss.detach()})  # adds
+                loss = weight * loss
+                stats = {name: weight * x for name, x in stats.items()}
+                loss.backward()
+                totals.update(stats | {"loss": loss.detach()})  # adds
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             grad_norm = grad_norm.full_tensor()
             skipped_in_a_row = 0 if torch.isfinite(grad_norm) else skipped_in_a_row + 1
@@ -379,12 +381,13 @@ def main(args: Args) -> dict:
                     f"--learning-rate {args.learning_rate}: three gradients in a row were not "
                     "finite; lower it"
                 )
-            totals.update(grad_norm=grad_norm / world, skipped=(skipped_in_a_row > 0) / world)
+            totals.update(grad_norm=grad_norm, skipped=skipped_in_a_row > 0)
             scheduler.step()
             optimizer.zero_grad()
         refresh(sampler, model)
         dist.all_reduce(old_logprobs, dist.ReduceOp.MIN)  # 0 where another process computed it
-        totals = {name: sum(everywhere([float(x)])) for name, x in totals.items()}
+        totals = {name: float(total) for name, total in totals.items()}  # waits for the device
+        totals = {name: sum(everywhere([total])) / world for name, total in totals.items()}
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
         # ---- 4. log
@@ -606,11 +609,10 @@ def micro_batches(sequences, lengths, max_tokens):
         if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
             batches.append([])
         batches[-1].append(i)
-    # Every W-th is this process's, with weight W, since FSDP averages gradients. All must call the
-    # sharded model equally often: who has one less repeats one, with weight 0.
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mine = [(batch, world) for batch in batches[rank::world]]
-    return mine + [(batches[0], 0)] * (-(-len(batches) // world) - len(mine))
+    # Every W-th, with weight W as all is averaged; who has one less repeats one, with weight 0.
+    world = dist.get_world_size()
+    pairs = [(batch, world) for batch in batches] + [(batches[0], 0)] * (-len(batches) % world)
+    return pairs[dist.get_rank() :: world]
 
 
 def everywhere(value):
