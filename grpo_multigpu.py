@@ -60,7 +60,6 @@ from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -276,9 +275,9 @@ def main(args: Args) -> dict:
     test_data = load_data(args, tokenizer, "test")
     rank, world, mesh = connect(args, test_data)
     model, eos_ids = load_model(args, config, tokenizer)
-    sampler = inference_copy(model)
-    ref_model = copy.deepcopy(sampler) if args.beta > 0 else None  # the policy's start
-    shard(model, ref_model, mesh)
+    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start
+    sampler = inference_copy(model) if ref_model is None else copy.deepcopy(ref_model)
+    shard(model, mesh)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -342,9 +341,9 @@ def main(args: Args) -> dict:
         # ---- 2. reward and advantage
         given = batch, rollout.completions
         scores = {
-            f.__name__: torch.tensor(on_rank_0(apply_reward, f, *given), device=model.device)
-            for f in REWARDS
+            f.__name__: everywhere(apply_reward(f, *given) if rank == 0 else []) for f in REWARDS
         }  # (N,) each
+        scores = {x: torch.tensor(scores[x], device=model.device) for x in scores}  # (N,) each
         rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
         advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
 
@@ -628,22 +627,13 @@ def refresh(sampler, model):
         sampler.get_parameter(name).copy_(parameter.detach().full_tensor())
 
 
-def on_rank_0(function, *args):
-    """What it gives on rank 0, for all processes: a judge may cost, or not say the same twice."""
-    result = [function(*args) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(result)
-    return result[0]
-
-
-def shard(model, ref_model, mesh):
-    """Share out the policy's weights: those of each layer, and then what is left."""
-    text_model = model.get_decoder()  # of a model with a vision tower, this one is trained
-    layers = next(x for x in text_model.modules() if isinstance(x, torch.nn.ModuleList))
+def shard(model, mesh):
+    """Share out the policy's weights: those of each layer of its text model, then what is left."""
+    type(model).compute_logprobs = compute_logprobs  # a method, as FSDP gathers weights for these
+    layers = next(x for x in model.get_decoder().modules() if isinstance(x, torch.nn.ModuleList))
     for module in [*layers, model]:
         fully_shard(module, mesh=mesh)
-    for network in filter(None, (model, ref_model)):
-        network.compute_logprobs = partial(compute_logprobs, network)
-    register_fsdp_forward_method(model, "compute_logprobs")  # a call of it gathers the weights
+    register_fsdp_forward_method(model, "compute_logprobs")
 
 
 def inference_copy(model):
