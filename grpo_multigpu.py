@@ -859,13 +859,10 @@ def connect(args, test_data):
     if args.num_prompts % world or len(test_data) < world:
         what = f"must be a multiple of {world} (processes), --eval-size at least that"
         fail(f"--num-prompts {args.num_prompts}: {what}")
-    on_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
-    # Tensors go over NCCL, objects over gloo; the others wait while rank 0 saves, or asks a judge.
-    on_gpus = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
-    options = dict(backend=on_gpus if on_gpu else "gloo", timeout=timedelta(hours=2))
-    if "RANK" not in os.environ:  # without torchrun this is the only process
-        options |= dict(store=dist.HashStore(), rank=0, world_size=1)
-    dist.init_process_group(**options)
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    backend = "cpu:gloo,cuda:nccl" if on_gpu and dist.is_nccl_available() else "gloo"
+    alone = {} if "RANK" in os.environ else dict(store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(backend, timeout=timedelta(hours=2), **alone)  # rank 0 may save long
     hook = sys.excepthook  # a process that fails because another one has ended is silent
     sys.excepthook = lambda kind, error, tb: "by peer" in str(error) or hook(kind, error, tb)
     return rank, world, dist.init_device_mesh("cuda" if on_gpu else "cpu", (world,))
