@@ -294,10 +294,9 @@ def main(args: Args) -> dict:
     if saved:
         with one_line(f"{run_dir}: the checkpoint is not of this version of {SCRIPT.name}"):
             state, metrics = saved["state"], saved["metrics"]
-            whole = {"model_state_dict": saved.pop("model")}
-            whole["optim_state_dict"] = saved.pop("optimizer")
-            dcp.set_state_dict(model, optimizer, **whole, options=WHOLE)
-            scheduler.load_state_dict(saved["scheduler"])
+            dcp.set_model_state_dict(model, saved.pop("model"), options=WHOLE)
+            dcp.set_optimizer_state_dict(model, optimizer, saved.pop("optimizer"), options=WHOLE)
+            scheduler.load_state_dict(saved.pop("scheduler"))
         refresh(sampler, model)
     metrics_log, samples_log = open_run(args, run_dir, saved, model)
     signals = catch_signals()
@@ -1033,9 +1032,6 @@ def show(args, progress, metrics, record):
 
 def save_checkpoint(args, run_dir, parts, state, metrics, problems):
     """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
-    whole = dcp.get_state_dict(parts["model"], parts["optimizer"], options=WHOLE)  # to rank 0
-    if dist.get_rank() > 0:
-        return
     content = {
         "script": SCRIPT.name,
         "args": vars(args),
@@ -1043,10 +1039,12 @@ def save_checkpoint(args, run_dir, parts, state, metrics, problems):
         "state": state,
         "metrics": metrics,
         "log_sizes": {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")},
-        "model": whole[0],
-        "optimizer": whole[1],
-        "scheduler": parts["scheduler"].state_dict(),
+        **{name: part.state_dict() for name, part in parts.items()},
     }
+    whole = dcp.get_state_dict(parts["model"], parts["optimizer"], options=WHOLE)  # to rank 0
+    content["model"], content["optimizer"] = whole  # instead of the shards
+    if dist.get_rank() > 0:
+        return
     path = run_dir / "checkpoint.tmp"
     with one_line(path):
         with open(path, "wb", buffering=0) as file:
