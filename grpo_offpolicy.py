@@ -23,10 +23,10 @@ Parent: grpo.py. Differences: (1) w corrects for the sampler, truncated at W (--
 since rare large ratios would dominate the gradient; with --sequence-cap, sequences whose ratio, the
 product of their tokens', is above it are left out besides (by default TRL leaves them out at 3, and
 weights the others with that ratio in place of w); (2) for a negative advantage a ratio far above 1
-is held back, at D (--dual-clip): the clip range alone stops it only from falling; (3) the sampler
-is a copy of its own, refreshed every --staleness steps and rounded to --sampler-dtype, which
-imitates on one device what an engine does. Evaluated are the trainer's weights. With no argument on
-a CPU nothing of this acts: it is grpo.py.
+is held back, at D (--dual-clip): the clip range alone stops it only from falling; (3) rollouts
+are sampled by a copy of its own, refreshed every --staleness steps and rounded to --sampler-dtype,
+which imitates an engine on one device. Evaluated are the trainer's weights, by grpo.py's sampler.
+With no argument on a CPU nothing of this acts: it is grpo.py.
 
 Departures from the papers: those of grpo.py. Not a departure: w corrects a token for its own
 probability, not for that of the tokens before it, so that the gradient comes nearer to the one of
@@ -290,10 +290,8 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
-    on_gpu = model.device.type == "cuda"
-    ref_model = inference_copy(model, on_gpu) if args.beta > 0 else None  # the policy's start
-    in_bf16 = on_gpu if args.sampler_dtype == "auto" else args.sampler_dtype == "bfloat16"
-    sampler = inference_copy(model, in_bf16)
+    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start
+    engine = inference_copy(model, args.sampler_dtype)  # imitates one: it samples the rollouts
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -305,7 +303,7 @@ def main(args: Args) -> dict:
         args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates
     )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    parts["sampler"] = sampler
+    parts["engine"] = engine
     state = {"step": 0, "episodes": 0, "tokens": 0}  # what else a step hands on to the next
     problems = fingerprint(train_data + test_data, saved)
     if saved:
@@ -313,10 +311,11 @@ def main(args: Args) -> dict:
             state, metrics = saved["state"], saved["metrics"]
             for name, part in parts.items():
                 part.load_state_dict(saved.pop(name))  # and let go of it
+    sampler = inference_copy(model) if model.device.type == "cuda" else model
     metrics_log, samples_log = open_run(args, run_dir, saved, model)
     signals = catch_signals()
     if not saved:
-        metrics = state | evaluate(args, model, tokenizer, test_data, eos_ids)
+        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(metrics_log, metrics, [])
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
@@ -331,7 +330,7 @@ def main(args: Args) -> dict:
         start_time = time.perf_counter()
         torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no generator's state
         batch = [train_data[i] for i in order[step - 1]]
-        rollout = respond(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
+        rollout = respond(args, engine, tokenizer, batch, G, args.temperature, eos_ids)
         sequences = torch.arange(N)  # those to train on
         response_mask = rollout.response_mask  # (N, R)
         lengths = (rollout.prompt_mask.sum(1) + response_mask.sum(1)).tolist()  # N, prompt included
@@ -393,8 +392,9 @@ def main(args: Args) -> dict:
             totals.update(grad_norm=grad_norm, skipped=skipped_in_a_row > 0)
             scheduler.step()
             optimizer.zero_grad()
+        sampler.load_state_dict(model.state_dict())  # in place; on a GPU it is rounded to bf16
         if step % args.staleness == 0:
-            sampler.load_state_dict(model.state_dict())  # in place, rounded to its dtype
+            engine.load_state_dict(model.state_dict())  # rounded to --sampler-dtype
         totals = {name: float(total) for name, total in totals.items()}  # waits for the device
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -431,7 +431,7 @@ def main(args: Args) -> dict:
             "time/peak_mem_gb": (torch.cuda.max_memory_allocated() or memory) / 1e9,
         }
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            metrics |= evaluate(args, model, tokenizer, test_data, eos_ids)
+            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         records = []
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
@@ -448,7 +448,8 @@ def main(args: Args) -> dict:
             records.append(record)
         log_metrics(metrics_log, metrics, records)
         show(args, progress, metrics, record)
-        if step == 1 and not gap.mean() < (0.1 if on_gpu or in_bf16 else 1e-3):
+        exact = sampler is model and engine.dtype == model.dtype  # nothing is in bf16
+        if step == 1 and not gap.mean() < (1e-3 if exact else 0.1):
             fail(
                 f"--model {args.model}: not supported, sampling and training differ by "
                 f"{gap.mean():.2g} nats a token"
@@ -616,10 +617,10 @@ def micro_batches(sequences, lengths, max_tokens):
     return batches
 
 
-def inference_copy(model, in_bf16):
+def inference_copy(model, dtype="auto"):
     """A copy that is not trained; in bf16 it has half the bytes to read, but for its head."""
     copied = copy.deepcopy(model).requires_grad_(False).eval()
-    if in_bf16:
+    if dtype == "bfloat16" or (dtype == "auto" and model.device.type == "cuda"):
         for parameter in copied.parameters():  # not the buffers, which hold the rotary frequencies
             parameter.data = parameter.data.to(torch.bfloat16)
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)

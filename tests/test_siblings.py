@@ -21,7 +21,7 @@ SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
     "ppo_rlhf": 8410,
     "gspo": 6900,
     "remax": 6888,
-    "grpo_offpolicy": 7085,
+    "grpo_offpolicy": 7116,
     "grpo_process": 7508,
     "grpo_multigpu": 7657,
     "grpo_lora": 7254,
@@ -161,7 +161,7 @@ PAIRS = {
         },
     ),
     ("grpo_offpolicy", "grpo"): (
-        54,
+        47,
         {
             "LOWEST": "the bounds of the correction and of dual clip",
             "Args.staleness": "a sampler that is behind",
@@ -171,8 +171,8 @@ PAIRS = {
             "Args.dual_clip": "dual clip",
             "rollout_correction": "truncated importance sampling",
             "policy_loss": "dual clip",
-            "inference_copy": "the sampler is rounded where the flag says so, not where the device does",
-            "main": "the sampler is a copy that is refreshed now and then, and the correction for it",
+            "inference_copy": "the engine is rounded where the flag says so, not where the device does",
+            "main": "an engine samples, a copy that is refreshed now and then, and the correction for it",
         },
     ),
     ("grpo_multigpu", "grpo"): (
