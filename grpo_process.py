@@ -31,7 +31,7 @@ is GRPO).
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
-micro-batch, T response tokens in it; K steps.
+micro-batch, T response tokens in it; K steps of a group, K_i of a response.
 
     python grpo_process.py                                            assets/adder, on a CPU
     python grpo_process.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
@@ -189,6 +189,13 @@ class Args:
 
 
 # ==== algorithm ====
+def compute_advantages(args, rewards):
+    """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
+    assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
+    rewards = rewards - rewards[:, :1]  # for the rounding alone: equal rewards give exactly 0
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+
 def step_rewards(completions, answers):
     """The steps of each completion: (characters after which it ends, what it is worth) each.
 
@@ -223,32 +230,16 @@ def step_tokens(tokenizer, ids, steps):
     return [*ends, len(ids) - 1]  # the last ends with the response, whose EOS token has no text
 
 
-def step_table(tokenizer, rollout, steps, G):
-    """Rewards and last tokens of all steps, (B, G, K) each; 0 and -1 where there is none."""
-    ends, rewards = [], []
-    for i, own in enumerate(steps):
-        ids = rollout.response_ids[i][rollout.response_mask[i]].tolist()
-        ends.append(rollout.response_ids.new_tensor(step_tokens(tokenizer, ids, own)))  # (K_i,)
-        rewards.append(rollout.sampled_logprobs.new_tensor([reward for _, reward in own]))  # (K_i,)
-    ends = pad_sequence(ends, batch_first=True, padding_value=-1)  # (N, K)
-    rewards = pad_sequence(rewards, batch_first=True)  # (N, K)
-    return rewards.unflatten(0, (-1, G)), ends.unflatten(0, (-1, G))
+def token_advantages(args, steps, ends):
+    """Advantages (G, R) of the tokens of G responses to one prompt. DeepSeekMath 4.1.3.
 
-
-def compute_advantages(args, rewards, ends, length):
-    """Token advantages (B, G, R), R = length, of steps: their rewards and last tokens (B, G, K).
-
-    ends is -1 where a response has no more steps. DeepSeekMath 4.1.3; the std is torch's (Bessel).
+    steps, ends: for each response the list of its steps, (end, reward), and of their last tokens.
     """
-    assert rewards.ndim == 3 and rewards.shape == ends.shape and rewards.shape[1] >= 2
-    is_step = ends >= 0  # (B, G, K)
-    count = is_step.sum((1, 2))[:, None, None]  # (B, 1, 1)
-    rewards = rewards - rewards[:, :1, :1]  # for the rounding alone: equal rewards give exactly 0
-    centred = rewards - masked_mean(rewards, is_step, axis=(1, 2))[:, None, None]  # (B, G, K)
-    variance = masked_sum(centred**2, is_step, axis=(1, 2))[:, None, None] / (count - 1)
-    normalized = (centred / (variance.sqrt() + 1e-4)).masked_fill(~is_step, 0.0)  # (B, G, K)
-    to_come = ends[..., None] >= torch.arange(length, device=ends.device)  # (B, G, K, R)
-    return (normalized[..., None] * to_come).sum(2)  # (B, G, R)
+    rewards = torch.tensor([[reward for own in steps for _, reward in own]])  # (1, K): of all
+    normalized = compute_advantages(args, rewards).view(-1, 1)  # (K, 1)
+    to_come = torch.tensor(sum(ends, []))[:, None] >= torch.arange(args.max_new_tokens)  # (K, R)
+    credit = (normalized * to_come).split([len(own) for own in steps])  # G of (K_i, R)
+    return torch.stack([own.sum(0) for own in credit])  # (G, R)
 
 
 def minibatches(args, sequences):
@@ -384,8 +375,11 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
         answers = [example["answer"] for example in batch for _ in range(G)]
         steps = step_rewards(rollout.completions, answers)  # N lists of (end, reward)
-        table = step_table(tokenizer, rollout, steps, G)  # (B, G, K) twice
-        advantages = compute_advantages(args, *table, args.max_new_tokens).flatten(0, 1)  # (N, R)
+        triples = zip(rollout.response_ids, response_mask, steps, strict=True)
+        ends = [step_tokens(tokenizer, ids[mask].tolist(), own) for ids, mask, own in triples]
+        groups = [slice(k, k + G) for k in range(0, N, G)]
+        advantages = [token_advantages(args, steps[k], ends[k]) for k in groups]  # B of (G, R)
+        advantages = torch.cat(advantages).to(model.device)  # (N, R)
 
         # ---- 3. update
         totals = Counter()  # sums over all minibatches of the step
@@ -436,8 +430,8 @@ def main(args: Args) -> dict:
             "eos_frac": ended,
             "logprob_gap": gap,
             **scores,
-            "step_reward": table[0][table[1] >= 0],
-            "steps": (table[1] >= 0).sum(2),
+            "step_reward": torch.tensor([reward for own in steps for _, reward in own]),
+            "steps": torch.tensor([len(own) for own in steps]),
             "zero_std_frac": (advantages == 0).view(args.num_prompts, -1).all(1),
             "reward_std": rewards.std(),
             "logprob_gap_max": gap.max(),

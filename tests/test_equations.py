@@ -26,16 +26,11 @@ def make_args(script, **fields):
 
 
 def advantages_of(script, rewards):
-    """The script's advantages; a baseline that is passed in is the mean, a response has one step, of one token."""
+    """The script's advantages; a baseline that is passed in is the mean."""
     if script is reinforce_baseline:
         return script.compute_advantages(make_args(script), rewards, rewards.mean())
     if script is remax:
         return script.compute_advantages(make_args(script), rewards, rewards.mean(1))
-    if script is grpo_process:
-        ends = torch.zeros_like(rewards, dtype=torch.long)
-        return script.compute_advantages(make_args(script), rewards[..., None], ends[..., None], 1)[
-            ..., 0
-        ]
     return script.compute_advantages(make_args(script), rewards)
 
 

@@ -488,11 +488,26 @@ def test_a_response_of_an_eos_token_alone_has_one_step():
     assert grpo_process.step_tokens(tokenizer, [tokenizer.eos_token_id], [(0, 0.0)]) == [0]
 
 
+def token_advantages(rewards, ends, length):
+    """Advantages (B, G, R) of padded steps: rewards and last tokens (B, G, K), -1 where there is none."""
+    args, found = make_args(grpo_process, max_new_tokens=length), []
+    torch.set_default_dtype(rewards.dtype)
+    for group in zip(rewards.tolist(), ends.tolist(), strict=True):
+        steps = [
+            [(end, reward) for reward, end in zip(*own, strict=True) if end >= 0]
+            for own in zip(*group, strict=True)
+        ]
+        last = [[end for end, _ in own] for own in steps]
+        found.append(grpo_process.token_advantages(args, steps, last))
+    torch.set_default_dtype(torch.float32)
+    return torch.stack(found)
+
+
 def test_process_advantages_by_hand():
     # Steps worth 1 and 0, and 1: mean 2/3, Bessel's std sqrt((1 + 4 + 1) / 9 / 2) = 0.57735.
     rewards = torch.tensor([[[1.0, 0.0], [1.0, -9.0]]], dtype=torch.float64)
     ends = torch.tensor([[[1, 3], [2, -1]]])
-    advantages = grpo_process.compute_advantages(make_args(grpo_process), rewards, ends, 5)
+    advantages = token_advantages(rewards, ends, 5)
     up, down = (1 / 3) / (math.sqrt(1 / 3) + 1e-4), (-2 / 3) / (math.sqrt(1 / 3) + 1e-4)
     expected = [[up + down, up + down, down, down, 0.0], [up, up, up, 0.0, 0.0]]
     for row, mine in zip(advantages[0].tolist(), expected, strict=True):
@@ -510,7 +525,7 @@ def random_steps(seed, B=3, G=4, K=5, R=9):
 @pytest.mark.parametrize("seed", range(4))
 def test_process_advantages_against_a_slow_loop(seed):
     rewards, ends, length = random_steps(seed)
-    advantages = grpo_process.compute_advantages(make_args(grpo_process), rewards, ends, length)
+    advantages = token_advantages(rewards, ends, length)
     for b in range(len(rewards)):
         steps = [
             (i, ends[b, i, j].item(), rewards[b, i, j].item())
@@ -530,9 +545,7 @@ def test_process_advantages_against_a_slow_loop(seed):
 def test_with_one_step_per_response_it_is_grpo():
     rewards = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ends = torch.randint(0, 7, (3, 4, 1), generator=torch.Generator().manual_seed(2))
-    advantages = grpo_process.compute_advantages(
-        make_args(grpo_process), rewards[..., None], ends, 7
-    )
+    advantages = token_advantages(rewards[..., None], ends, 7)
     expected = grpo.compute_advantages(make_args(grpo), rewards)[..., None] * (
         torch.arange(7) <= ends
     )
@@ -548,12 +561,12 @@ def test_a_group_of_right_responses_learns_nothing_from_how_many_steps_they_have
     K = max(map(len, steps))
     rewards = torch.tensor([[[r for _, r in own] + [0.0] * (K - len(own)) for own in steps]])
     ends = torch.tensor([[[*range(len(own))] + [-1] * (K - len(own)) for own in steps]])
-    advantages = grpo_process.compute_advantages(make_args(grpo_process), rewards, ends, 5)
+    advantages = token_advantages(rewards, ends, 5)
     assert (advantages == 0).all()
 
 
 def test_equal_steps_give_exactly_zero():
     _, ends, length = random_steps(0)
     rewards = torch.full(ends.shape, 0.1).masked_fill(ends < 0, math.nan)
-    advantages = grpo_process.compute_advantages(make_args(grpo_process), rewards, ends, length)
+    advantages = token_advantages(rewards, ends, length)
     assert (advantages == 0).all()
