@@ -31,7 +31,6 @@ micro-batch, T response tokens in it.
 
 import copy
 import fcntl
-import hashlib
 import json
 import logging
 import os
@@ -40,6 +39,7 @@ import secrets
 import signal
 import sys
 import time
+import zlib
 from collections import Counter
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ import wandb
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
+from tqdm import trange
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.cache_utils import Cache, StaticLayer
 
@@ -155,7 +155,7 @@ class Args:
     num_steps: int | None = None
     """steps in the whole run, each a rollout and its updates; None: by model"""
     learning_rate: float | None = None
-    """peak learning rate of AdamW (betas 0.9 and 0.999, no weight decay); None: by model"""
+    """peak learning rate of Adam (betas 0.9 and 0.999, no weight decay); None: by model"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """how the learning rate falls to 0 after the warm-up, or that it stays"""
     warmup_updates: int | None = None
@@ -229,7 +229,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     }
     if ref_logprobs is not None:
         per_token["kl/ref"] = kl
-    stats = {name: masked_sum(x.detach().float(), mask) for name, x in per_token.items()}
+    stats = {name: masked_sum(x.detach(), mask) for name, x in per_token.items()}
     stats |= {name: x[:, 0].sum() for name, x in per_token.items() if "clip" in name}
     stats |= {"tokens": mask.sum(), "sequences": mask.any(1).sum()}
     return loss, stats
@@ -262,20 +262,20 @@ def main(args: Args) -> dict:
     G = args.num_generations
     N = args.num_prompts * G
     num_updates = args.num_iterations * args.num_minibatches  # in a step
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     scheduler = get_scheduler(
         args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates
     )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
     state = {"step": 0, "episodes": 0, "tokens": 0}  # what else a step hands on to the next
-    problems = fingerprint(train_data + test_data, saved)
+    problems = zlib.crc32(repr(train_data + test_data).encode())
     if saved:
         with one_line(f"{run_dir}: the checkpoint is not of this version of {SCRIPT.name}"):
             state, metrics = saved["state"], saved["metrics"]
             for name, part in parts.items():
                 part.load_state_dict(saved.pop(name))  # and let go of it
+            if saved["problems"] != problems:
+                print("warning: the problems are others now; samples.jsonl has those of before")
     sampler = inference_copy(model) if model.device.type == "cuda" else model
     metrics_log, samples_log = open_run(args, run_dir, saved, model)
     signals = catch_signals()
@@ -288,8 +288,8 @@ def main(args: Args) -> dict:
     order = batches(args, len(train_data))
     skipped_in_a_row = 0
     done = state["step"]
-    steps = range(done + 1, args.num_steps + 1)
-    progress = tqdm(steps, initial=done, total=args.num_steps, disable=None)
+    total = args.num_steps
+    progress = trange(done + 1, total + 1, initial=done, total=total, disable=None)
     for step in progress:
         # ---- 1. rollout
         start_time = time.perf_counter()
@@ -319,7 +319,7 @@ def main(args: Args) -> dict:
         scores = {
             f.__name__: torch.tensor(apply_reward(f, *given), device=model.device) for f in REWARDS
         }  # (N,) each
-        rewards = sum(scores.values()).float().view(-1, G)  # (B, G) float32
+        rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
 
         # ---- 3. update
@@ -342,7 +342,7 @@ def main(args: Args) -> dict:
                     num_tokens,
                 )
                 loss.backward()
-                totals.update(stats | {"loss": loss.detach()})  # adds
+                totals.update(stats, loss=loss.detach())  # adds
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             skipped_in_a_row = 0 if torch.isfinite(grad_norm) else skipped_in_a_row + 1
             if skipped_in_a_row == 0:
@@ -424,11 +424,12 @@ def main(args: Args) -> dict:
                 f"stopped after step {step}; go on: python '{SCRIPT}' --resume '{run_dir}'",
                 file=sys.stderr,
             )
-            raise SystemExit(128 + stop[0])
+            sys.exit(128 + stop[0])
 
-    with one_line(run_dir / "model"):
-        model.save_pretrained(run_dir / "model")
-        tokenizer.save_pretrained(run_dir / "model")
+    folder = run_dir / "model"
+    with one_line(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
     wandb.finish()
     print(
         f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in "
@@ -536,7 +537,7 @@ def compute_logprobs(model, rollout, temperature):
     ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, P + R)
     ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
     position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
-    with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
         trunk = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
     # The head runs on response tokens alone: the token at column t is predicted one before it.
     row, column = response_mask.nonzero(as_tuple=True)  # (T,)
@@ -550,11 +551,11 @@ def compute_logprobs(model, rollout, temperature):
     # In chunks of at most 16 M logits (64 MB, two or three copies at a time), which the backward
     # pass computes again.
     size = max(1, 2**24 // head.weight.shape[0])
-    chunks = zip(hidden.split(size), response_ids[row, column].split(size), strict=True)
+    chunks = zip(hidden.split(size), response_ids[response_mask].split(size), strict=True)
     options = dict(use_reentrant=False, preserve_rng_state=False)
     logprobs = [checkpoint(chunk_logprobs, *chunk, **options) for chunk in chunks]
     zeros = torch.zeros(response_mask.shape, device=row.device)  # (n, R)
-    return zeros.index_put((row, column), torch.cat(logprobs))
+    return zeros.masked_scatter(response_mask, torch.cat(logprobs))
 
 
 @torch.no_grad()
@@ -591,9 +592,9 @@ def inference_copy(model):
 def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of the examples: a Rollout."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
-    masks = [torch.ones_like(x, dtype=torch.bool) for x in ids]  # any id may be in a prompt
-    prompt_ids = pad_sequence(ids, batch_first=True, padding_side="left")  # (B, P)
-    prompt_mask = pad_sequence(masks, batch_first=True, padding_side="left")  # (B, P)
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
+    prompt_mask = ids >= 0  # (B, P) bool: any id of the tokenizer may be in a prompt
+    prompt_ids = ids.clamp(min=0)  # (B, P)
     # So many prompts at a time that the keys and values of their samples have room, even if none
     # ends early.
     tokens = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)  # of a prompt
@@ -603,8 +604,8 @@ def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
         parts.append(generate(args, model, *chunk, num_samples, temperature, eos_ids))
     response_ids, response_mask, logprobs = map(torch.cat, zip(*parts, strict=True))  # (N, R) each
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): all but what ends it
-    pairs = zip(response_ids.cpu(), is_text.cpu(), strict=True)
-    texts = tokenizer.batch_decode([x[mask] for x, mask in pairs])  # N
+    written = response_ids[is_text].cpu().split(is_text.sum(1).tolist())  # N, of their tokens
+    texts = tokenizer.batch_decode(written)  # N
     prompts = [x.repeat_interleave(num_samples, 0) for x in (prompt_ids, prompt_mask)]  # (N, P)
     return Rollout(*prompts, response_ids, response_mask, logprobs, texts)
 
@@ -639,7 +640,7 @@ def load_data(args, tokenizer, split):
         f"{flag} {source} ({split}), found here: {os.path.exists(path)}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.suffix.lower() in (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".gz"):
+        if path.is_file():
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder or a hub data set
             splits = datasets.load_dataset(*source.split(":"))
@@ -647,7 +648,7 @@ def load_data(args, tokenizer, split):
             if split == "test":
                 print(f"{source} has no test split: its last tenth is held out")
             splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
-        rows = splits[split] if split in splits else splits["train"]
+        rows = splits[split if split in splits else "train"]
         rows.select_columns([args.question_column, args.answer_column])  # they are there
         if rows.info.builder_name == "csv" and "__index_level_0__" in rows.column_names:
             raise ValueError("a row has more values than the header; quote those with a comma")
@@ -659,8 +660,7 @@ def load_data(args, tokenizer, split):
             prompt = render(args, tokenizer, messages)
             # A chat template writes the BOS token itself: special tokens would double it.
             ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-            example = {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row}
-            examples.append(example)
+            examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row})
     short = [x for x in examples if len(x["prompt_ids"]) <= args.max_prompt_tokens]
     found = (
         f"{len(short)} problems, {len(examples) - len(short)} too long for --max-prompt-tokens "
@@ -689,8 +689,7 @@ def render(args, tokenizer, messages):
             prompt = tokenizer.apply_chat_template(told, **options)
             if instructions.strip() in prompt:
                 return prompt
-        first = first | {"content": f"{instructions}\n\n{first['content']}"}
-        messages = [first, *messages[1:]]
+        messages = [first | {"content": f"{instructions}\n\n{first['content']}"}, *messages[1:]]
     return tokenizer.apply_chat_template(messages, **options)
 
 
@@ -702,19 +701,11 @@ def batches(args, size):
     return order.split(args.num_prompts)
 
 
-def fingerprint(examples, saved):
-    """A hash of the problems; a resumed run says if they are not those that it began with."""
-    digest = hashlib.sha256(repr(examples).encode()).hexdigest()
-    if saved and saved.get("problems") != digest:
-        print("warning: the problems are others now; samples.jsonl has those of before")
-    return digest
-
-
 # ==== set-up ====
 def fail(message):
     """End with one line, status 2 and no traceback."""
     print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+    sys.exit(2)  # not raise SystemExit, by which W&B would take the run as finished
 
 
 @contextmanager
@@ -732,11 +723,9 @@ def print_safely():
     for stream in (sys.stdout, sys.stderr):
 
         def write(text, stream=stream, write=stream.write):
-            try:
-                write(text)
+            try:  # a letter that the terminal does not know gets a number
+                write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
                 stream.flush()
-            except UnicodeError:  # a letter that the terminal does not know
-                write(text.encode("ascii", "backslashreplace").decode())
             except OSError:  # nobody reads it any more
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
@@ -745,7 +734,7 @@ def print_safely():
 
 def resolve(args):
     """The arguments with nothing left to the model, the run's folder, the checkpoint to resume."""
-    logging.disable(logging.ERROR)  # what the libraries cannot do they say in their exceptions
+    logging.disable()  # what the libraries cannot do they say in their exceptions
     datasets.disable_progress_bars()
     transformers.logging.disable_progress_bar()
     if args.resume is not None:
@@ -818,7 +807,7 @@ def load_model(args, config, tokenizer):
         # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
-    with one_line(f"--model {args.model}, --device {args.device}: not supported"), torch.no_grad():
+    with one_line(f"--model {args.model}, --device {args.device}: not supported"):
         ids = torch.arange(5, device=device)[None]  # (1, 5)
         model, info = AutoModelForCausalLM.from_pretrained(
             args.model, config=config, dtype=torch.float32, output_loading_info=True
@@ -861,7 +850,7 @@ def open_run(args, run_dir, saved, model):
     with one_line(f"{run_dir}: cannot be written, or another process is writing it"):
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):
-            log = open(run_dir / name, "a", buffering=1, encoding="utf-8")
+            log = open(run_dir / name, "a", buffering=1)
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             size = saved["log_sizes"].get(name, 0) if saved else 0
             log.truncate(min(size, log.tell()))  # what came after it will be logged again
@@ -920,8 +909,7 @@ def write(file, record):
 
 def log_metrics(file, metrics, records):
     """One record, with null for what is not finite; to W&B also samples, where it is evaluated."""
-    finite = {name: x if abs(x) < float("inf") else None for name, x in metrics.items()}
-    write(file, finite)
+    write(file, {name: x if abs(x) < float("inf") else None for name, x in metrics.items()})
     if wandb.run is not None:
         if records and "eval/accuracy" in metrics:
             rows = [list(record.values()) for record in records]
@@ -932,7 +920,7 @@ def log_metrics(file, metrics, records):
 def show(args, progress, metrics, record):
     """Put the first metrics beside the bar, and ten times in a run print them with a sample."""
     step, sample = record["step"], record["completions"][0]
-    progress.set_postfix({x: metrics[x] for x in SHOWN if x in metrics}, refresh=False)
+    progress.set_postfix({x: metrics[x] for x in SHOWN if x in metrics})
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
         progress.write(f"step {step}: {progress.postfix}")
         progress.write(f"    {record['prompt']!r} -> {sample!r}, reward {record['rewards'][0]:.2f}")
@@ -959,10 +947,9 @@ def save_checkpoint(args, run_dir, parts, state, metrics, problems):
         **{name: part.state_dict() for name, part in parts.items()},
     }
     path = run_dir / "checkpoint.tmp"
-    with one_line(path):
-        with open(path, "wb", buffering=0) as file:
-            torch.save(content, file)
-            os.fsync(file.fileno())
+    with one_line(path), open(path, "wb", buffering=0) as file:
+        torch.save(content, file)
+        os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 
 

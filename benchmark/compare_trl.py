@@ -7,7 +7,7 @@
     python benchmark/compare_trl.py --workload W4  SmolLM2-1.7B's shape, 32 x 8 samples of 512 tokens: needs a GPU
 
 Both train the same model in float32, W4 in bf16 autocast with recomputed activations, on the same prompts, all of them
-in every step: GRPO with its std, temperature 1, no top-k and no top-p, no KL term, one update per rollout, AdamW, the
+in every step: GRPO with its std, temperature 1, no top-k and no top-p, no KL term, one update per rollout, Adam, the
 same reward and the same number of threads. They draw from the same distribution, so their lengths agree but for chance.
 Runs alternate, each in a process of its own. (On W4 TRL samples with the float32 weights, rounded anew at each use.)
 

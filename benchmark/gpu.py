@@ -222,7 +222,7 @@ def main() -> None:
     if options.gradient_checkpointing:
         model.activation_checkpointing_enable()
     model.train(options.gradient_checkpointing)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
     args = grpo.Args(beta=0.0)
 
     def update() -> None:

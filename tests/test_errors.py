@@ -495,7 +495,7 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
     ("one_row.jsonl", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.json", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.csv", "question,answer\n1+2=,3\n", {}, ["(train)", "train set will be empty"]),
-    ("notes.txt", GOOD, {}, ["(train)", "Couldn't find any data file"]),
+    ("notes.txt", GOOD, {}, ["(train)", "found here: True", "--question-column"]),
     ("rows.JSONL", GOOD * 20, {}, ["(train)", "any supported extension"]),
     # Neither text nor messages: never the text that Python prints for it.
     ("dict.jsonl", GOOD.replace('"1+2="', '{"text": "1+2="}') * 20, {}, ["train data has 0"]),

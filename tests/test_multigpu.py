@@ -47,6 +47,7 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
         given_rollouts(how["rollouts"], how["gradients"] if rank == 0 else None)
     if how.get("failing") == rank:
         text = "--dataset x: has a problem, on rank 1 alone"
+        grpo_multigpu.time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 10)
         grpo_multigpu.load_data = lambda *args: grpo_multigpu.fail(text)
     if how.get("spoiled") == rank:
         spoil_second_step()
@@ -121,7 +122,7 @@ def spoil_second_step() -> None:
 
 def count_bytes(path: str) -> None:
     """Write down how many bytes of weights, gradients and Adam's averages this process holds."""
-    step = torch.optim.AdamW.step
+    step = torch.optim.Adam.step
 
     def counted(self, *args, **kwargs):
         result = step(self, *args, **kwargs)
@@ -136,7 +137,7 @@ def count_bytes(path: str) -> None:
             )
         return result
 
-    torch.optim.AdamW.step = counted
+    torch.optim.Adam.step = counted
 
 
 @pytest.fixture

@@ -397,7 +397,7 @@ def set_trap(
     elsewhere |= {
         "flock": (fcntl, "flock"),
         "save": (torch, "save"),
-        "optimizer": (torch.optim.AdamW, "step"),
+        "optimizer": (torch.optim.Adam, "step"),
     }
     owner, name = elsewhere.get(where, (script, where))
     function, calls = getattr(owner, name), []
@@ -607,6 +607,20 @@ def test_a_closed_pipe_ends_no_run(data, tmp_path):
     assert read_checkpoint(tmp_path / "rün")["metrics"]["step"] == read_jsonl(log)[-1]["step"] >= 2
 
 
+def print_into_nothing() -> None:
+    readable, writable = os.pipe()
+    os.close(readable)
+    write_to(writable, encoding="ascii", buffering=1)
+    __import__("grpo").print_safely()
+    print("ü\n")
+
+
+def test_a_pipe_that_is_closed_before_a_letter_that_it_does_not_know():
+    process = FORK.Process(target=print_into_nothing, daemon=True)
+    process.start()
+    assert ended(process) == 0
+
+
 @pytest.mark.scripts("grpo")
 def test_two_processes_do_not_write_one_run(script, run, tmp_path, capsys):
     """Be it resumed or begun anew; and a run that ended before its first checkpoint may be begun anew."""
@@ -682,7 +696,8 @@ def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch)
     def watch_fsync(file):
         fsync(file)
         old = torch.load(path)["metrics"]["step"] if path.exists() else None
-        events.append(("fsync", os.fstat(file).st_ino, os.fstat(file).st_size, old))
+        found = os.fstat(file.fileno())
+        events.append(("fsync", found.st_ino, found.st_size, old))
 
     def watch_replace(source, target):
         if Path(target) == path:
@@ -902,6 +917,21 @@ def test_track_without_a_network(run, monkeypatch, mode):
     ]  # the file is cut into blocks, and so may a name be
     assert any(name in record.read_bytes() for name in names), record.stat()
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_tracked_run_that_is_stopped_has_not_finished(run, watch, monkeypatch):
+    """W&B learns a run's status from sys.exit: one that raises SystemExit itself has finished, it thinks."""
+    for name, value in {"MODE": "offline", "SILENT": "true"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    monkeypatch.setattr(sys, "exit", sys.exit)  # and back, whatever W&B makes of it
+    watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit):
+        run(num_steps=2, track=True)
+    hooks = sys.exit.__self__  # W&B's
+    wandb.finish()
+    wandb.teardown()
+    assert hooks.exit_code == 128 + signal.SIGTERM
 
 
 @pytest.mark.scripts("grpo")

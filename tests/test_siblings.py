@@ -13,21 +13,21 @@ KL_IN_LOSS = "the KL is k3 in the loss of the child and k1 in the return of the 
 ALGORITHM = "the algorithm's own equation"
 
 SIZES = {  # tokens of a file at most, comments, docstrings and newlines aside
-    "reinforce_baseline": 6890,
-    "rloo": 6808,
-    "grpo": 6809,
-    "dr_grpo": 6796,
-    "dapo": 7067,
-    "ppo_rlhf": 8410,
-    "gspo": 6900,
-    "remax": 6888,
-    "grpo_offpolicy": 7116,
-    "grpo_process": 7436,
-    "grpo_multigpu": 7657,
-    "grpo_lora": 7254,
-    "distill": 6997,
-    "vapo": 8294,
-    "grpo_tools": 7604,
+    "reinforce_baseline": 6763,
+    "rloo": 6681,
+    "grpo": 6682,
+    "dr_grpo": 6669,
+    "dapo": 6940,
+    "ppo_rlhf": 8283,
+    "gspo": 6773,
+    "remax": 6761,
+    "grpo_offpolicy": 6989,
+    "grpo_process": 7309,
+    "grpo_multigpu": 7530,
+    "grpo_lora": 7127,
+    "distill": 6870,
+    "vapo": 8167,
+    "grpo_tools": 7477,
 }
 
 # child, parent -> budget of changed lines (docstring of the file aside), then what differs and why. Names are functions
@@ -97,7 +97,7 @@ PAIRS = {
         },
     ),
     ("ppo_rlhf", "grpo"): (
-        252,
+        250,
         {
             "header": "math for the KL controller",
             "LOWEST": "more fields that may be 0",
