@@ -383,8 +383,8 @@ def main(args: Args) -> dict:
     order = batches(args, len(train_data))
     skipped_in_a_row = 0
     done = state["step"]
-    total = args.num_steps
-    progress = trange(done + 1, total + 1, initial=done, total=total, disable=None)
+    last = args.num_steps
+    progress = trange(done + 1, last + 1, initial=done, total=last, disable=None)
     for step in progress:
         # ---- 1. rollout
         start_time = time.perf_counter()

@@ -47,8 +47,9 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
         given_rollouts(how["rollouts"], how["gradients"] if rank == 0 else None)
     if how.get("failing") == rank:
         text = "--dataset x: has a problem, on rank 1 alone"
-        grpo_multigpu.time.sleep = lambda seconds, sleep=time.sleep: sleep(seconds / 10)
         grpo_multigpu.load_data = lambda *args: grpo_multigpu.fail(text)
+    if "sleep" in how:
+        grpo_multigpu.time.sleep = lambda seconds, sleep=time.sleep: sleep(how["sleep"])
     if how.get("spoiled") == rank:
         spoil_second_step()
     if how.get("trapped") == rank:
@@ -376,20 +377,26 @@ def test_torchrun_stopped_by_sigterm_and_resumed(data, tmp_path):
 
 def test_an_error_that_all_meet_is_said_once(start, tmp_path):
     """Rank 0 says it; the others wait a moment, in which torchrun ends them."""
-    processes = start(2, num_prompts=3, num_generations=4)
+    given = dict(how={"sleep": 100}, num_prompts=3, num_generations=4)
+    processes, log = start(2, **given), tmp_path / "run.log.1"
     assert ended(processes[0]) == 2
     assert "error: --num-prompts 3: must be a multiple of 2" in (tmp_path / "run.log.0").read_text()
+    while not log.exists():
+        time.sleep(0.01)
     processes[1].terminate()
-    assert ended(processes[1]) == -signal.SIGTERM and (tmp_path / "run.log.1").read_text() == ""
+    assert ended(processes[1]) == -signal.SIGTERM and log.read_text() == ""
 
 
 def test_an_error_on_one_process_is_said_once(start, tmp_path):
     """One line, by the process that has it; the others wait for it, until torchrun ends them."""
-    processes = start(2, how={"failing": 1})
+    processes, log = start(2, how={"failing": 1, "sleep": 0.1}), tmp_path / "run.log.0"
     assert ended(processes[1]) == 2
     error = "error: --dataset x: has a problem, on rank 1 alone\n"
     assert (tmp_path / "run.log.1").read_text() == error
-    assert processes[0].is_alive() and "error" not in (tmp_path / "run.log.0").read_text()
+    while not log.exists() or "test data:" not in log.read_text():
+        assert processes[0].is_alive()
+        time.sleep(0.01)
+    assert processes[0].is_alive() and "error" not in log.read_text()
 
 
 def test_rank_0_asks_the_judge_for_all(several, tmp_path):
