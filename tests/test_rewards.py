@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from utils.rewards import (
@@ -383,10 +383,12 @@ def test_any_text_gets_an_allowed_reward(completion, answer):
 
 @settings(max_examples=200, deadline=None)
 @given(SOUP, SOUP)
+@example("a1", "000")
 def test_only_the_last_number_is_read(before, text):
-    """Whatever stands before a text with a number in it, however long, changes nothing."""
+    """Whatever stands on lines before a text with a number in it, however long, changes nothing; a space could join
+    two numbers to one of thousands."""
     if any(digit in text for digit in "0123456789"):
-        assert parse_number(before * 20 + " " + text) == parse_number(text)
+        assert parse_number(before * 20 + "\n" + text) == parse_number(text)
 
 
 @settings(max_examples=200, deadline=None)
