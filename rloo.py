@@ -1,8 +1,8 @@
 """RLOO: REINFORCE Leave-One-Out, in one file. Kool et al. 2019 ("Buy 4 REINFORCE Samples, Get a
 Baseline for Free!"); for language models Ahmadian et al. 2024 ("Back to Basics"), 2402.14740v2.
 
-For every prompt q the policy samples G responses o_1 .. o_G, and each is scored with a reward r_i.
-Ascended is
+For every prompt q the policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+ascend the gradient of J, so the loss is -J:
 
     grad J   = E[ 1/G sum_i (R_i - 1/(G-1) sum_{j != i} R_j) grad log pi_theta(o_i | q) ]
                                                                                     (Kool et al.)
@@ -10,19 +10,19 @@ Ascended is
                                                                              the return
 
 The whole response is one action: log pi(o | q) is the sum over its tokens. The baseline of a sample
-is the mean return of the G - 1 others, so that it does not depend on the sample and the gradient
-stays unbiased; R_i minus it is the same as G/(G-1) (R_i - mean). The loss is -J.
+is the mean return of the G - 1 others. It does not depend on the sample, so the gradient stays
+unbiased. R_i minus the baseline equals G/(G-1) (R_i - mean).
 
 Parent: reinforce_baseline.py. Differences: (1) several samples per prompt, G >= 2; (2) the baseline
 is the mean return of the prompt's other samples, and needs no state.
 
 Departures from the papers: none in the equations. With --num-minibatches above 1 the later
-minibatches are off-policy, and nothing corrects for it: policy/clip_frac and policy/approx_kl say
-by how much.
+minibatches are off-policy, and nothing corrects for that: policy/clip_frac and policy/approx_kl say
+how far off-policy they are.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary; n <= N sequences in a
-micro-batch, T response tokens in it.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
+micro-batch has n <= N sequences, with T response tokens in all.
 
     python rloo.py                                            assets/adder, on a CPU
     python rloo.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
@@ -31,7 +31,7 @@ micro-batch, T response tokens in it.
 import copy
 import fcntl
 import json
-import logging
+import math
 import os
 import resource
 import secrets
@@ -39,7 +39,7 @@ import signal
 import sys
 import time
 import zlib
-from collections import Counter
+from collections import defaultdict
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from glob import escape
@@ -59,13 +59,12 @@ from tqdm import trange
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
 from transformers.cache_utils import Cache, StaticLayer
 
-from utils.masking import masked_sum  # copy utils/ along with this file
+# If you copy this file, copy utils/ with it.
+from utils.data import cell_messages, cell_text, describe_answers
+from utils.masking import masked_sum
 from utils.rewards import (
     accuracy_reward,
     apply_reward,
-    cell_messages,
-    cell_text,
-    describe,
     format_reward,
     gold_number,
     lenient_accuracy_reward,
@@ -73,16 +72,23 @@ from utils.rewards import (
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # their sum is the reward; each needs a name of its own
+REWARDS = [accuracy_reward, format_reward]  # the reward is their sum; each is logged by its name
 CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this; nothing is clipped here
-SHOWN = ["rollout/reward_mean", "rollout/accuracy", "rollout/response_len"]  # beside the bar
-SHOWN += ["kl/ref", "eval/accuracy", "optim/skipped"]
+SHOWN = [  # metrics beside the progress bar
+    "rollout/reward_mean",
+    "rollout/accuracy",
+    "rollout/response_len",
+    "kl/ref",
+    "eval/accuracy",
+    "optim/skipped",
+]
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
 </think>, and then the final number alone between <answer> and </answer>. For example:
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
 <answer>19</answer>"""
-# What a field of Args that is left at None becomes: with any model, with the bundled one.
+# Defaults for fields of Args that are None: (any model, the bundled model). The bundled model is
+# the default of --model.
 RECIPES = {
     "dataset": ("openai/gsm8k:main", str(ASSETS / "addition")),
     "system_prompt": (SYSTEM_PROMPT, ""),
@@ -96,81 +102,78 @@ RECIPES = {
     "num_steps": (200, 60),
     "beta": (0.04, 0.01),
 }
-# Bounds of numbers in Args, where they are not 1 (or 1e-12 if it is no integer) and 2**32.
-LOWEST = dict(seed=0, eval_every=0, save_every=0, warmup_updates=0, num_generations=2)
-LOWEST |= dict(beta=0)
-HIGHEST = dict()
 
 
 @dataclass
 class Args:
+    # "None: 50, bundled 20" means that the default is 50, and 20 with the bundled model.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to train; auto takes the GPU if there is one"""
+    """where to train; auto: the GPU if there is one"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """go on with the run in this folder, from the same working directory, with its arguments"""
+    """folder of a run to resume, from the same working directory; takes no other flag"""
     eval_every: int | None = None
-    """evaluate before, after and every so many steps; 0: never between; None: by model"""
+    """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
-    """write a checkpoint after the first, the last and every so many steps; 0: never between"""
+    """steps between checkpoints (always after the first and the last step); 0: none between"""
     track: bool = False
-    """send metrics and samples to Weights & Biases too, to the project in WANDB_PROJECT"""
+    """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = str(ASSETS / "adder")
-    """folder or hub id of a causal language model; a name without "/" is one of HuggingFaceTB"""
+    """folder or hub id of a causal language model; a name without "/" is one of HuggingFaceTB's"""
     dataset: str | None = None
-    """.jsonl / .json / .csv / .tsv / .parquet file, folder, hub id or id:config; None: by model"""
+    """file, folder, hub id or id:config; None: openai/gsm8k:main, bundled assets/addition"""
     eval_dataset: str | None = None
-    """held-out problems; None: the test split of --dataset, or else its last tenth"""
+    """held-out problems; None: the test split of --dataset, or its last tenth if it has none"""
     eval_size: int = 500
-    """evaluate on so many of the held-out problems, the first ones"""
+    """number of held-out problems to evaluate on (the first ones)"""
     question_column: str = "question"
     """column of the data set that holds the question"""
     answer_column: str = "answer"
-    """column that holds the gold answer; if it has a "####", what follows the last one"""
+    """column that holds the gold answer; if it contains "####", only what follows counts"""
     system_prompt: str | None = None
-    """instructions before each question; None: by model, to think and to answer in tags"""
+    """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
     max_prompt_tokens: int | None = None
-    """longer prompts (P) are skipped, counted and reported; None: by model"""
+    """longer prompts are skipped, counted and reported (P); None: 512, bundled 64"""
     # ---- sampling
     num_prompts: int = 16
     """prompts per step (B)"""
     num_generations: int = 8
     """samples per prompt (G)"""
     max_new_tokens: int | None = None
-    """a response is cut after so many tokens (R); None: by model"""
+    """maximum response length in tokens (R); None: 300, bundled 32"""
     temperature: float | None = None
-    """divides the logits, in sampling and in every log-probability alike; None: by model"""
+    """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
     sampling_tokens: int = 49152
-    """tokens sampled at a time, prompts and padding included: memory against speed"""
+    """tokens in a sampling batch, padding included; higher is faster and uses more memory"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
     num_steps: int | None = None
-    """steps in the whole run, each a rollout and its updates; None: by model"""
+    """steps in the whole run, each with a rollout and its updates; None: 200, bundled 60"""
     learning_rate: float | None = None
-    """peak learning rate of Adam (betas 0.9 and 0.999, no weight decay); None: by model"""
+    """peak learning rate of Adam (betas 0.9, 0.999; no weight decay); None: 1e-5, bundled 1e-4"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    """how the learning rate falls to 0 after the warm-up, or that it stays"""
+    """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
     warmup_updates: int | None = None
-    """updates in which the learning rate rises linearly from 0 to its peak; None: by model"""
+    """updates over which the learning rate rises linearly from 0; None: 10, bundled 0"""
     num_minibatches: int = 1
-    """updates per rollout: it is shuffled and split into so many minibatches"""
+    """updates per rollout; each takes an equal share of the shuffled rollout"""
     micro_batch_tokens: int = 2048
-    """tokens in one forward and backward pass: memory against speed, never the gradient"""
+    """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
-    """recompute activations: less memory, a third more time; None: by model"""
+    """recompute activations: less memory, a third more time; None: True, bundled False"""
     max_grad_norm: float = 1.0
-    """the norm of the gradient is clipped to this"""
+    """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     beta: float | None = None
-    """weight of the KL to the reference in the return; 0: no reference is kept; None: by model"""
+    """weight of the KL to the reference in the return; 0: no reference; None: 0.04, bundled 0.01"""
 
 
 # ==== algorithm ====
@@ -183,213 +186,238 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 def compute_advantages(args, rewards):
     """Return minus the mean of the prompt's other samples: (B, G) -> (B, G). Kool 2019."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    rewards = rewards - rewards[:, :1]  # for the rounding alone: equal rewards give exactly 0
-    return rewards - (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)
+    # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
+    # reward makes equal rewards exactly 0, and then their advantages are exactly 0.
+    rewards = rewards - rewards[:, :1]
+    others_mean = (rewards.sum(1, keepdim=True) - rewards) / (rewards.shape[1] - 1)  # (B, G)
+    return rewards - others_mean
 
 
-def minibatches(args, sequences):
-    """The sequences of each update, of all of a step (N,): shuffled, and cut into even shares."""
-    shuffled = sequences[torch.randperm(len(sequences))]  # (N,)
-    yield from shuffled.tensor_split(args.num_minibatches)
+def minibatches(args, num_seqs):
+    """Yield the indices of each update's sequences: all are shuffled and split evenly."""
+    yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, num_tokens):
-    """The REINFORCE loss, -J, of n sequences; over a minibatch it adds up to the minibatch's.
+def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+    """The REINFORCE loss, -J, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs (n, R); ref_logprobs (n, R), or None without a KL term; advantages (n, R)
-    or (n, 1); mask (n, R) bool; num_seqs, num_tokens: sequences and tokens of the WHOLE minibatch,
-    of which an algorithm divides by one. Returns the scalar loss and stats, by the names under
-    which their means are logged: sums over the tokens of the n sequences, without gradient.
+    logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
+    tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
+    losses of its micro-batches add up to the loss of the minibatch. old_logprobs and ref_logprobs
+    serve the metrics alone; with args.beta 0, ref_logprobs is not used. Returns the scalar loss,
+    and stats: each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
-    assert advantages.shape in (mask.shape, (len(mask), 1))
-    # Masked slots are zeroed before exp: garbage in them could reach the gradient as 0 * inf.
+    assert advantages.shape == (len(mask), 1)
+    # Masked slots become 0 before exp: exp of garbage could be inf, and its gradient 0 * inf = NaN.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     token_loss = -advantages * logprobs.masked_fill(~mask, 0.0)  # (n, R)
-    if ref_logprobs is not None:
+    if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
         kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the return has k1
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
-    below, above = ratio < 1 - CLIP_FRAC_EPS, ratio > 1 + CLIP_FRAC_EPS  # (n, R) bool
+    # Ratios outside the clip range, whatever the sign of the advantage.
+    below = ratio < 1 - CLIP_FRAC_EPS  # (n, R) bool
+    above = ratio > 1 + CLIP_FRAC_EPS  # (n, R) bool
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
         "policy/clip_frac": below | above,
-        "policy/approx_kl": 0.5 * logratio**2,
+        "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,
+        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
     }
-    if ref_logprobs is not None:
+    if args.beta > 0:
         per_token["kl/ref"] = kl
-    stats = {name: masked_sum(x.detach(), mask) for name, x in per_token.items()}
-    stats["tokens"] = mask.sum()
+    stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
     return loss, stats
 
 
 # ==== training ====
 class Rollout(NamedTuple):
-    """What was sampled; row i of each is sequence i."""
+    """The sampled responses of N sequences; row i of each field belongs to sequence i."""
 
     prompt_ids: Tensor  # (N, P), padded on the left
     prompt_mask: Tensor  # (N, P) bool
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
-    sampled_logprobs: Tensor  # (N, R) float32, of the tokens drawn
-    completions: list[str]  # N of them
+    sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
+    completions: list[str]  # N texts
 
-    def rows(self, rows):
-        return Rollout(*[x[rows] for x in self[:5]], [self.completions[i] for i in rows])
+    def select(self, rows):
+        """The rollout of these sequences alone."""
+        *tensors, completions = self  # only the last field is a list
+        return Rollout(*[x[rows] for x in tensors], [completions[i] for i in rows])
 
 
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
-    args, run_dir, saved = resolve(args)
-    config, tokenizer = load_config(args, "--model", args.model)
+    args, run_dir, saved = resolve_args(args)
+    config, tokenizer = load_config(args)
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
-    ref_model = inference_copy(model) if args.beta > 0 else None  # the policy's start
+    # The reference is the initial policy, so it's copied before a checkpoint is loaded.
+    ref_model = inference_copy(model) if args.beta > 0 else None
 
     G = args.num_generations
     N = args.num_prompts * G
-    num_updates = args.num_minibatches  # in a step
+    updates_per_step = args.num_minibatches
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     scheduler = get_scheduler(
-        args.lr_schedule, optimizer, args.warmup_updates, args.num_steps * num_updates
+        args.lr_schedule,
+        optimizer,
+        num_warmup_steps=args.warmup_updates,
+        num_training_steps=args.num_steps * updates_per_step,
     )
-    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    state = {"step": 0, "episodes": 0, "tokens": 0}  # what else a step hands on to the next
-    problems = zlib.crc32(repr(train_data + test_data).encode())
+    trained = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+    }
+    state = {"step": 0, "episodes": 0, "tokens": 0}
+    data_checksum = zlib.crc32(repr(train_data + test_data).encode())
     if saved:
-        with one_line(f"{run_dir}: the checkpoint is not of this version of {SCRIPT.name}"):
-            state, metrics = saved["state"], saved["metrics"]
-            for name, part in parts.items():
-                part.load_state_dict(saved.pop(name))  # and let go of it
-            if saved["problems"] != problems:
-                print("warning: the problems are others now; samples.jsonl has those of before")
+        state, metrics = saved["state"], saved["metrics"]
+        with exit_on_error(f"--resume {run_dir}: a checkpoint of another version of {SCRIPT.name}"):
+            for name, part in trained.items():
+                part.load_state_dict(saved.pop(name))  # pop frees the memory
+        if saved["data_checksum"] != data_checksum:
+            print("warning: the data has changed since this run started")
     sampler = inference_copy(model) if model.device.type == "cuda" else model
-    metrics_log, samples_log = open_run(args, run_dir, saved, model)
+    metrics_file, samples_file = open_run(args, run_dir, saved, model)
     signals = catch_signals()
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        log_metrics(metrics_log, metrics, [])
+        log_metrics(metrics_file, metrics, [])
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
 
-    order = batches(args, len(train_data))
-    skipped_in_a_row = 0
-    done = state["step"]
-    last = args.num_steps
-    progress = trange(done + 1, last + 1, initial=done, total=last, disable=None)
+    batch_indices = shuffled_batches(args, len(train_data))
+    bad_updates_in_a_row = 0  # updates skipped because their gradient was not finite
+    first, last = state["step"] + 1, args.num_steps
+    progress = trange(first, last + 1, initial=first - 1, total=last, disable=None)
     for step in progress:
         # ---- 1. rollout
         start_time = time.perf_counter()
-        torch.manual_seed(1_000_003 * args.seed + step)  # a resumed run needs no generator's state
-        batch = [train_data[i] for i in order[step - 1]]
-        rollout = respond(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
-        sequences = torch.arange(N)  # those to train on
+        # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
+        # The factor keeps the steps of runs with neighbouring seeds apart.
+        torch.manual_seed(1_000_003 * args.seed + step)
+        batch = [train_data[i] for i in batch_indices[step - 1]]
+        rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
         response_mask = rollout.response_mask  # (N, R)
-        lengths = (rollout.prompt_mask.sum(1) + response_mask.sum(1)).tolist()  # N, prompt included
-        ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,)
-        num_sampled = int(response_mask.sum())
+        response_lengths = response_mask.sum(1)  # (N,)
+        total_lengths = (rollout.prompt_mask.sum(1) + response_lengths).tolist()  # N
+        ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old policy's log-probabilities, by the trainer's code. The first update takes those of
-        # its own forward pass, so that its ratio is exactly 1; for others they are computed here,
-        # before it, and then stay.
+        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
+        # a little. With one update per step its own forward pass gives them (below). With several
+        # they are computed here, before the weights change.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R)
-        model.train(args.gradient_checkpointing)  # transformers recomputes in training mode only
-        if num_updates > 1 or ref_model is not None:  # the returns need them too
-            old_logprobs = rollout_logprobs(args, model, rollout, sequences, lengths)  # (N, R)
+        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        # transformers recomputes activations in training mode only. Nothing else depends on the
+        # mode, since load_config has removed the dropout.
+        model.train(args.gradient_checkpointing)
+        if updates_per_step > 1 or ref_model is not None:  # the returns need them, too
+            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths)  # (N, R)
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, sequences, lengths)
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths)  # (N, R)
 
         # ---- 2. reward and advantage
-        given = batch, rollout.completions
-        scores = {
-            f.__name__: torch.tensor(apply_reward(f, *given), device=model.device) for f in REWARDS
-        }  # (N,) each
+        scores = {}  # name of the reward function -> (N,) float32
+        for reward in REWARDS:
+            values = apply_reward(reward, batch, rollout.completions)  # N
+            scores[reward.__name__] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
+        # The returns (B, G) are the rewards with the KL to the reference taken off.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         advantages = compute_advantages(args, returns).view(-1, 1)  # (N, 1)
 
         # ---- 3. update
-        totals = Counter()  # sums over all minibatches of the step
-        for update, minibatch in enumerate(minibatches(args, sequences)):
-            lr = scheduler.get_last_lr()[0]
-            num_tokens = response_mask[minibatch].sum()
-            for rows in micro_batches(minibatch, lengths, args.micro_batch_tokens):
-                logprobs = compute_logprobs(model, rollout.rows(rows), args.temperature)  # (n, R)
+        # Sums over the updates of this step, for the log.
+        total_loss = 0.0
+        total_grad_norm = 0.0
+        num_skipped = 0
+        token_sums = defaultdict(float)  # name of a metric -> sum over tokens
+        for update, minibatch in enumerate(minibatches(args, N)):
+            lr = scheduler.get_last_lr()[0]  # that of the last update is logged
+            for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
+                logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    old_logprobs[rows] = logprobs.detach()
+                    old_logprobs[rows] = logprobs.detach()  # same weights: the ratio is 1
                 loss, stats = policy_loss(
                     args,
                     logprobs,
                     old_logprobs[rows],
-                    ref_logprobs[rows] if ref_model is not None else None,
+                    ref_logprobs[rows],
                     advantages[rows],
                     response_mask[rows],
-                    len(minibatch),
-                    num_tokens,
+                    num_seqs=len(minibatch),
                 )
                 loss.backward()
-                totals.update(stats, loss=loss.detach())  # adds
+                total_loss += loss.detach()
+                for name, value in stats.items():
+                    token_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            skipped_in_a_row = 0 if torch.isfinite(grad_norm) else skipped_in_a_row + 1
-            if skipped_in_a_row == 0:
+            total_grad_norm += grad_norm
+            if torch.isfinite(grad_norm):
                 optimizer.step()
-            elif skipped_in_a_row == 3:
-                fail(
-                    f"--learning-rate {args.learning_rate}: three gradients in a row were not "
-                    "finite; lower it"
-                )
-            totals.update(grad_norm=grad_norm, skipped=skipped_in_a_row > 0)
+                bad_updates_in_a_row = 0
+            else:
+                num_skipped += 1
+                bad_updates_in_a_row += 1
+                if bad_updates_in_a_row == 3:
+                    fail(
+                        f"--learning-rate {args.learning_rate}: three gradients in a row were not "
+                        "finite; lower it"
+                    )
             scheduler.step()
             optimizer.zero_grad()
-        sampler.load_state_dict(model.state_dict())  # in place; on a GPU it is rounded to bf16
-        totals = {name: float(total) for name, total in totals.items()}  # waits for the device
+        # On a GPU this rounds the new weights to the sampler's bf16. On a CPU the sampler is the
+        # model itself, and nothing changes.
+        sampler.load_state_dict(model.state_dict())
+        total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
         # ---- 4. log
+        num_tokens = int(response_lengths.sum())
         state["step"] = step
-        state["episodes"] += len(rollout.completions)
-        state["tokens"] += num_sampled
-        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
-        means = {
-            "reward_mean": rewards,
-            "accuracy": torch.tensor(apply_reward(accuracy_reward, *given)),
-            "response_len": rollout.response_mask.sum(1),
-            "eos_frac": ended,
-            "logprob_gap": gap,
-            **scores,
-            "zero_std_frac": (rewards == rewards[:, :1]).all(1),
-            "reward_std": rewards.std(),
-            "logprob_gap_max": gap.max(),
-        }
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+        state["episodes"] += N
+        state["tokens"] += num_tokens
+        # The accuracy is logged even if REWARDS doesn't contain it.
+        accuracies = apply_reward(accuracy_reward, batch, rollout.completions)  # N
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
-            **state,
-            **{f"rollout/{name}": x.float().mean().item() for name, x in means.items()},
-            **{name: totals[name] / totals["tokens"] for name in totals if "/" in name},
-            "policy/loss": totals["loss"] / num_updates,
-            "optim/grad_norm": totals["grad_norm"] / num_updates,
+            "rollout/reward_mean": rewards.mean(),
+            "rollout/reward_std": rewards.std(),
+            "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
+            **{f"rollout/{name}": score.mean() for name, score in scores.items()},
+            "rollout/accuracy": sum(accuracies) / N,
+            "rollout/response_len": response_lengths.float().mean(),
+            "rollout/eos_frac": ended.float().mean(),
+            "rollout/logprob_gap": gap.mean(),
+            "rollout/logprob_gap_max": gap.max(),
+            **{name: total / num_tokens for name, total in token_sums.items()},
+            "policy/loss": total_loss / updates_per_step,
+            "optim/grad_norm": total_grad_norm / updates_per_step,
             "optim/lr": lr,
-            "optim/skipped": totals["skipped"],
-            "time/update_s": update_seconds,
+            "optim/skipped": num_skipped,
             "time/rollout_s": rollout_seconds,
-            "time/tokens_per_s": num_sampled / rollout_seconds,
-            "time/peak_mem_gb": (torch.cuda.max_memory_allocated() or memory) / 1e9,
+            "time/update_s": update_seconds,
+            "time/tokens_per_s": num_tokens / rollout_seconds,
+            "time/peak_mem_gb": peak_memory_gb(model.device),
         }
+        metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        records = []
+        samples = []
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
-            record = {
+            sample = {
                 "step": step,
                 "prompt": example["prompt"],
                 "answer": example["answer"],
@@ -398,45 +426,37 @@ def main(args: Args) -> dict:
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
             }
-            write(samples_log, record)
-            records.append(record)
-        log_metrics(metrics_log, metrics, records)
-        show(args, progress, metrics, record)
-        if step == 1 and not gap.mean() < (0.1 if model.device.type == "cuda" else 1e-3):
-            fail(
-                f"--model {args.model}: not supported, sampling and training differ by "
-                f"{gap.mean():.2g} nats a token"
-            )
+            append_json(samples_file, sample)
+            samples.append(sample)
+        log_metrics(metrics_file, metrics, samples)
+        show_progress(args, progress, metrics, samples)
+        if step == 1:
+            check_sampler(args, model, gap.mean())
 
         # ---- 5. save
-        stop = list(signals)  # one that comes from here on waits for the next step
-        due = args.save_every and step % args.save_every == 0
-        if stop or due or step in (1, args.num_steps):
-            save_checkpoint(args, run_dir, parts, state, metrics, problems)
-        if stop and step < args.num_steps:
-            print(
-                f"stopped after step {step}; go on: python '{SCRIPT}' --resume '{run_dir}'",
-                file=sys.stderr,
-            )
-            sys.exit(128 + stop[0])
+        stop_signals = list(signals)  # a copy: a signal during the save waits for the next step
+        is_due = args.save_every and step % args.save_every == 0
+        # The first step is saved, too, so that a folder that can't be written is noticed early.
+        if stop_signals or is_due or step in (1, args.num_steps):
+            save_checkpoint(args, run_dir, trained, state, metrics, data_checksum)
+        if stop_signals and step < args.num_steps:
+            resume = f"python '{SCRIPT}' --resume '{run_dir}'"
+            print(f"stopped after step {step}; to go on: {resume}", file=sys.stderr)
+            sys.exit(128 + stop_signals[0])
 
-    folder = run_dir / "model"
-    with one_line(folder):
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+    save_model(model, tokenizer, run_dir / "model")
     wandb.finish()
-    print(
-        f"after: accuracy {metrics['eval/accuracy']:.3f}; model, metrics and samples are in "
-        f"{run_dir}"
-    )
+    accuracy = metrics["eval/accuracy"]
+    print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
     return metrics
 
 
 # ==== sampling and log-probabilities ====
-# What makes it fast is here: memory for keys and values, CUDA graphs, little padding. A first
-# reading may stop at this line.
-RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of the memory that the system reports
-SEGMENT = {"cpu": 32, "cuda": 128}  # decode steps between two allocations for keys and values
+# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+
+# The cache of keys and values grows by this many columns at a time. More columns cost attention
+# over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
+SEGMENT = {"cpu": 32, "cuda": 128}
 
 
 @torch.no_grad()
@@ -444,355 +464,494 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
-    tokens drawn. The distribution is the model's whole softmax at this temperature: no top-k, no
-    top-p, no repetition penalty.
+    sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
+    top-p, no repetition penalty. Temperature 0 is greedy.
     """
     model.eval()
     device = prompt_ids.device
     segment = SEGMENT[device.type]
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (N,)
-    response_ids = eos_ids[:1].repeat(len(sequence), args.max_new_tokens)  # (N, R)
+    num_rows = len(prompt_ids) * num_samples
+    response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
-    # Prefill: keys and values of a prompt are computed once, and repeated for its samples at t = 0.
+    # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. A
+    # static layer writes its columns in place, as a CUDA graph needs; select_rows enlarges it.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
-    inputs = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    inputs["attention_mask"] = prompt_mask.long()  # (B, P)
-    inputs["position_ids"] = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P): no padding counted
-    logits = model(prompt_ids, **inputs).logits.repeat_interleave(num_samples, 0)  # (N, 1, V)
-    position = prompt_mask.sum(1).repeat_interleave(num_samples)  # (N,)
-    column = cache.layers[0].cumulative_length.view(1)  # next to write; the cache counts it up
-    # Added to the attention scores, 0 or as good as minus infinity: every attention implementation
-    # understands this.
-    blocked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, blocked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
+    logits = model(
+        prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions, **options
+    ).logits  # (B, 1, V)
+    # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
+    # number masks it.
+    masked = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
+    select_rows(cache, prompt_of)
+    logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
 
-    # Rows of the batch, of which `sequence` says which of the N sequences they are.
-    token = torch.zeros_like(sequence)  # (rows,)
-    finished = sequence < 0  # (rows,) bool: none
+    # The state of the unfinished rows. Finished rows are dropped now and then.
+    sequence = torch.arange(num_rows, device=device)  # (rows,): which of the N sequences a row is
+    token = torch.zeros_like(sequence)  # (rows,): the token sampled last
+    position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
+    finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
+    # The column of the cache that is written next. Every layer counts its columns in a tensor; this
+    # is a view of the first layer's, so it moves on with each call of the model.
+    next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
     def decode():
-        # All state changes in place, at addresses that stay, so that a CUDA graph can replay this.
-        bias.index_fill_(3, column, 0.0)
-        inputs.update(attention_mask=bias, position_ids=position[:, None])
-        logits.copy_(model(token[:, None], **inputs).logits)
+        """Feed `token` to the model, and write the logits of the next token into `logits`."""
+        # All tensors change in place, because a CUDA graph replays on the same memory.
+        bias.index_fill_(3, next_column, 0.0)
+        outputs = model(
+            token[:, None], attention_mask=bias, position_ids=position[:, None], **options
+        )
+        logits.copy_(outputs.logits)
         position.add_(1)
 
     for t in range(args.max_new_tokens):
         if graph is not None:
             graph.replay()
-        elif t > 0:
+        elif t > 0:  # the prefill has computed the logits for t = 0
             decode()
             if args.cuda_graph and device.type == "cuda":
-                # That step was the warm-up; recording one computes nothing.
+                # A graph needs an ordinary call as a warm-up: that was the one above. The recording
+                # computes nothing, so the token is not fed twice.
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph):
                     decode()
-        logprobs = (logits[:, 0].float() / (temperature or 1.0)).log_softmax(1)  # (rows, V) float32
-        # Gumbel-max: the argmax of logprobs + Gumbel noise is a draw, without a cumulative sum or a
-        # wait for the device. At temperature 0 it is greedy.
-        noise = -torch.rand_like(logprobs).log_().neg_().log_() if temperature > 0 else 0.0
-        token.copy_((logprobs + noise).argmax(1))  # (rows,)
+
+        next_logits = logits[:, 0].float()  # (rows, V) float32
+        if temperature == 0:
+            logprobs = next_logits.log_softmax(1)  # (rows, V)
+            token.copy_(logprobs.argmax(1))
+        else:
+            # Gumbel-max: the argmax of logprobs + Gumbel noise, -log(-log(uniform)), is a sample.
+            logprobs = (next_logits / temperature).log_softmax(1)  # (rows, V)
+            noise = torch.rand_like(logprobs).log_().neg_().log_().neg_()  # (rows, V)
+            token.copy_((logprobs + noise).argmax(1))
         response_ids[sequence, t] = token
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # To see which rows are finished the host waits for the device: a GPU is asked seldom.
-        is_full = t % segment == 0  # all columns of keys and values are written
-        if device.type == "cuda" and t % 16 > 0 and not is_full:
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
+        cache_is_full = t % segment == 0  # at t = 0 by the prompt
+        if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
-        live = (~finished).nonzero().squeeze(1)
+        live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        if is_full or len(live) <= len(finished) / 2:
-            # Drop the finished rows, and make room for the next segment.
-            rows = live // num_samples if t == 0 else live  # the prefill has a row for each prompt
-            extra = min(segment, args.max_new_tokens - t) if is_full else 0  # columns
-            for layer in cache.layers:
-                layer.keys = F.pad(layer.keys[rows], (0, 0, 0, extra))  # (rows, heads, columns, D)
-                layer.values = F.pad(layer.values[rows], (0, 0, 0, extra))
-            bias = F.pad(bias[rows], (0, extra), value=blocked)  # (rows, 1, 1, columns)
-            token, position, logits = token[live], position[live], logits[live]
-            sequence, finished, graph = sequence[live], finished[live], None
-    # The EOS token counts, nothing after it does: a finished row draws on until it is dropped.
+        # Dropping rows copies the cache, so wait until half of the rows have finished.
+        if cache_is_full or len(live) <= len(finished) / 2:
+            new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
+            select_rows(cache, live, new_columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            logits, token, position = logits[live], token[live], position[live]
+            sequence, finished = sequence[live], finished[live]
+            graph = None  # it was recorded on the old tensors
+
+    # A finished row is still sampled until it is dropped. Tokens after an EOS token don't count.
     is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
-    response_mask = is_eos.cumsum(1) - is_eos == 0  # (N, R)
+    num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
+    response_mask = num_eos_before == 0  # (N, R) bool
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
+
+
+def select_rows(cache, rows, new_columns=0):
+    """Keep these rows of the cached keys and values (a row may repeat), and append columns."""
+    for layer in cache.layers:
+        layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))  # (rows, heads, columns, size)
+        layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+
+
+def response_states(model, rollout):
+    """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
+
+    The order is that of rollout.response_ids[rollout.response_mask].
+    """
+    # Move all padding to the right. No token attends to what follows it, so no mask is needed, and
+    # attention can use its fastest kernel. L is the length of the longest sequence.
+    is_token = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R)
+    tokens_first = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R)
+    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1).gather(1, tokens_first)
+    ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1): the last token predicts nothing
+    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
+    # Autocast's cache would hold a bf16 copy of every weight at the same time.
+    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        outputs = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
+    row, column = rollout.response_mask.nonzero(as_tuple=True)  # (T,) each
+    # The hidden state one column before a token predicts it.
+    before = rollout.prompt_mask.sum(1)[row] + column - 1  # (T,)
+    return outputs.last_hidden_state[row, before]
 
 
 def compute_logprobs(model, rollout, temperature):
     """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
-    prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
-    # Right-padded to the longest, L: causal attention never looks there, so it needs no mask, and
-    # fast kernels apply. The last token is followed by none.
-    is_token = torch.cat([prompt_mask, response_mask], 1)  # (n, P + R)
-    order = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R), tokens first
-    ids = torch.cat([prompt_ids, response_ids], 1).gather(1, order)  # (n, P + R)
-    ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1)
-    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
-    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
-        trunk = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
-    # The head runs on response tokens alone: the token at column t is predicted one before it.
-    row, column = response_mask.nonzero(as_tuple=True)  # (T,)
-    hidden = trunk.last_hidden_state[row, prompt_mask.sum(1)[row] + column - 1]  # (T, D)
+    hidden = response_states(model, rollout)  # (T, D)
+    targets = rollout.response_ids[rollout.response_mask]  # (T,)
     head = model.get_output_embeddings()
 
-    def chunk_logprobs(hidden, targets):
-        logits = head(hidden.to(head.weight.dtype)).float().div_(temperature)  # (chunk, V) float32
-        return -F.cross_entropy(logits, targets, reduction="none")
+    def chunk_logprobs(chunk_hidden, chunk_targets):
+        # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
+        logits = head(chunk_hidden.float()).div_(temperature)  # (chunk, V) float32
+        return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
-    # In chunks of at most 16 M logits (64 MB, two or three copies at a time), which the backward
-    # pass computes again.
-    size = max(1, 2**24 // head.weight.shape[0])
-    chunks = zip(hidden.split(size), response_ids[response_mask].split(size), strict=True)
-    options = dict(use_reentrant=False, preserve_rng_state=False)
-    logprobs = [checkpoint(chunk_logprobs, *chunk, **options) for chunk in chunks]
-    zeros = torch.zeros(response_mask.shape, device=row.device)  # (n, R)
-    return zeros.masked_scatter(response_mask, torch.cat(logprobs))
+    # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
+    # time, at most 2**24 logits (64 MB), and the backward pass computes them again.
+    chunk_size = max(1, 2**24 // head.weight.shape[0])
+    logprobs = []
+    for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+        logprobs.append(
+            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        )
+    zeros = torch.zeros(rollout.response_mask.shape, device=hidden.device)  # (n, R)
+    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, sequences, lengths):
-    """compute_logprobs (N, R) of these sequences, in micro-batches and without gradient."""
+def rollout_logprobs(args, model, rollout, total_lengths):
+    """compute_logprobs (N, R) of the whole rollout, in micro-batches and without gradient."""
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for rows in micro_batches(sequences, lengths, args.micro_batch_tokens):
-        logprobs[rows] = compute_logprobs(model, rollout.rows(rows), args.temperature)
+    sequences = torch.arange(len(logprobs))
+    for rows in micro_batches(sequences, total_lengths, args.micro_batch_tokens):
+        logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
     return logprobs
 
 
 def micro_batches(sequences, lengths, max_tokens):
-    """Lists of sequences, of at most max_tokens tokens with padding; by length, to keep it low."""
-    batches = []
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, with padding.
+
+    lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
+    length are together, so that little is padded. One that is longer than max_tokens is alone.
+    """
+    batches, batch = [], []
     for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
-        if not batches or lengths[batches[-1][0]] * (len(batches[-1]) + 1) > max_tokens:
-            batches.append([])
-        batches[-1].append(i)
+        # The first sequence of a batch is its longest, to which the others are padded.
+        if batch and lengths[batch[0]] * (len(batch) + 1) > max_tokens:
+            batches.append(batch)
+            batch = []
+        batch.append(i)
+    if batch:
+        batches.append(batch)
     return batches
 
 
 def inference_copy(model):
-    """A copy that is not trained; in bf16 it has half the bytes to read, but for its head."""
+    """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
+
+    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
-        for parameter in copied.parameters():  # not the buffers, which hold the rotary frequencies
+        # Buffers are left alone: the rotary frequencies stay in float32.
+        for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
+        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
+        # hook converts its input.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)
     return copied
 
 
-def respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
-    """Sample num_samples responses to each of the examples: a Rollout."""
+def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
+    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
     ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
-    prompt_mask = ids >= 0  # (B, P) bool: any id of the tokenizer may be in a prompt
+    prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
-    # So many prompts at a time that the keys and values of their samples have room, even if none
-    # ends early.
-    tokens = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)  # of a prompt
-    size = max(1, args.sampling_tokens // tokens)
+
+    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
+    at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
-    for chunk in zip(prompt_ids.split(size), prompt_mask.split(size), strict=True):
-        parts.append(generate(args, model, *chunk, num_samples, temperature, eos_ids))
-    response_ids, response_mask, logprobs = map(torch.cat, zip(*parts, strict=True))  # (N, R) each
-    is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): all but what ends it
-    written = response_ids[is_text].cpu().split(is_text.sum(1).tolist())  # N, of their tokens
-    texts = tokenizer.batch_decode(written)  # N
-    prompts = [x.repeat_interleave(num_samples, 0) for x in (prompt_ids, prompt_mask)]  # (N, P)
-    return Rollout(*prompts, response_ids, response_mask, logprobs, texts)
+    for part_ids, part_mask in zip(
+        prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True
+    ):
+        parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
+    response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
+
+    is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
+    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    return Rollout(
+        prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
+        prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
+        response_ids=response_ids,
+        response_mask=response_mask,
+        sampled_logprobs=logprobs,
+        completions=tokenizer.batch_decode(texts),
+    )
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
-    """Greedy accuracy on held-out examples: strict, in the answer tags; lenient, a last number."""
-    rollout = respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
-    given = examples, rollout.completions
-    values = {
-        "accuracy": apply_reward(accuracy_reward, *given),
-        "response_len": rollout.response_mask.sum(1).tolist(),
-        "accuracy_lenient": apply_reward(lenient_accuracy_reward, *given),
-        "format": [
-            x == 0.4 for x in apply_reward(format_reward, *given)
-        ],  # all four tags, in order
+    """Metrics of greedy responses to held-out examples.
+
+    accuracy compares the number in the answer tags, accuracy_lenient the last number anywhere.
+    format is the share of responses with all four tags in order.
+    """
+    rollout = sample_responses(
+        args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
+    )
+    strict = apply_reward(accuracy_reward, examples, rollout.completions)
+    lenient = apply_reward(lenient_accuracy_reward, examples, rollout.completions)
+    format_scores = apply_reward(format_reward, examples, rollout.completions)
+    return {
+        "eval/accuracy": sum(strict) / len(examples),
+        "eval/accuracy_lenient": sum(lenient) / len(examples),
+        "eval/format": format_scores.count(0.4) / len(examples),  # 0.1 for each of four tags
+        "eval/response_len": rollout.response_mask.sum().item() / len(examples),
     }
-    return {f"eval/{name}": sum(x) / len(examples) for name, x in values.items()}
 
 
 # ==== data ====
 def load_data(args, tokenizer, split):
-    """The train or the test split: dicts of prompt and answer (texts), prompt_ids (list), columns.
+    """The train or the test split as a list of examples.
 
-    The columns are the whole row of the data set, for the rewards.
+    An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the whole
+    row of the data set, for the rewards.
     """
     flag, source = "--dataset", args.dataset
     if split == "test" and args.eval_dataset is not None:
         flag, source = "--eval-dataset", args.eval_dataset
-    path = Path(source).absolute()  # a link to a file may have another suffix
+    rows = read_rows(args, flag, source, split)
     examples = []
-    with one_line(
-        f"{flag} {source} ({split}), found here: {os.path.exists(path)}, --question-column "
+    num_too_long = num_unusable = 0
+    for row in rows:
+        about = f"{flag} {source}, --question-column {args.question_column}"
+        with exit_on_error(about, ValueError):
+            messages = cell_messages(row[args.question_column])
+        answer = cell_text(row[args.answer_column])
+        if not messages or gold_number(answer) is None:
+            num_unusable += 1
+            continue
+        prompt = render(args, tokenizer, messages)
+        # A chat template writes the BOS token itself: the tokenizer would add a second one.
+        ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+        if len(ids) > args.max_prompt_tokens:
+            num_too_long += 1
+            continue
+        examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row})
+    counts = (
+        f"{len(examples)} problems; skipped: {num_too_long} longer than --max-prompt-tokens, "
+        f"{num_unusable} without a question or a number in {args.answer_column}"
+    )
+    if not examples:
+        fail(f"{flag} {source}: the {split} data has {counts}")
+    print(f"{split} data: {counts}")
+    if split == "test":
+        return examples[: args.eval_size]
+    print(f"first prompt: {examples[0]['prompt']!r}")
+    print(describe_answers([example["answer"] for example in examples]))
+    return examples
+
+
+def read_rows(args, flag, source, split):
+    """The rows of a file, a folder or a data set of the hub.
+
+    Without a test split and without --eval-dataset, the last tenth of the rows is the test split.
+    """
+    path = Path(source).absolute()  # not resolved: a link's target may have another suffix
+    with exit_on_error(
+        f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.is_file():
+        if path.is_file():  # named by its folder, since a bare file name is taken for a hub id
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder or a hub data set
+        else:  # a folder, or id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
                 print(f"{source} has no test split: its last tenth is held out")
             splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
-        rows = splits[split if split in splits else "train"]
-        rows.select_columns([args.question_column, args.answer_column])  # they are there
-        if rows.info.builder_name == "csv" and "__index_level_0__" in rows.column_names:
-            raise ValueError("a row has more values than the header; quote those with a comma")
-        for row in rows:
-            messages = cell_messages(row[args.question_column])
-            answer = cell_text(row[args.answer_column])
-            if not messages or gold_number(answer) is None:
-                continue
-            prompt = render(args, tokenizer, messages)
-            # A chat template writes the BOS token itself: special tokens would double it.
-            ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-            examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row})
-    short = [x for x in examples if len(x["prompt_ids"]) <= args.max_prompt_tokens]
-    found = (
-        f"{len(short)} problems, {len(examples) - len(short)} too long for --max-prompt-tokens "
-        f"and {len(rows) - len(examples)} without a question or a number in {args.answer_column} "
-        "skipped"
-    )
-    if not short:
-        fail(f"{flag} {source}: the {split} data has {found}")
-    print(f"{split} data: {found}")
-    if split == "test":
-        return short[: args.eval_size]
-    print(f"first prompt: {short[0]['prompt']!r}")
-    print(describe([example["answer"] for example in short]))
-    return short
+        # An --eval-dataset without a test split is held out as a whole.
+        data = splits[split if split in splits else "train"]
+        data.select_columns([args.question_column, args.answer_column])  # raises if one is missing
+        rows = list(data)
+    # A row that is longer than the header makes pandas take the first column for an index, and then
+    # each value stands in the wrong column.
+    if data.info.builder_name == "csv" and "__index_level_0__" in data.column_names:
+        fail(f"{flag} {source}: a row has more values than the header; quote those with a comma")
+    return rows
 
 
 def render(args, tokenizer, messages):
-    """What the policy continues: chat messages through the template, or a text as it stands."""
-    instructions, first = args.system_prompt, messages[0]
+    """The text that the policy continues: the chat in the model's template, or a plain text.
+
+    A model without a chat template can continue one message, but not a chat of several.
+    """
+    first = messages[0]
     if not tokenizer.chat_template and len(messages) == 1:
-        return f"{instructions}\n{first['content']}\n" if instructions else first["content"]
-    options = dict(tokenize=False, add_generation_prompt=True)
-    if instructions and first["role"] != "system":
-        with suppress(Exception):  # that a template without a place for them may raise
-            told = [{"role": "system", "content": instructions}, *messages]
-            prompt = tokenizer.apply_chat_template(told, **options)
-            if instructions.strip() in prompt:
-                return prompt
-        messages = [first | {"content": f"{instructions}\n\n{first['content']}"}, *messages[1:]]
-    return tokenizer.apply_chat_template(messages, **options)
+        if args.system_prompt:
+            return f"{args.system_prompt}\n{first['content']}\n"
+        return first["content"]
+
+    def apply_template(messages):
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    if args.system_prompt and first["role"] != "system":
+        with_system = [{"role": "system", "content": args.system_prompt}, *messages]
+        prompt = None
+        with suppress(Exception):  # some templates refuse a system message, others leave it out
+            prompt = apply_template(with_system)
+        if prompt is not None and args.system_prompt.strip() in prompt:
+            return prompt
+        first = first | {"content": f"{args.system_prompt}\n\n{first['content']}"}
+    with exit_on_error(f"--model {args.model}: its chat template"):
+        return apply_template([first, *messages[1:]])
 
 
-def batches(args, size):
-    """The training examples of each step, of so many: every epoch is a permutation of its own."""
+def shuffled_batches(args, num_examples):
+    """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
     torch.manual_seed(args.seed)
-    epochs = 1 + args.num_steps * args.num_prompts // size
-    order = torch.cat([torch.randperm(size) for _ in range(epochs)])
+    num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
+    order = torch.cat([torch.randperm(num_examples) for _ in range(num_epochs)])
     return order.split(args.num_prompts)
 
 
 # ==== set-up ====
+# The lowest and the highest value of each number in Args; 2**32 stands for no limit.
+BOUNDS = {
+    "seed": (0, 2**32),
+    "eval_every": (0, 2**32),
+    "save_every": (0, 2**32),
+    "eval_size": (1, 2**32),
+    "max_prompt_tokens": (1, 2**32),
+    "num_prompts": (1, 2**32),
+    "num_generations": (2, 2**32),
+    "max_new_tokens": (1, 2**32),
+    "temperature": (1e-12, 2**32),
+    "sampling_tokens": (1, 2**32),
+    "num_steps": (1, 2**32),
+    "learning_rate": (1e-12, 2**32),
+    "warmup_updates": (0, 2**32),
+    "num_minibatches": (1, 2**32),
+    "micro_batch_tokens": (1, 2**32),
+    "max_grad_norm": (1e-12, 2**32),
+    "beta": (0, 2**32),
+}
+
+
 def fail(message):
     """End with one line, status 2 and no traceback."""
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)  # not raise SystemExit, by which W&B would take the run as finished
+    sys.exit(2)  # W&B marks a run as failed after sys.exit, but not after raise SystemExit
 
 
 @contextmanager
-def one_line(what, kinds=Exception):
-    """Whatever a library raises inside ends the run with one line: what it is about, and why."""
+def exit_on_error(what, kinds=Exception):
+    """If the library call inside raises, end the run with one line: `what`, and the reason."""
     try:
         yield
     except kinds as error:
+        # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
-        fail(f"{what}: {reason or 'it is empty'}")
+        fail(f"{what}: {reason or type(error).__name__ + ', perhaps an empty file'}")
 
 
-def print_safely():
-    """Lines appear as they are printed, and a closed pipe (| tee, | head) costs no run."""
-    for stream in (sys.stdout, sys.stderr):
+class PipeSafeStream:
+    """stdout or stderr that survives a closed pipe, and letters that its encoding lacks."""
 
-        def write(text, stream=stream, write=stream.write):
-            try:  # a letter that the terminal does not know gets a number
-                write(text.encode(stream.encoding, "backslashreplace").decode(stream.encoding))
-                stream.flush()
-            except OSError:  # nobody reads it any more
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    def __init__(self, stream):
+        self.stream = stream
 
-        stream.write = write
+    def write(self, text):
+        encoding = self.stream.encoding
+        try:
+            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self.stream.flush()
+        except OSError:  # nobody reads it any more: write to nowhere from now on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
-def resolve(args):
-    """The arguments with nothing left to the model, the run's folder, the checkpoint to resume."""
-    logging.disable()  # what the libraries cannot do they say in their exceptions
-    datasets.disable_progress_bars()
+def resolve_args(args):
+    """Return (args with the defaults of RECIPES, the run's folder, the checkpoint or None)."""
+    transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     if args.resume is not None:
-        if args != Args(resume=args.resume):
-            fail(f"--resume {args.resume}: goes on with that run's arguments; leave out all others")
-        run_dir = Path(args.resume).resolve()
-        with one_line(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
-            saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-            if saved["script"] != SCRIPT.name:
-                raise ValueError(f"this one has a checkpoint of {saved['script']}")
-            return Args(**saved["args"]), run_dir, saved
+        return resume_args(args)
 
     args = replace(args)  # a copy
-    bundled = Path(args.model).resolve() == Path(Args.model).resolve()
+    bundled = Path(args.model).resolve() == Path(Args.model).resolve()  # Args.model: the default
     for name, (for_any_model, for_the_bundled) in RECIPES.items():
         if getattr(args, name) is None:
             setattr(args, name, for_the_bundled if bundled else for_any_model)
     if "/" not in args.model and not os.path.exists(args.model):
         args.model = f"HuggingFaceTB/{args.model}"
-    for name, value in vars(args).items():
-        low = LOWEST.get(name, 1 if type(value) is int else 1e-12)
-        high = HIGHEST.get(name, 2**32)
-        if type(value) in (int, float) and not low <= value <= high:  # nor is NaN
-            fail(f"--{name.replace('_', '-')} {value}: must be from {low} to {high}")
-    N = args.num_prompts * args.num_generations
-    if args.num_minibatches > N:
-        fail(f"--num-minibatches {args.num_minibatches}: more than the {N} sequences of a step")
-    if len({f.__name__ for f in REWARDS}) != max(1, len(REWARDS)):
-        fail("REWARDS: none, or two of one name, under which they are logged; name them apart")
-    run_name = args.run_name or (
-        f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-        f"-{secrets.token_hex(3)}"
-    )
+    check_args(args)
+    run_name = args.run_name
+    if run_name is None:
+        when = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        run_name = f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
     run_dir = Path(args.runs_dir, run_name)
     if os.path.exists(run_dir / "checkpoint.pt"):
-        fail(f"--run-name {run_name}: exists; take another name, or go on with --resume {run_dir}")
+        fail(f"--run-name {run_name}: exists; choose another name, or use --resume {run_dir}")
     return args, run_dir, None
 
 
-def load_config(args, flag, source):
-    """A model's configuration, into whose context prompt and response fit, and its tokenizer."""
-    with one_line(f"{flag} {source}, found here: {os.path.exists(source)}"):
-        config = AutoConfig.from_pretrained(source)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    if len(tokenizer) > config.get_text_config().vocab_size:
-        fail(f"{flag} {source}: its tokenizer has {len(tokenizer)} tokens, more than the model")
-    for name, value in vars(config).items():
-        if isinstance(value, float) and ("drop" in name or "jitter" in name):
-            setattr(config, name, 0.0)  # no dropout in RL: with it even the first ratio is not 1
+def resume_args(args):
+    """Return (args, the run's folder, the checkpoint) of the run in the folder args.resume."""
+    if args != Args(resume=args.resume):
+        fail(f"--resume {args.resume}: takes no other flags, the run has its own")
+    run_dir = Path(args.resume).resolve()
+    with exit_on_error(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
+        saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    if saved["script"] != SCRIPT.name:
+        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {saved['script']}")
+    with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}"):
+        return Args(**saved["args"]), run_dir, saved
+
+
+def check_args(args):
+    """End the run if a number is out of its bounds."""
+    for name, (lowest, highest) in BOUNDS.items():
+        value = getattr(args, name)
+        if not lowest <= value <= highest:  # NaN is refused, too
+            fail(f"--{name.replace('_', '-')} {value}: must be from {lowest} to {highest}")
+    N = args.num_prompts * args.num_generations
+    if args.num_minibatches > N:
+        fail(f"--num-minibatches {args.num_minibatches}: more than the {N} sequences of a step")
+
+
+def load_config(args):
+    """The model's configuration, with all dropout set to 0, and its tokenizer.
+
+    Ends the run if a prompt and a response don't fit into the context or the attention window.
+    """
+    with exit_on_error(f"--model {args.model}, found here: {os.path.exists(args.model)}"):
+        config = AutoConfig.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+    text_config = config.get_text_config()
+    if len(tokenizer) > text_config.vocab_size:
+        fail(
+            f"--model {args.model}: its tokenizer has {len(tokenizer)} tokens, more than the model"
+        )
+    for part in (config, text_config):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(part, name, 0.0)  # its noise would change ratios and KL
+    # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for name in ("max_position_embeddings", "sliding_window", "window_size"):
-        limit = getattr(config.get_text_config(), name, None)
+        limit = getattr(text_config, name, None)
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             fail(
                 f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
                 f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
-                f"window of {flag} {source}; lower one of them"
+                f"window of --model {args.model}; lower one of them"
             )
     return config, tokenizer
 
 
 def load_model(args, config, tokenizer):
-    """The policy on its device, and the ids of all tokens that end a response.
+    """The policy on its device, and the ids (K,) of all K tokens that end a response.
 
-    In float32: at these learning rates a bf16 weight would not move. A GPU computes in autocast.
+    The weights are float32: at these learning rates most updates are too small to change a bf16
+    weight. On a GPU, autocast computes in bf16.
     """
     device = args.device
     if device == "auto":
@@ -800,159 +959,214 @@ def load_model(args, config, tokenizer):
     if device == "cuda":
         # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.set_float32_matmul_precision("high")  # TF32, for the heads, whose weights are float32
-    with one_line(f"--model {args.model}, --device {args.device}: not supported"):
-        ids = torch.arange(5, device=device)[None]  # (1, 5)
+        torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+    not_supported = f"--model {args.model}, --device {args.device}: not supported"
+    with exit_on_error(not_supported):
         model, info = AutoModelForCausalLM.from_pretrained(
             args.model, config=config, dtype=torch.float32, output_loading_info=True
         )
-        if info["missing_keys"]:
-            raise ValueError(f"no weights for {', '.join(sorted(info['missing_keys']))}")
+        model.to(device)
         if args.gradient_checkpointing:
             model.activation_checkpointing_enable()
-        model.to(device)
-        eos_ids = torch.tensor(find_eos_ids(model, tokenizer), device=device)
-        # compute_logprobs applies the head by hand: a model that does more after it is refused.
-        by_hand = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        if not torch.equal(model(ids).logits, by_hand):  # (1, 5, V) each
-            fields = {name: x for name, x in vars(config).items() if "logit" in name}
-            raise ValueError(f"its logits are capped or scaled, {fields}")
-        # Two tokens show whether it can sample with keys and values.
-        two = replace(args, max_new_tokens=2, cuda_graph=False)
-        generate(two, model, ids, ids >= 0, 1, 0.0, eos_ids)
+    if info["missing_keys"]:
+        fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
+    check_model(model, not_supported)
+    eos_ids = torch.tensor(find_eos_ids(args, model, tokenizer), device=device)
     return model, eos_ids
 
 
-def find_eos_ids(model, tokenizer):
-    """All tokens that end a response: the tokenizer's, the model's, and the chat template's."""
-    ids = model.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])}
+@torch.no_grad()
+def check_model(model, not_supported):
+    """End the run if generate or compute_logprobs can't work with this kind of model.
+
+    generate needs a model that keeps its keys and values in a static cache, and takes a 4D bias.
+    compute_logprobs applies the output head itself, so the logits must not be capped or scaled.
+    """
+    positions = torch.arange(5, device=model.device)[None]  # (1, 5)
+    ids = positions  # any ids will do
+    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=5))
+    options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    bias = torch.zeros(1, 1, 1, 6, dtype=model.dtype, device=model.device)
+    with exit_on_error(not_supported):
+        logits = model(ids).logits  # (1, 5, V)
+        head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
+        # Two steps as in generate: prefill, make room, decode.
+        model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
+        if not cache.layers:
+            raise ValueError("it keeps no keys and values")
+        for layer in cache.layers:
+            layer.keys = F.pad(layer.keys, (0, 0, 0, 1))  # (1, heads, 6, size)
+            layer.values = F.pad(layer.values, (0, 0, 0, 1))
+        model(ids[:, :1], attention_mask=bias, position_ids=positions[:, :1] + 5, **options)
+    if not torch.equal(logits, head_logits):
+        fields = {name: x for name, x in vars(model.config).items() if "logit" in name}
+        fail(f"{not_supported}: its logits are capped or scaled, {fields}")
+
+
+def find_eos_ids(args, model, tokenizer):
+    """The ids of all tokens that end a response, sorted.
+
+    These are the EOS tokens of the tokenizer and of the model's generation config. The token with
+    which the chat template ends a turn may differ from both.
+    """
+    eos_ids = {tokenizer.eos_token_id}
+    of_model = model.generation_config.eos_token_id
+    eos_ids |= set(of_model) if isinstance(of_model, list) else {of_model}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
-        end = rendered.rpartition("answer")[2].strip()  # what a turn is ended with
-        first = tokenizer(end, add_special_tokens=False).input_ids[:1]
-        ids |= {*first} & {*tokenizer.added_tokens_decoder}
-    if ids == {None}:
-        raise ValueError("neither its tokenizer nor its generation config has an EOS token")
-    return sorted(ids - {None})
+        with exit_on_error(f"--model {args.model}: its chat template"):
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        end_of_turn = rendered.rpartition("answer")[2].strip()
+        first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
+        # Ordinary text after the answer must not end a response: only an added token does.
+        eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
+    eos_ids -= {None}
+    if not eos_ids:
+        fail(f"--model {args.model}: no EOS token in its tokenizer or its generation config")
+    return sorted(eos_ids)
 
 
 def open_run(args, run_dir, saved, model):
-    """The run's logs, of metrics and of samples, in its folder."""
-    logs = []
-    with one_line(f"{run_dir}: cannot be written, or another process is writing it"):
+    """Return the run's two open logs, metrics.jsonl and samples.jsonl; with --track, start W&B.
+
+    A new run also writes its arguments, and a copy of this script.
+    """
+    files = []
+    with exit_on_error(f"{run_dir}: cannot be written, or another process is writing it", OSError):
         run_dir.mkdir(parents=True, exist_ok=True)
         for name in ("metrics.jsonl", "samples.jsonl"):
-            log = open(run_dir / name, "a", buffering=1)
-            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            file = open(run_dir / name, "a", buffering=1)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            log.truncate(min(size, log.tell()))  # what came after it will be logged again
-            logs.append(log)
+            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            files.append(file)
         if not saved:
-            (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
             packages = (torch, transformers, datasets, tyro, wandb)
             versions = {package.__name__: package.__version__ for package in packages}
             content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
             (run_dir / "args.json").write_text(json.dumps(content, indent=2))
+            (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
     if args.track:
         run_id = json.loads((run_dir / "args.json").read_text())["id"]
-        options = dict(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
-        with one_line("--track"):
-            try:
-                wandb.init(**options)
-            except wandb.Error:  # no network, or no key
-                wandb.teardown()
-                wandb.init(mode="offline", **options)
-    print(
-        f"{SCRIPT.name} on {model.device}: {args.model}, "
-        f"{model.num_parameters() / 1e6:.2f} M parameters; run: {run_dir}"
-    )
+        with exit_on_error("--track (with WANDB_MODE=offline it needs no network)"):
+            wandb.init(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
+    millions = model.num_parameters() / 1e6
+    print(f"{SCRIPT.name} on {model.device}: {args.model}, {millions:.2f} M parameters; {run_dir}")
     chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
-    print(f"by model: {', '.join(chosen)}")
-    print(
-        "note: with one update per rollout the ratio is 1, clip_frac 0, and the loss says little; "
-        "watch the reward"
-    )
-    return logs
+    print(f"settings by model: {', '.join(chosen)}")
+    return files
 
 
 def catch_signals():
-    """A list of the signals to stop: the first ends the run after its step, the second at once."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP; the same one again ends the run at once."""
     signals = []
 
     def on_signal(number, frame):
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
         print(
-            "\nstopping after this step, with a checkpoint; once more stops at once",
+            "\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now",
             file=sys.stderr,
         )
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, on_signal)
     return signals
 
 
-def write(file, record):
-    """One line of a log."""
-    with one_line(file.name):
-        print(json.dumps(record), file=file)
+def append_json(file, record):
+    """Write the record as one line."""
+    line = json.dumps(record)
+    with exit_on_error(file.name, OSError):
+        print(line, file=file)
 
 
-def log_metrics(file, metrics, records):
-    """One record, with null for what is not finite; to W&B also samples, where it is evaluated."""
-    write(file, {name: x if abs(x) < float("inf") else None for name, x in metrics.items()})
+def log_metrics(file, metrics, samples):
+    """Log to the file, with null for what isn't finite, and to W&B.
+
+    At a step with an evaluation W&B gets the step's samples, too.
+    """
+    append_json(file, {name: x if math.isfinite(x) else None for name, x in metrics.items()})
     if wandb.run is not None:
-        if records and "eval/accuracy" in metrics:
-            rows = [list(record.values()) for record in records]
-            metrics = metrics | {"samples": wandb.Table(columns=list(records[0]), data=rows)}
+        if samples and "eval/accuracy" in metrics:
+            rows = [list(sample.values()) for sample in samples]
+            metrics = metrics | {"samples": wandb.Table(columns=list(samples[0]), data=rows)}
         wandb.log(metrics, step=metrics["step"])
 
 
-def show(args, progress, metrics, record):
-    """Put the first metrics beside the bar, and ten times in a run print them with a sample."""
-    step, sample = record["step"], record["completions"][0]
-    progress.set_postfix({x: metrics[x] for x in SHOWN if x in metrics})
-    if step == 1 or step % max(1, args.num_steps // 10) == 0:
-        progress.write(f"step {step}: {progress.postfix}")
-        progress.write(f"    {record['prompt']!r} -> {sample!r}, reward {record['rewards'][0]:.2f}")
-        if metrics["rollout/eos_frac"] < 0.5:
-            answered = sum("</answer>" in text for text in record["completions"])
-            progress.write(
-                f"    warning: eos_frac < 0.5, cut responses; {answered} of these "
-                f"{len(record['completions'])} had answered: what goes on after that has yet to "
-                "learn to stop, the others may need a higher --max-new-tokens"
-            )
-        if metrics["rollout/zero_std_frac"] > 0.9:
-            progress.write("    warning: zero_std_frac > 0.9: equal rewards teach nothing")
+def show_progress(args, progress, metrics, samples):
+    """Put the metrics of SHOWN beside the bar; about ten times a run, print them and a sample."""
+    step, sample = metrics["step"], samples[-1]
+    progress.set_postfix({name: metrics[name] for name in SHOWN if name in metrics})
+    if step > 1 and step % max(1, args.num_steps // 10) > 0:
+        return
+    prompt, completion, reward = sample["prompt"], sample["completions"][0], sample["rewards"][0]
+    progress.write(f"step {step}: {progress.postfix}")
+    progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
+    if metrics["rollout/eos_frac"] < 0.5:
+        answered = sum("</answer>" in text for text in sample["completions"])
+        progress.write(
+            f"    warning: most responses are cut off; {answered} of the last "
+            f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
+        )
+    if metrics["rollout/zero_std_frac"] > 0.9:
+        progress.write("    warning: in most groups all rewards are equal, which teaches nothing")
 
 
-def save_checkpoint(args, run_dir, parts, state, metrics, problems):
-    """To another name, forced to the disk, renamed: there is one whole checkpoint at any moment."""
+def check_sampler(args, model, gap):
+    """End the run if the log-probabilities of sampler and trainer differ by too much.
+
+    gap is their mean difference over the first rollout. The weights are the same, so a large gap
+    means that this kind of model is computed wrongly.
+    """
+    tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
+    if not gap < tolerance:  # NaN is refused, too
+        fail(
+            f"--model {args.model}: not supported, sampling and training differ by {gap:.2g} nats "
+            "a token"
+        )
+
+
+def peak_memory_gb(device):
+    """Peak memory so far in GB: the GPU's, or on a CPU that of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def save_model(model, tokenizer, folder):
+    """Write a folder that from_pretrained reads."""
+    with exit_on_error(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
+    """Write a temporary file and rename it: one complete checkpoint exists at any moment."""
     content = {
         "script": SCRIPT.name,
         "args": vars(args),
-        "problems": problems,
+        "data_checksum": data_checksum,
         "state": state,
         "metrics": metrics,
         "log_sizes": {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")},
-        **{name: part.state_dict() for name, part in parts.items()},
     }
+    for name, part in trained.items():
+        content[name] = part.state_dict()
     path = run_dir / "checkpoint.tmp"
-    with one_line(path), open(path, "wb", buffering=0) as file:
+    with exit_on_error(path), open(path, "wb", buffering=0) as file:
         torch.save(content, file)
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 
 
 if __name__ == "__main__":
-    print_safely()
-    recipes = [
-        f"{name} {x}, bundled {y}" for name, (x, y) in RECIPES.items() if name != "system_prompt"
-    ]
-    about = __doc__.split("\n\n")[0] + "\n\nNone by model: " + "; ".join(recipes)
-    lower = "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use grpo_lora.py"
-    with one_line(lower, torch.OutOfMemoryError):
-        main(tyro.cli(Args, description=about))
+    sys.stdout, sys.stderr = PipeSafeStream(sys.stdout), PipeSafeStream(sys.stderr)
+    out_of_memory = (
+        "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use grpo_lora.py"
+    )
+    with exit_on_error(out_of_memory, torch.OutOfMemoryError):
+        main(tyro.cli(Args, description=__doc__.split("\n\n")[0]))

@@ -4,7 +4,8 @@ grpo_multigpu.py runs as two processes of one thread each (on GPUs, as one for e
 all threads. Needs an idle machine, half an hour of two cores. benchmark/records/bundled.jsonl gets one line for each
 run: script, seed, commit (and "dirty", if the tree had changes), versions, wall time of the whole command, the
 process's peak of memory, responses sampled, accuracies on the held-out additions, greedy, and the sampled accuracy at
-every step. benchmark/readme.py writes them into README.md.
+every step. A record of the same script and seed is replaced, and all others stay. benchmark/readme.py writes them into
+README.md.
 
     python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   of variants/
     python benchmark/bundled.py --task sums --scripts grpo --seeds 1 2 3     assets/sums; bundled-sums.jsonl
@@ -22,11 +23,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from records import FOLDER, ROOT, provenance, read_run, write
+from records import FOLDER, ROOT, provenance, read, read_run, write
 
-SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
-SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
-SCRIPTS += ["distill", "vapo", "grpo_tools"]
+sys.path.insert(0, str(ROOT / "tools"))
+
+from scripts import MULTI_PROCESS, SCRIPTS  # noqa: E402
 
 
 @contextmanager
@@ -53,11 +54,9 @@ TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
     with tempfile.TemporaryDirectory() as folder, in_place(script):
         processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
-        launcher = (
-            f"-m torch.distributed.run --nproc-per-node {processes}"
-            if script == "grpo_multigpu"
-            else ""
-        )
+        launcher = ""
+        if script in MULTI_PROCESS:
+            launcher = f"-m torch.distributed.run --nproc-per-node {processes}"
         on = "cuda" if device == "emulated" else device
         flags = (
             f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run "
@@ -113,13 +112,13 @@ def main() -> None:
     kinds = [args.task] * (args.task != "adder") + [args.device] * (args.device != "cpu")
     name = "-".join(["bundled", *kinds]) + ".jsonl"
     out = args.out or FOLDER / name
-    records = []
     for seed in args.seeds:
         for script in args.scripts:
-            records.append(run(script, seed, args.device, args.task))
+            record = run(script, seed, args.device, args.task)
             shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
-            print(*(f"{name} {records[-1][name]}" for name in shown), flush=True)
-            write(out, records)
+            print(*(f"{name} {record[name]}" for name in shown), flush=True)
+            others = [x for x in read(out) if (x["script"], x["seed"]) != (script, seed)]
+            write(out, [*others, record])
 
 
 if __name__ == "__main__":

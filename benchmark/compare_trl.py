@@ -109,7 +109,9 @@ def prepare(options, folder: Path) -> None:
             max_new_tokens=460 - max(len(example["prompt_ids"]) for example in examples)
         )
         eos_ids = torch.tensor([tokenizer.eos_token_id])
-        rollout = grpo.respond(args, model, tokenizer, examples, 1, 1.0, eos_ids)
+        rollout = grpo.sample_responses(
+            args, model, tokenizer, examples, num_samples=1, temperature=1.0, eos_ids=eos_ids
+        )
         questions = []
         for example, response, mask in zip(
             examples, rollout.response_ids, rollout.response_mask, strict=True
@@ -117,9 +119,8 @@ def prepare(options, folder: Path) -> None:
             prompt, story = example["prompt_ids"], example["prompt_ids"] + response[mask].tolist()
             if story[-1] in eos_ids and len(questions) < B:
                 cut = rng.randrange(len(prompt), len(story))
-                questions.append(
-                    tokenizer.decode(story[max(1, cut - 120) : cut])
-                )  # the first token is BOS
+                start = max(1, cut - 120)  # without the first token, which is BOS
+                questions.append(tokenizer.decode(story[start:cut]))
     else:
         words = ["<pad>", "</s>"] + [f"w{i}" for i in range(49150)]
         from tokenizers import Tokenizer, models, pre_tokenizers
@@ -173,15 +174,15 @@ def run_plainrl(options, folder: Path) -> dict:
     torch.set_num_threads(options.threads)
     imported = memory("VmRSS")
     grpo.REWARDS = [length_reward]
-    starts, respond = [], grpo.respond
+    starts = []
+    sample_responses = grpo.sample_responses
 
-    def timed_respond(
-        *args,
-    ):  # a step lasts until the next one starts, the last step until the evaluation
-        starts.append((now(), args[4]))
-        return respond(*args)
+    # A step lasts until the next one starts to sample, and the last one until the evaluation does.
+    def timed(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+        starts.append((now(), num_samples))
+        return sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
 
-    grpo.respond = timed_respond
+    grpo.sample_responses = timed
     args = dict(
         num_prompts=options.num_prompts,
         num_generations=options.num_generations,
@@ -197,9 +198,8 @@ def run_plainrl(options, folder: Path) -> dict:
     args |= dict(
         num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt=""
     )
-    args |= dict(
-        max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18
-    )  # room for the whole rollout
+    # The whole rollout is sampled at a time.
+    args |= dict(max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18)
     args |= dict(
         model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run"
     )

@@ -37,10 +37,16 @@ def token_gradients(script, advantages, lengths, **fields):
     args = script.Args(max_new_tokens=LIMIT, **fields)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (n, R)
     logprobs = torch.full(mask.shape, -1.0, requires_grad=True)  # (n, R)
+    old_logprobs = logprobs.detach()  # (n, R)
     advantages = torch.as_tensor(advantages)[:, None]  # (n, 1)
-    loss, _ = script.policy_loss(
-        args, logprobs, logprobs.detach(), None, advantages, mask, len(lengths), mask.sum()
-    )
+    if script is dapo:
+        loss, _ = dapo.policy_loss(
+            args, logprobs, old_logprobs, advantages, mask, num_tokens=mask.sum()
+        )
+    else:
+        loss, _ = script.policy_loss(
+            args, logprobs, old_logprobs, old_logprobs, advantages, mask, num_seqs=len(lengths)
+        )
     loss.backward()
     return loss.item(), logprobs.grad
 
@@ -55,18 +61,18 @@ def baseline_table() -> str:
     """
     rows = []
     for p in (0.1, 0.5, 0.9):
-        probabilities, rewards = (
-            torch.tensor([p, 1 - p]),
-            torch.tensor([[1.0, 0.0]]),
-        )  # (2,), (1, 2)
+        probabilities = torch.tensor([p, 1 - p])  # (2,)
+        rewards = torch.tensor([[1.0, 0.0]])  # (1, 2)
 
         def gradients(baseline, p=p, rewards=rewards):  # (2,): of the right, of the wrong response
             advantages = reinforce_baseline.compute_advantages(None, rewards, baseline)[0]  # (2,)
             theta = torch.tensor([p, p]).logit().requires_grad_()  # (2,)
             logprobs = torch.stack([theta[0], -theta[1]]).sigmoid().log()[:, None]  # (2, 1)
             mask = torch.ones(2, 1, dtype=torch.bool)
+            args = reinforce_baseline.Args(beta=0.0)
+            old_logprobs = logprobs.detach()  # (2, 1)
             loss, _ = reinforce_baseline.policy_loss(
-                None, logprobs, logprobs.detach(), None, advantages[:, None], mask, 1, 2
+                args, logprobs, old_logprobs, old_logprobs, advantages[:, None], mask, num_seqs=1
             )
             return -torch.autograd.grad(loss, theta)[0]  # of the mean reward, not of the loss
 
@@ -118,13 +124,20 @@ def kl_table() -> str:
     old = logprobs.detach()
     args = ppo_rlhf.Args(beta=1.0)
     k1 = -ppo_rlhf.kl_rewards(args, torch.zeros(3), logprobs, ref_logprobs, mask)[:, 0]  # (3,)
-    k3 = [
-        grpo.policy_loss(
-            grpo.Args(beta=1.0), logprobs[i:][:1], old[i:][:1], ref_logprobs[i:][:1],
-            torch.zeros(1, 1), mask[:1], 1, 1,
-        )[0]
-        for i in range(3)
-    ]  # fmt: skip
+    # With an advantage of 0, the loss of GRPO is its KL, k3.
+    k3 = []
+    for i in range(3):
+        one = slice(i, i + 1)
+        loss, _ = grpo.policy_loss(
+            grpo.Args(beta=1.0),
+            logprobs[one],
+            old[one],
+            ref_logprobs[one],
+            torch.zeros(1, 1),
+            mask[one],
+            num_seqs=1,
+        )
+        k3.append(loss)
     estimators = {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.stack(k3)}
     rows = []
     for name, values in estimators.items():
@@ -199,13 +212,16 @@ RATIOS = torch.linspace(0.5, 1.5, 101)
 
 def surrogates(advantage):
     """The clipped objective of one token at these ratios, by grpo.py."""
-    old, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    args, advantages = grpo.Args(), torch.full((1, 1), advantage)
-    losses = [
-        grpo.policy_loss(args, ratio.log().view(1, 1), old, None, advantages, mask, 1, 1)[0]
-        for ratio in RATIOS
-    ]
-    return [round(-loss.item(), 4) for loss in losses]
+    args = grpo.Args(beta=0.0)
+    old = torch.zeros(1, 1)
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    advantages = torch.full((1, 1), advantage)
+    objectives = []
+    for ratio in RATIOS:
+        logprobs = ratio.log().view(1, 1)
+        loss, _ = grpo.policy_loss(args, logprobs, old, old, advantages, mask, num_seqs=1)
+        objectives.append(round(-loss.item(), 4))
+    return objectives
 
 
 def drawn_from() -> str:

@@ -201,10 +201,8 @@ def main() -> None:
     for cuda_graph in (True, False):
         torch.manual_seed(0)
         samples.append(plain(R, cuda_graph))
-    same, gap = (
-        (samples[0][0] == samples[1][0]).cumprod(1).bool(),
-        (samples[0][2] - samples[1][2]).abs(),
-    )  # (N, R)
+    same = (samples[0][0] == samples[1][0]).cumprod(1).bool()  # (N, R)
+    gap = (samples[0][2] - samples[1][2]).abs()  # (N, R)
     print(
         f"graph and no graph: {same.float().mean():.1%} of the tokens come before the first that differs, ",
         end="",
@@ -226,11 +224,17 @@ def main() -> None:
     args = grpo.Args(beta=0.0)
 
     def update() -> None:
-        num_tokens = response_mask.sum()
-        for i in grpo.micro_batches(torch.arange(N), [P + R] * N, options.micro_batch_tokens):
-            logprobs = grpo.compute_logprobs(model, rollout.rows(i), 1.0)  # (n, R)
-            batch_args = (logprobs.detach(), None, advantages[i], response_mask[i], N, num_tokens)
-            loss, _ = grpo.policy_loss(args, logprobs, *batch_args)
+        for rows in grpo.micro_batches(torch.arange(N), [P + R] * N, options.micro_batch_tokens):
+            logprobs = grpo.compute_logprobs(model, rollout.select(rows), 1.0)  # (n, R)
+            loss, _ = grpo.policy_loss(
+                args,
+                logprobs,
+                logprobs.detach(),
+                logprobs.detach(),
+                advantages[rows],
+                response_mask[rows],
+                num_seqs=N,
+            )
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

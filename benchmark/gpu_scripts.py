@@ -9,9 +9,9 @@ would find no group to learn from, samples once. benchmark/records/gpu-scripts.j
 command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
 
 Then grpo.py is killed in its third step, and resumed; and stopped there with SIGTERM, and resumed. --memory-gb 41.5
-leaves this out, and lets a larger GPU have no more than a program has on one of 40 GB. The interrupted runs and
-ppo_rlhf.py have half the layers: 60 GB of disk are then enough, since a checkpoint takes 12 to 16 bytes per parameter,
-PPO's 24, and twice that while one replaces another. grpo_multigpu.py is not among them.
+leaves this out, and lets a larger GPU have no more than a program has on one of 40 GB. The interrupted runs and the
+scripts with a critic have half the layers: 60 GB of disk are then enough, since a checkpoint takes 12 to 16 bytes per
+parameter, with a critic 24, and twice that while one replaces another. grpo_multigpu.py is not among them.
 """
 
 import argparse
@@ -37,9 +37,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+sys.path.insert(0, str(ROOT / "tools"))
+
+from scripts import CRITICS, MULTI_PROCESS, SCRIPTS  # noqa: E402
+
 RECORDS = FOLDER / "gpu-scripts.jsonl"
-SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
-SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_lora", "distill", "grpo_tools"]
 SHOWN = [
     "time/rollout_s",
     "time/tokens_per_s",
@@ -81,6 +83,21 @@ def make_models(folder: Path, problems: Path, shape: dict) -> None:
         kind = AutoModelForSequenceClassification if name == "judge" else AutoModelForCausalLM
         kind.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+
+
+def own_flags(script: str, folder: Path) -> list[str]:
+    """The model of the script, and the flags that this script alone needs."""
+    model = "half" if script in CRITICS else "policy"
+    flags = ["--model", str(folder / model)]
+    if script == "ppo_rlhf":
+        flags += ["--reward-model", str(folder / "judge")]
+    elif script == "vapo":
+        flags += ["--value-warmup-steps", "0"]
+    elif script == "dapo":
+        flags += ["--max-resample", "0"]
+    elif script == "distill":
+        flags += ["--teacher", str(folder / "policy")]
+    return flags
 
 
 def launch(command: list[str], memory_gb: float | None) -> list[str]:
@@ -132,7 +149,8 @@ def main() -> None:
     parser.add_argument(
         "--problems", type=Path, default=ROOT / "assets" / "addition" / "train.jsonl"
     )
-    parser.add_argument("--scripts", nargs="*", default=SCRIPTS)
+    one_process = [name for name in SCRIPTS if name not in MULTI_PROCESS]
+    parser.add_argument("--scripts", nargs="*", default=one_process)
     parser.add_argument("--flags", default="", help="more flags for all scripts")
     parser.add_argument("--memory-gb", type=float, help="of the GPU's memory")
     parser.add_argument("--tiny", action="store_true", help="self-test, without a record")
@@ -151,23 +169,13 @@ def main() -> None:
         make_models(folder, options.problems, TINY if options.tiny else SHAPE)
         common = ["--dataset", str(options.problems.resolve()), "--device", "cuda"]
         common += ["--runs-dir", str(folder), "--eval-size", "64"]
-        common += shlex.split(
-            "--num-prompts 2 --max-new-tokens 12" if options.tiny else ""
-        ) + shlex.split(options.flags)
+        common += ["--save-every", "0"]
+        if options.tiny:
+            common += ["--num-prompts", "2", "--max-new-tokens", "12"]
+        common += shlex.split(options.flags)
         for script in options.scripts:
-            command = [
-                f"{script}.py",
-                *common,
-                "--num-steps",
-                "3",
-                "--save-every",
-                "0",
-                "--run-name",
-                script,
-            ]
-            command += ["--model", str(folder / ("half" if script == "ppo_rlhf" else "policy"))]
-            command += ["--reward-model", str(folder / "judge")] if script == "ppo_rlhf" else []
-            command += ["--max-resample", "0"] if script == "dapo" else []
+            command = [f"{script}.py", *common, "--num-steps", "3", "--run-name", script]
+            command += own_flags(script, folder)
             done = subprocess.run(
                 launch(command, options.memory_gb), cwd=ROOT, capture_output=True, text=True
             )
@@ -193,16 +201,7 @@ def main() -> None:
             shutil.rmtree(folder / script, ignore_errors=True)  # 27 GB
         for number in (signal.SIGKILL, signal.SIGTERM) if options.memory_gb is None else ():
             name = signal.Signals(number).name
-            command = [
-                "grpo.py",
-                *common,
-                "--num-steps",
-                "4",
-                "--save-every",
-                "0",
-                "--run-name",
-                name,
-            ]
+            command = ["grpo.py", *common, "--num-steps", "4", "--run-name", name]
             interrupted([*command, "--model", str(folder / "half")], folder / name, number)
             shutil.rmtree(folder / name, ignore_errors=True)
 

@@ -30,13 +30,17 @@ def run_plainrl(name: str, seed: int, folder: str) -> dict:
 
     script = __import__(name)
     torch.set_num_threads(2)
-    imported, start, ends, respond = memory("VmRSS"), time.perf_counter(), [], script.respond
+    imported = memory("VmRSS")
+    start = time.perf_counter()
+    ends = []
+    sample_responses = script.sample_responses
 
-    def timed(*args):  # a step ends when the next one, or the last evaluation, starts to sample
+    # A step ends when the next one, or the last evaluation, starts to sample.
+    def timed(*args, **named):
         ends.append(time.perf_counter() - start)
-        return respond(*args)
+        return sample_responses(*args, **named)
 
-    script.respond = timed
+    script.sample_responses = timed
     script.main(
         script.Args(
             seed=seed, device="cpu", eval_every=0, eval_size=1, runs_dir=folder, run_name="run"

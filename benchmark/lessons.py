@@ -120,13 +120,12 @@ class Lesson:
     title: str
     arms: dict[str, str]  # name: command without its seed
     panels: list  # (x, y) of curves; ("advantages", None) are bars
-    columns: dict = field(
-        default_factory=dict
-    )  # of the table, beside the usual: (function, digits)
-    by_seed: bool = (
-        False  # a row of panels for each arm, a line for each seed, a point for each step
-    )
-    drawn: tuple[str, ...] = ()  # the arms in the picture, if they are not all
+    # Columns of the table beside the usual ones: (function, digits).
+    columns: dict = field(default_factory=dict)
+    # A row of panels for each arm, with a line for each seed and a point for each step.
+    by_seed: bool = False
+    # The arms in the picture, if it does not show all.
+    drawn: tuple[str, ...] = ()
 
 
 USUAL = {
@@ -534,7 +533,7 @@ def run_missing(numbers: list[int]) -> None:
     student = ROOT / "runs" / "hesitant" / "model.safetensors"  # of lesson 6
     if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
         subprocess.run(
-            [sys.executable, "benchmark/hesitant.py", "runs/hesitant"], cwd=ROOT, check=True
+            [sys.executable, "tools/build_hesitant.py", "runs/hesitant"], cwd=ROOT, check=True
         )
     with ThreadPoolExecutor(2) as pool, tqdm(total=len(missing), desc="runs") as progress:
         waiting = {pool.submit(run, *key) for key in missing}

@@ -20,7 +20,7 @@ PROMPT = (
     212  # tokens of a long prompt of the recipe: GSM8K's question, the instructions and a template
 )
 CARDS = [16, 24, 40, 48, 80]  # GB
-SCRIPTS = ["grpo", "grpo_lora", "ppo_rlhf"]
+COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]  # the scripts whose memory is counted here
 FLAGS = dict(
     sampling_tokens=49152,
     micro_batch_tokens=2048,
@@ -144,9 +144,8 @@ def sampling(config: dict, f: SimpleNamespace) -> dict[str, int]:
     each = 2 * 2 * s.layers * s.keys  # a token's, bf16
     rows = max(f.num_generations, f.sampling_tokens // columns)
     cache = rows * columns * each
-    logits = (
-        6 * 4 * min(rows, f.num_prompts * f.num_generations) * s.V
-    )  # with noise, and the graph's own
+    # Six tensors in float32: logits, noise and what is between them, and what the graph keeps.
+    logits = 6 * 4 * min(rows, f.num_prompts * f.num_generations) * s.V
     growing = 2 * rows * columns * each // (2 * s.layers)  # a layer's keys are copied as they grow
     # An evaluation prefills one prompt a row, and then has no more than the prompts' keys and values.
     prefill = rows * PROMPT * (3 * 2 * s.F + 6 * 2 * s.D + each) + 4 * rows * s.V
@@ -167,10 +166,10 @@ def count(script: str, config: dict, **flags) -> dict[str, int]:
             "gradients": 4 * trained,
         }
     elif script in ("grpo", "ppo_rlhf"):
-        critic = (
-            (P if s.tied else P - head) + s.D if script == "ppo_rlhf" else 0
-        )  # a score for the head
-        trained = P + critic
+        trained = P
+        if script == "ppo_rlhf":
+            # The value network has a score of D numbers in the place of the head.
+            trained += (P if s.tied else P - head) + s.D
         found = {"weights": 4 * trained, "averages": 8 * trained, "gradients": 4 * trained}
         found |= {"sampling copy": in_bf16, "reference": in_bf16 if f.beta else 0}
     else:
@@ -211,7 +210,7 @@ def verdict(script: str, config: dict, card: int) -> str:
 def fits_table() -> str:
     rows = []
     for model, config in MODELS.items():
-        for script in SCRIPTS:
+        for script in COUNTED:
             peak = count(script, config)["peak"] / 1e9
             cells = [verdict(script, config, card) for card in CARDS]
             rows.append([model, f"{script}.py", f"{peak:.1f}", *cells])
@@ -219,14 +218,14 @@ def fits_table() -> str:
 
 
 def parts_table(model: str) -> str:
-    counts = {script: count(script, MODELS[model]) for script in SCRIPTS}
+    counts = {script: count(script, MODELS[model]) for script in COUNTED}
     names = dict.fromkeys(name for found in counts.values() for name in found)
     names = [name for name in names if name != "peak"] + ["peak"]
     rows = [
         [name, *(f"{found[name] / 1e9:.1f}" if name in found else "-" for found in counts.values())]
         for name in names
     ]
-    return table(["GB", *(f"{script}.py" for script in SCRIPTS)], rows)
+    return table(["GB", *(f"{script}.py" for script in COUNTED)], rows)
 
 
 TABLES = {"memory": lambda: parts_table("SmolLM2-1.7B"), "fits": fits_table}
@@ -236,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("script", nargs="?", choices=SCRIPTS)
+    parser.add_argument("script", nargs="?", choices=COUNTED)
     parser.add_argument("model", nargs="?", choices=list(MODELS), default="SmolLM2-1.7B")
     for name, value in FLAGS.items():
         kind = int if isinstance(value, bool) else type(value)

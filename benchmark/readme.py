@@ -7,6 +7,7 @@ records.
 """
 
 import re
+import sys
 
 import lessons
 import numpy as np
@@ -14,6 +15,10 @@ from learn_trl import draw as draw_learning
 from learn_trl import to_reach
 from pictures import WINDOW, digest, panels, save
 from records import FOLDER, ROOT, fill, read, spread, table
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+from scripts import SCRIPTS  # noqa: E402
 
 PICTURES = {name: FOLDER / f"{name}.svg" for name in ("apart", "trl-learn")}
 # The first picture: of these lessons these arms, as (x, y).
@@ -58,8 +63,10 @@ def records_of(name: str) -> list[dict]:
 
 def bundled_table() -> str:
     records, rows = records_of("bundled"), []
-    for script in dict.fromkeys(record["script"] for record in records):
+    for script in SCRIPTS:
         mine = [record for record in records if record["script"] == script]
+        if not mine:
+            continue
         row = [f"{script}.py", f"{100 * mine[0]['accuracy'][0]:.1f}"]
         row += [
             spread([100 * record[name][1] for record in mine], 1)
@@ -127,7 +134,7 @@ def sums_table() -> str:
 
 def variants_table() -> str:
     records, rows = records_of("variants"), []
-    for name in dict.fromkeys(record["script"] for record in records):
+    for name in sorted({record["script"] for record in records}):
         mine = [record for record in records if record["script"] == name]
         last = [100 * float(np.mean(record["sampled_accuracy"][-WINDOW:])) for record in mine]
         reached = ", ".join(f"{100 * record['accuracy'][1]:.1f}" for record in mine)

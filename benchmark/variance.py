@@ -10,6 +10,7 @@ one core.
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,13 +32,15 @@ def rewards_of(examples, completions):
 
 def measure(folder, steps: int) -> dict:
     """Variance and signal of the gradient estimate for each baseline, with the policy in this folder."""
-    args, _, _ = grpo.resolve(grpo.Args(device="cpu"))
-    config, tokenizer = grpo.load_config(args, "--model", str(folder))
+    args, _, _ = grpo.resolve_args(grpo.Args(device="cpu"))
+    args.model = str(folder)
+    config, tokenizer = grpo.load_config(args)
     examples = grpo.load_data(args, tokenizer, "train")[:QUESTIONS]
-    model, eos_ids = grpo.load_model(grpo.replace(args, model=str(folder)), config, tokenizer)
+    model, eos_ids = grpo.load_model(args, config, tokenizer)
     torch.manual_seed(1)
-    rollout = grpo.respond(args, model, tokenizer, examples, SAMPLES, 1.0, eos_ids)
-    greedy = grpo.respond(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    sample = partial(grpo.sample_responses, args, model, tokenizer, examples, eos_ids=eos_ids)
+    rollout = sample(num_samples=SAMPLES, temperature=1.0)
+    greedy = sample(num_samples=1, temperature=0.0)
     R = rewards_of(examples, rollout.completions)  # (N,)
     groups = R.view(-1, SAMPLES)  # (B, G)
 
@@ -52,7 +55,7 @@ def measure(folder, steps: int) -> dict:
     squares = torch.zeros_like(R)  # (N,) of |g|^2
     sums = {name: torch.zeros(sum(x.numel() for x in weights)) for name in ("g", *baselines)}
     for i in range(len(R)):
-        logprobs = grpo.compute_logprobs(model, rollout.rows([i]), 1.0)  # (1, R)
+        logprobs = grpo.compute_logprobs(model, rollout.select([i]), 1.0)  # (1, R)
         grads = torch.autograd.grad(logprobs.sum(), weights)
         g = torch.cat([x.flatten() for x in grads])
         squares[i] = g @ g

@@ -1,4 +1,4 @@
-"""What all tests share: the scripts, and one CPU thread."""
+"""What all tests share: the scripts, the small models and tasks, and one CPU thread."""
 
 import signal
 import socket
@@ -9,24 +9,27 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-SHARED = ROOT.parent / "shared"  # real data and a real model, used where they are at hand
-SCRIPTS = ["reinforce_baseline", "rloo", "grpo", "dr_grpo", "dapo", "ppo_rlhf"]
-SCRIPTS += ["gspo", "remax", "grpo_offpolicy", "grpo_process", "grpo_multigpu", "grpo_lora"]
-SCRIPTS += ["distill", "vapo", "grpo_tools"]
-SMALL_MODEL, SMALL_JUDGE = str(ROOT / "tests" / "small"), str(ROOT / "tests" / "small-judge")
+for folder in ("benchmark", "tools", "."):
+    sys.path.insert(0, str(ROOT / folder))
+
+from scripts import SCRIPTS  # noqa: E402
+
+SHARED = ROOT.parent / "shared"  # real data and a real model; tests that need them are skipped
+SMALL_MODEL = str(ROOT / "tests" / "small")
+SMALL_JUDGE = str(ROOT / "tests" / "small-judge")
 SMALL_TASK = str(ROOT / "tests" / "small-task")  # the first problems of assets/addition
-# Files that take longest, run first, so that the two processes of the tests end at about the same time.
+# These files take longest. They run first, so that the two processes of pytest end together.
 LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_loading"]
 
-sys.path.insert(0, str(ROOT))
-torch.set_num_threads(
-    1
-)  # models this small gain nothing from more, and lose much on a busy machine
+# More threads don't make such small models faster, and on a busy machine they make them slower.
+torch.set_num_threads(1)
 
 
 def small_recipe(script):
-    """The fields of Args that make of a script's bundled run one with the tests' own policy and problems: it costs a
-    third, and is loaded in no time."""
+    """The fields of Args that train the tests' own policy on the tests' own problems.
+
+    Such a run costs a third of the script's bundled run, and loads at once.
+    """
     fields = {name: bundled for name, (_, bundled) in script.RECIPES.items()}
     fields["dataset"] = SMALL_TASK
     if Path(script.Args.model).name == "adder":
@@ -37,9 +40,11 @@ def small_recipe(script):
 
 
 def small_flags(name):
-    """small_recipe of the script of this name, for a command line."""
-    fields = small_recipe(__import__(name)).items()
-    return [x for name, value in fields for x in ("--" + name.replace("_", "-"), str(value))]
+    """small_recipe of the script of this name, as flags of a command line."""
+    flags = []
+    for field, value in small_recipe(__import__(name)).items():
+        flags += ["--" + field.replace("_", "-"), str(value)]
+    return flags
 
 
 def free_port() -> int:
@@ -52,27 +57,28 @@ def pytest_addoption(parser):
     parser.addoption(
         "--golden",
         action="store_true",
-        help="write tests/golden.json anew instead of comparing with it",
+        help="write tests/golden.json instead of comparing with it",
     )
 
 
 def pytest_configure(config):
-    config.addinivalue_line(
-        "markers", "scripts(*names): only of these is the tested text their own"
-    )
-    # Signals as in a terminal, also where the tests were started by nohup or in the background.
+    config.addinivalue_line("markers", "scripts(*names): run the test for these scripts alone")
+    # The tests may run under nohup or in the background. They need signals as in a terminal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_generate_tests(metafunc):
-    """A test that asks for a script runs for each of them, or, with the mark, for those whose text differs there.
+    """Run a test that has the fixture `script` once for each script.
 
-    What is shared is the same text, as test_siblings.py says, and is tested in grpo.py alone.
+    The mark @pytest.mark.scripts("grpo") chooses among them. Text that all scripts share is the
+    same in all, as test_siblings.py checks, so that its tests run for grpo.py alone. Other scripts
+    are added where their own text plays a part.
     """
     if "script" in metafunc.fixturenames:
         mark = metafunc.definition.get_closest_marker("scripts")
-        metafunc.parametrize("script", mark.args if mark else SCRIPTS, indirect=True)
+        names = mark.args if mark else SCRIPTS
+        metafunc.parametrize("script", names, indirect=True)
 
 
 def pytest_collection_modifyitems(items):
@@ -88,7 +94,7 @@ def script(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """A run leaves its signal handlers behind, and grpo_multigpu.py, if it ended early, the connection of processes."""
+    """Undo what a run leaves behind: signal handlers, and an open connection of grpo_multigpu.py."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ)
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield

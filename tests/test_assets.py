@@ -2,19 +2,15 @@
 
 import json
 import random
-import sys
 
+import build_assets
+import build_caller
+import build_sums
 import pytest
 from conftest import ROOT
 
 import grpo_process
 from utils.rewards import accuracy_reward, format_reward
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import build_assets  # noqa: E402
-import build_caller  # noqa: E402
-import build_sums  # noqa: E402
 
 ASSETS = ROOT / "assets"
 

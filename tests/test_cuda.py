@@ -13,26 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memory
 import pytest
 import torch
 from conftest import ROOT, free_port, small_flags
+from scripts import OWN_TENSORS
 from transformers import AutoModelForCausalLM
 
-sys.path.insert(0, str(ROOT / "benchmark"))
-import memory
-
 EMULATED = ROOT / "tests" / "emulated_cuda"
-SIBLINGS = [
-    "dapo",
-    "ppo_rlhf",
-    "remax",
-    "grpo_offpolicy",
-    "grpo_process",
-    "grpo_lora",
-    "distill",
-    "vapo",
-    "grpo_tools",
-]  # whose own text has tensors
 SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
 LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 8 --eval-size 2 --max-new-tokens 20"
 # Short segments: finished rows are dropped, keys and values grow and the graph is recorded anew within 24 tokens.
@@ -206,15 +194,15 @@ def runs(tmp_path_factory):
         (folder / f"{name}.py").write_text(program.format(root=str(ROOT), port=free_port()))
     # In one process, which imports the libraries once.
     commands = {name: [folder / f"{name}.py"] for name in programs}
-    commands |= {name: [ROOT / f"{name}.py"] for name in SIBLINGS}
-    for name in (*SIBLINGS, "grpo_multigpu"):
+    commands |= {name: [ROOT / f"{name}.py"] for name in OWN_TENSORS}
+    for name in (*OWN_TENSORS, "grpo_multigpu"):
         commands[name] += [*small_flags(name), *LESS.split()]
     commands["eager"] += ["--no-cuda-graph"]
     commands["dapo"] += ["--max-resample", "1"]
     commands["vapo"] += ["--value-warmup-steps", "0"]
     for name in ("graph", "eager", "stop"):
         commands[name] += [*small_flags("grpo"), *SMALL.split()]
-    for name in (*SIBLINGS, "grpo_multigpu", "graph", "eager", "stop"):
+    for name in (*OWN_TENSORS, "grpo_multigpu", "graph", "eager", "stop"):
         commands[name] += ["--runs-dir", folder, "--run-name", name]
     commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
@@ -239,7 +227,7 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("name", ["graph", *SIBLINGS, "grpo_multigpu"])
+@pytest.mark.parametrize("name", ["graph", *OWN_TENSORS, "grpo_multigpu"])
 def test_script_trains_on_cuda(runs, name):
     status, recorded, replayed, text, folder = runs[name]
     script = "grpo" if name == "graph" else name

@@ -10,13 +10,25 @@ import pytest
 import torch
 from conftest import ROOT
 from test_errors import refuse  # noqa: F401
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import distill
 import grpo
 
 ADDER, TEACHER = ROOT / "assets" / "adder", ROOT / "assets" / "adder-teacher"
-FULL = distill.Args(full_vocabulary=True)
+
+
+def make_rollout(prompt_ids, prompt_mask, response_ids, response_mask):
+    """A rollout of these tokens; nothing here reads its last two fields."""
+    zeros, texts = torch.zeros(response_ids.shape), [""] * len(response_ids)
+    return distill.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, zeros, texts)
 
 
 def random_logits(seed, *shape):
@@ -59,13 +71,12 @@ def test_the_mean_of_the_sampled_gradient_is_that_of_the_whole_vocabulary():
         drawn = logits.log_softmax(1)[places][None]  # (1, R)
         old = drawn.detach()
         advantages = distill.compute_advantages(distill.Args(), old, ref_logprobs[places][None])
-        given = drawn, old, ref_logprobs[places][None], advantages, mask, 1, R
-        loss, _ = distill.policy_loss(distill.Args(), *given)
+        given = drawn, old, ref_logprobs[places][None], advantages, mask
+        loss, _ = distill.policy_loss(distill.Args(), *given, num_seqs=1)
         expected += old.sum().exp() * torch.autograd.grad(loss, logits)[0]
     kl = distill.reverse_kl(logits.log_softmax(1), ref_logprobs)[None]  # (1, R)
-    given = old, old, ref_logprobs[places][None], -kl, mask, 1, R
-    loss, stats = distill.policy_loss(FULL, *given)
-    assert loss.item() == pytest.approx(kl.mean().item()) and stats["policy/clip_frac"] == 0
+    loss = distill.full_vocabulary_loss(kl, mask, num_seqs=1)
+    assert loss.item() == pytest.approx(kl.mean().item())
     exact = torch.autograd.grad(loss, logits)[0]
     assert exact.abs().max() > 0.1
     torch.testing.assert_close(expected, exact, rtol=1e-10, atol=1e-12)
@@ -95,13 +106,13 @@ def test_the_kl_of_models_is_that_of_plain_forwards(doubled, more):
     temperature = 1.3
     model, teacher = tiny(1, 11, 8, True), tiny(2, 11 + more, 12, False).requires_grad_(False)
     prompts, responses = [[3, 4], [5]], [[6, 7, 2], [1, 2]]
-    rollout = (
+    rollout = make_rollout(
         torch.tensor([[3, 4], [0, 5]]),
         torch.tensor([[True, True], [False, True]]),
         torch.tensor([[6, 7, 2], [1, 2, 0]]),
         torch.tensor([[True] * 3, [True, True, False]]),
     )
-    kl = distill.compute_logprobs(model, rollout, temperature, teacher)  # (2, 3)
+    kl = distill.compute_reverse_kl(model, teacher, rollout, temperature)  # (2, 3)
     assert kl.shape == (2, 3) and kl[1, 2] == 0
     gradients = torch.autograd.grad(kl.sum(), list(model.parameters()))
     total = 0.0
@@ -116,14 +127,23 @@ def test_the_kl_of_models_is_that_of_plain_forwards(doubled, more):
             assert kl[i, t].item() == pytest.approx(slow.item(), rel=1e-6)
             total = total + slow
     expected = torch.autograd.grad(total, list(model.parameters()))
-    for gradient, slow in zip(gradients, expected, strict=True):  # the norms compute in float32
+    # The tolerance is that of the norms, which compute in float32.
+    for gradient, slow in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, slow, rtol=1e-4, atol=1e-5)
 
 
-def test_without_a_teacher_the_log_probabilities_are_grpos(doubled):
+def test_the_full_vocabulary_loss_by_hand():
+    """The mean of each response's KL over its own tokens, summed and divided by the sequences of the minibatch."""
+    kl = torch.tensor([[1.0, 2.0, 6.0], [4.0, 8.0, 0.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    assert distill.full_vocabulary_loss(kl, mask, num_seqs=4).item() == (3 + 6) / 4
+
+
+def test_the_log_probabilities_are_grpos(doubled):
     model = tiny(1, 11, 8, True)
     mask = torch.ones(2, 3, dtype=torch.bool)
-    rollout = torch.tensor([[3], [4]]), mask[:, :1], torch.tensor([[5, 6, 2], [7, 8, 2]]), mask
+    responses = torch.tensor([[5, 6, 2], [7, 8, 2]])
+    rollout = make_rollout(torch.tensor([[3], [4]]), mask[:, :1], responses, mask)
     both = [x.compute_logprobs(model, rollout, 0.9) for x in (distill, grpo)]
     assert torch.equal(*both)
 
@@ -135,9 +155,9 @@ def test_the_kl_is_computed_in_chunks(monkeypatch):
     model = tiny(1, V, 4, True).float()
     model.get_output_embeddings().register_forward_hook(lambda f, x, y: seen.append(y.shape))
     mask = torch.ones(5, 4, dtype=torch.bool)
-    rollout = torch.full((5, 1), 3), mask[:, :1], torch.full((5, 4), 4), mask
+    rollout = make_rollout(torch.full((5, 1), 3), mask[:, :1], torch.full((5, 4), 4), mask)
     with torch.no_grad():
-        distill.compute_logprobs(model, rollout, 1.0, model)
+        distill.compute_reverse_kl(model, model, rollout, 1.0)
     assert max(shape[0] for shape in seen) == 8 and sum(shape[0] for shape in seen) == 40
 
 
@@ -228,13 +248,37 @@ def test_a_teacher_that_is_not_there(refuse, tmp_path):  # noqa: F811
     refuse(distill, f"--teacher {folder}", "found here: False", teacher=folder)
 
 
+def test_a_teacher_without_all_its_weights(refuse, tmp_path):  # noqa: F811
+    """Random weights in the place of the missing ones would teach nonsense in silence."""
+    folder = tmp_path / "teacher"
+    model = AutoModelForCausalLM.from_pretrained(ADDER)
+    weights = {name: x for name, x in model.state_dict().items() if "layers.0.mlp" not in name}
+    model.save_pretrained(folder, state_dict=weights)
+    AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
+    line = f"--teacher {folder}, --device auto: not supported: no weights for model.layers.0.mlp."
+    refuse(distill, line, teacher=str(folder))
+
+
+def test_a_teacher_with_capped_logits(refuse, tmp_path):  # noqa: F811
+    """Its head alone would not give its log-probabilities."""
+    folder = tmp_path / "teacher"
+    tokenizer = AutoTokenizer.from_pretrained(ADDER)
+    fields = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
+    fields |= dict(num_hidden_layers=1, num_key_value_heads=1, vocab_size=len(tokenizer) + 8)
+    Gemma2ForCausalLM(Gemma2Config(**fields)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    line = f"--teacher {folder}, --device auto: not supported: its logits are capped or scaled"
+    refuse(distill, line, teacher=str(folder))
+
+
 def test_a_teacher_with_a_shorter_context(refuse, tmp_path):  # noqa: F811
     folder = tmp_path / "teacher"
     model = AutoModelForCausalLM.from_pretrained(ADDER)
     model.config.max_position_embeddings = 60
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
-    refuse(distill, "more than the 60 tokens", teacher=str(folder))
+    words = "more than the 60 tokens", f"window of --teacher {folder}; lower one"
+    refuse(distill, *words, teacher=str(folder))
 
 
 def test_the_bundled_teacher_is_small_and_has_the_tokenizer_of_the_student():

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, small_recipe
+from conftest import ROOT, small_recipe
+from scripts import MULTI_PROCESS, SCRIPTS, parent_of
 
 import grpo
 
@@ -49,16 +50,14 @@ def test_the_lines_beside_the_formulas_are_the_scripts():
             line for line in lines if line not in script
         ]
         seen.add(Path(name).stem)
-    assert seen >= set(SCRIPTS) - {"grpo_multigpu"}
+    assert seen >= set(SCRIPTS) - set(MULTI_PROCESS)
 
 
-def test_the_family_tree_is_the_one_of_the_siblings():
-    from test_siblings import PAIRS
-
+def test_the_family_tree_is_the_one_of_the_docstrings():
     text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^  (\w+) --> (\w+)$", text, re.MULTILINE)) == {
-        (parent, child) for child, parent in PAIRS
-    }
+    shown = re.findall(r"^  (\w+) --> (\w+)$", text, re.MULTILINE)
+    pairs = [(parent_of(name), name) for name in SCRIPTS]
+    assert sorted(shown) == sorted(pair for pair in pairs if pair[0] is not None)
 
 
 def differences(page: str) -> dict[str, str]:
@@ -104,7 +103,6 @@ def test_the_differences_shown_are_real():
 
 def test_the_worked_examples_are_the_scripts():
     """The tables of docs/algorithms.md are what the scripts' own functions give, and so is the picture of the clip."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
     import explain
 
     text = explain.PAGE.read_text(encoding="utf-8")
@@ -114,7 +112,6 @@ def test_the_worked_examples_are_the_scripts():
 
 
 def test_the_variances_are_what_is_recorded():
-    sys.path.insert(0, str(ROOT / "benchmark"))
     import variance
 
     table = variance.make_table(variance.read(variance.OUT))
@@ -126,14 +123,18 @@ def test_the_answer_to_the_first_exercise(monkeypatch):
     command = ["patch", "-s", "-o", "-", "grpo.py", "variants/cispo.diff"]
     patched = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     cispo = load(monkeypatch, "cispo", patched.stdout)
-    for script, expected in ((grpo, 0.0), (cispo, -1.2)):
-        args = script.Args(beta=0.0, **{"clip_eps_high": 0.2} if script is cispo else {})
+    old = torch.tensor([[-math.log(1.5)]])
+    one = torch.ones(1, 1)
+
+    def gradient(script, args, **count):
         logprobs = torch.zeros(1, 1, requires_grad=True)
-        old = torch.tensor([[-math.log(1.5)]])
-        one = torch.ones(1, 1)
-        loss, _ = script.policy_loss(args, logprobs, old, None, one, one.bool(), 1, 1)
+        loss, _ = script.policy_loss(args, logprobs, old, old, one, one.bool(), **count)
         loss.backward()
-        assert logprobs.grad.item() == pytest.approx(expected)
+        return logprobs.grad.item()
+
+    assert gradient(grpo, grpo.Args(beta=0.0), num_seqs=1) == pytest.approx(0.0)
+    args = cispo.Args(beta=0.0, clip_eps_high=0.2)
+    assert gradient(cispo, args, num_tokens=1) == pytest.approx(-1.2)
 
 
 def first_step(script, folder) -> dict:
@@ -209,7 +210,6 @@ def test_the_judge_behind_http(monkeypatch):
 def test_the_lessons_state_what_is_recorded():
     """Commands, pictures and tables of docs/lessons.md and docs/metrics.md are those of the records; no record is of a
     tree with changes; and no measured number stands in the text that is not in the tables of its section."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
     import lessons
 
     pages = {
@@ -241,7 +241,6 @@ def test_the_lessons_state_what_is_recorded():
 
 def test_the_variants_state_what_is_recorded():
     """Three seeds of each reach 95 % greedily, and the table is theirs."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
     import readme
 
     records = readme.records_of("variants")
@@ -254,7 +253,6 @@ def test_the_variants_state_what_is_recorded():
 
 def test_the_readme_states_what_is_recorded():
     """Its tables and pictures are those of the records: five seeds of each script, of a tree without changes."""
-    sys.path.insert(0, str(ROOT / "benchmark"))
     import pictures
     import readme
 

@@ -1,6 +1,7 @@
 """The equations of each script: by numbers worked by hand, against slow float64 loops, and by identities."""
 
 import dataclasses
+import inspect
 import math
 
 import pytest
@@ -21,8 +22,24 @@ import vapo
 def make_args(script, **fields):
     """Args of the script, without the fields that it does not have."""
     known = {field.name for field in dataclasses.fields(script.Args)}
-    given = {"max_new_tokens": 10, **fields}
+    given = {"max_new_tokens": 10, "beta": 0.0, **fields}
     return script.Args(**{name: value for name, value in given.items() if name in known})
+
+
+# Scripts whose algorithm has one advantage a token, (n, R), and not one a sequence, (n, 1).
+PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "grpo_offpolicy", "distill")
+
+
+def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
+    """policy_loss of any script: each takes the reference and the count that its own algorithm uses."""
+    if ref is None:  # garbage that must not be used
+        ref = torch.full_like(logprobs, -1.0)
+    if script.__name__ in PER_TOKEN and advantages.shape == (len(mask), 1):
+        advantages = advantages.expand(mask.shape)
+    given = dict(ref_logprobs=ref, num_seqs=num_seqs, num_tokens=num_tokens)
+    names = inspect.signature(script.policy_loss).parameters
+    given = {name: value for name, value in given.items() if name in names}
+    return script.policy_loss(args, logprobs, old, advantages=advantages, mask=mask, **given)
 
 
 def advantages_of(script, rewards):
@@ -37,9 +54,8 @@ def advantages_of(script, rewards):
 def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
     """Random log-probabilities, advantages and a ragged mask, with garbage where it is masked."""
     generator = torch.Generator().manual_seed(seed)
-    logprobs, old, ref = (-2 * torch.rand(3, n, R, generator=generator, dtype=dtype)).unbind(
-        0
-    )  # (n, R) each
+    random = -2 * torch.rand(3, n, R, generator=generator, dtype=dtype)
+    logprobs, old, ref = random.unbind(0)  # (n, R) each
     lengths = torch.randint(1, R + 1, (n,), generator=generator)
     lengths[0], lengths[1] = R, 1
     mask = torch.arange(R) < lengths[:, None]  # (n, R)
@@ -177,9 +193,8 @@ def test_advantages_of_each_script_by_hand(member, expected):
 
 
 def random_rewards(seed, B=4, G=5):
-    return torch.randn(
-        B, G, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )  # (B, G)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, G, generator=generator, dtype=torch.float64)  # (B, G)
 
 
 @pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
@@ -265,19 +280,16 @@ def test_baselines_by_hand():
     returns = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
     for name, expected in {"batch_mean": 2.0, "moving_average": 10.0, "none": 0.0}.items():
         args = make_args(reinforce_baseline, baseline=name)
-        baseline, average = reinforce_baseline.compute_baseline(args, returns, 10.0)
-        assert (baseline, average) == (expected, pytest.approx(9.2))
+        assert reinforce_baseline.compute_baseline(args, returns, 10.0) == expected
+    assert reinforce_baseline.update_average(10.0, returns) == pytest.approx(9.2)
 
 
 def test_the_moving_average_of_constant_returns_is_constant_and_of_others_a_sum_of_powers():
-    args, average = make_args(reinforce_baseline, baseline="moving_average"), 4.0
-    assert reinforce_baseline.compute_baseline(args, torch.full((2, 3), 4.0), average) == (
-        4.0,
-        pytest.approx(4.0),
-    )
+    average = 4.0
+    assert reinforce_baseline.update_average(average, torch.full((2, 3), 4.0)) == pytest.approx(4.0)
     means = [1.0, -2.0, 7.0]
     for mean in means:
-        _, average = reinforce_baseline.compute_baseline(args, torch.full((2, 3), mean), average)
+        average = reinforce_baseline.update_average(average, torch.full((2, 3), mean))
     expected = 0.9**3 * 4.0 + sum(0.1 * 0.9 ** (2 - k) * mean for k, mean in enumerate(means))
     assert average == pytest.approx(expected)
 
@@ -331,9 +343,8 @@ def test_overlong_penalty_by_hand(length, penalty, dtype):
 def test_overlong_penalty_never_rewards_and_keeps_the_order():
     args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
     penalties = dapo.overlong_penalty(args, torch.arange(1, 130))
-    assert (
-        penalties[:80] == 0
-    ).all()  # exactly: a short answer is not punished for each of its tokens
+    # Exactly 0: a short answer is not punished for each of its tokens.
+    assert (penalties[:80] == 0).all()
     assert (penalties[80:99].diff() < 0).all() and (penalties[99:] == -1).all()
 
 
@@ -344,12 +355,8 @@ def test_overlong_penalty_never_rewards_and_keeps_the_order():
     ("ratio", "advantage", "token_loss", "gradient"),
     [
         (1.0, 2.0, -2.0, -2.0),
-        (
-            1.5,
-            2.0,
-            -2.4,
-            0.0,
-        ),  # above the upper bound with a positive advantage: clipped, no gradient
+        # Above the upper bound with a positive advantage: clipped, no gradient.
+        (1.5, 2.0, -2.4, 0.0),
         (0.5, 2.0, -1.0, -1.0),  # below it, the objective is the smaller one: the unclipped
         (1.5, -2.0, 3.0, 3.0),  # a negative advantage turns it around
         (0.5, -2.0, 1.6, 0.0),
@@ -362,7 +369,7 @@ def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
     old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
     args = make_args(member, beta=0.0, max_new_tokens=1)
-    loss, _ = member.policy_loss(args, logprobs, old, None, advantages, mask, 1, 1)
+    loss, _ = loss_of(member, args, logprobs, old, None, advantages, mask, 1, 1)
     loss.backward()
     assert loss.item() == pytest.approx(token_loss, abs=1e-7)
     assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-7)  # d ratio / d logprob = ratio
@@ -371,12 +378,8 @@ def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "of_grpo", "of_dapo"),  # (loss, gradient) each
     [
-        (
-            1.25,
-            2.0,
-            (-2.4, 0.0),
-            (-2.5, -2.5),
-        ),  # Clip-Higher: between 1.2 and 1.28 the token still learns
+        # Clip-Higher: between 1.2 and 1.28 the token still learns.
+        (1.25, 2.0, (-2.4, 0.0), (-2.5, -2.5)),
         (1.3, 2.0, (-2.4, 0.0), (-2.56, 0.0)),
         (1.3, -2.0, (2.6, 2.6), (2.6, 2.6)),
         (0.75, -2.0, (1.6, 0.0), (1.6, 0.0)),  # the lower bound is grpo's: 0.8 and not 0.72
@@ -392,7 +395,7 @@ def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
             torch.tensor([[advantage]], dtype=torch.float64),
             make_args(script, beta=0.0),
         )
-        loss, stats = script.policy_loss(args, logprobs, old, None, advantages, mask, 1, 1)
+        loss, stats = loss_of(script, args, logprobs, old, None, advantages, mask, 1, 1)
         loss.backward()
         assert loss.item() == pytest.approx(token_loss, abs=1e-9)
         assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-9)
@@ -410,13 +413,12 @@ def test_kl_term_by_hand(member):
     )
     advantages = torch.zeros(1, 1, dtype=torch.float64)
     args = make_args(member, beta=0.1, max_new_tokens=1)
-    loss, stats = member.policy_loss(args, logprobs, logprobs.detach(), ref, advantages, mask, 1, 1)
+    loss, stats = loss_of(member, args, logprobs, logprobs.detach(), ref, advantages, mask, 1, 1)
     loss.backward()
     assert loss.item() == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
     assert stats["kl/ref"].item() == pytest.approx(0.5 + math.log(2) - 1)
-    assert logprobs.grad.item() == pytest.approx(
-        0.1 * (1 - 0.5)
-    )  # d kl / d logprob = 1 - pi_ref / pi
+    # d kl / d logprob = 1 - pi_ref / pi
+    assert logprobs.grad.item() == pytest.approx(0.1 * (1 - 0.5))
 
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo, ppo_rlhf])
@@ -425,8 +427,8 @@ def test_where_the_kl_is_in_the_reward_the_loss_has_none(member):
     results = []
     for reference in (None, ref):
         args = make_args(member, beta=0.5)
-        loss, stats = member.policy_loss(
-            args, logprobs, old, reference, advantages, mask, 6, int(mask.sum())
+        loss, stats = loss_of(
+            member, args, logprobs, old, reference, advantages, mask, 6, int(mask.sum())
         )
         results.append((loss.item(), *torch.autograd.grad(loss, logprobs)[0].flatten().tolist()))
     assert results[0] == results[1]
@@ -446,7 +448,7 @@ def test_k3_estimates_the_kl_from_policy_to_reference(member):
         logprobs, ref = policy[token].log().view(1, 1), reference[token].log().view(1, 1)
         one = torch.ones(1, 1, dtype=torch.bool)
         args = make_args(member, beta=1.0)
-        _, stats = member.policy_loss(args, logprobs, logprobs, ref, torch.zeros(1, 1), one, 1, 1)
+        _, stats = loss_of(member, args, logprobs, logprobs, ref, torch.zeros(1, 1), one, 1, 1)
         expectation += policy[token].item() * stats["kl/ref"].item()
     assert expectation == pytest.approx((policy * (policy / reference).log()).sum().item())
 
@@ -463,13 +465,14 @@ def test_k3_estimates_the_kl_from_policy_to_reference(member):
     ],
 )
 def test_means_by_hand(member, expected):
+    # Advantages of -1 leave ratios above 1 unclipped, so that the loss of a token is its ratio.
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 5:] = False
-    advantages = -torch.ones(2, 10, dtype=torch.float64)
-    advantages[0, 4], advantages[1, 9] = -10.0, -10.0
-    zeros = torch.zeros(2, 10, dtype=torch.float64)
+    logprobs = torch.zeros(2, 10, dtype=torch.float64)
+    logprobs[0, 4] = logprobs[1, 9] = math.log(10)
+    old, advantages = torch.zeros_like(logprobs), -torch.ones(2, 1, dtype=torch.float64)
     args = make_args(member, beta=0.0, max_new_tokens=20)
-    loss, _ = member.policy_loss(args, zeros, zeros, None, advantages, mask, 2, 15)
+    loss, _ = loss_of(member, args, logprobs, old, None, advantages, mask, 2, 15)
     assert loss.item() == pytest.approx(expected)
 
 
@@ -481,8 +484,8 @@ def test_reinforce_by_hand(member):
     )
     mask = torch.tensor([[True, True, False, False], [True] * 4])
     advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64)
-    loss, _ = member.policy_loss(
-        make_args(member), logprobs, logprobs.detach(), None, advantages, mask, 2, 6
+    loss, _ = loss_of(
+        member, make_args(member), logprobs, logprobs.detach(), None, advantages, mask, 2, 6
     )
     loss.backward()
     assert loss.item() == pytest.approx(0.5)
@@ -495,8 +498,8 @@ def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
     # The minibatch is larger than this slice: 8 sequences, and 11 tokens more.
     logprobs, old, ref, advantages, mask = ragged_batch(seed)
     args, num_tokens = make_args(script, beta=beta), int(mask.sum()) + 11
-    loss, _ = script.policy_loss(
-        args, logprobs, old, ref if beta else None, advantages, mask, 8, num_tokens
+    loss, _ = loss_of(
+        script, args, logprobs, old, ref if beta else None, advantages, mask, 8, num_tokens
     )
     loss.backward()
     values, rest = logprobs.detach(), (old, ref, advantages, mask, beta, 8, num_tokens)
@@ -515,8 +518,8 @@ def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
 def test_at_ratio_one_the_gradient_is_reinforce():
     logprobs, _, _, advantages, mask = ragged_batch(0)
     args = grpo.Args(beta=0.0)
-    loss, stats = grpo.policy_loss(
-        args, logprobs, logprobs.detach(), None, advantages, mask, 6, int(mask.sum())
+    loss, stats = loss_of(
+        grpo, args, logprobs, logprobs.detach(), None, advantages, mask, 6, int(mask.sum())
     )
     loss.backward()
     gradient = logprobs.grad.clone()
@@ -537,8 +540,8 @@ def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(me
     # -A over a number that no response's own length has a part in.
     logprobs, _, _, advantages, mask = ragged_batch(1)
     args, num_tokens = make_args(member, beta=0.0), int(mask.sum())
-    loss, _ = member.policy_loss(
-        args, logprobs, logprobs.detach(), None, advantages, mask, 6, num_tokens
+    loss, _ = loss_of(
+        member, args, logprobs, logprobs.detach(), None, advantages, mask, 6, num_tokens
     )
     loss.backward()
     divisor = 6 * 10 if member is dr_grpo else num_tokens
@@ -550,8 +553,8 @@ def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(me
 def test_reinforce_knows_no_ratio(member):
     # Nothing is clipped and nothing reweighted: the gradient is -A / num_seqs whatever policy sampled.
     logprobs, old, _, advantages, mask = ragged_batch(2)
-    loss, _ = member.policy_loss(
-        make_args(member), logprobs, old, None, advantages, mask, 6, int(mask.sum())
+    loss, _ = loss_of(
+        member, make_args(member), logprobs, old, None, advantages, mask, 6, int(mask.sum())
     )
     loss.backward()
     expected = (-advantages / 6).expand(mask.shape).masked_fill(~mask, 0.0)
@@ -566,9 +569,7 @@ def of_a_full_group(script, logprobs, old, rewards, **fields):
         advantages_of(script, rewards[None]).view(-1, 1),
         torch.ones_like(logprobs, dtype=torch.bool),
     )
-    loss, _ = script.policy_loss(
-        args, logprobs, old, None, advantages, mask, len(mask), mask.numel()
-    )
+    loss, _ = loss_of(script, args, logprobs, old, None, advantages, mask, len(mask), mask.numel())
     loss.backward()
     return torch.cat([loss.detach().view(1), logprobs.grad.flatten()])
 
@@ -576,9 +577,8 @@ def of_a_full_group(script, logprobs, old, rewards, **fields):
 @pytest.mark.parametrize("seed", range(3))
 def test_scripts_agree_where_they_must(seed):
     generator = torch.Generator().manual_seed(seed)
-    logprobs, old = (-torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)).unbind(
-        0
-    )  # (G, R) each
+    random = -torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)
+    logprobs, old = random.unbind(0)  # (G, R) each
     rewards = torch.randn(6, generator=generator, dtype=torch.float64)  # (G,)
 
     # At full lengths Dr. GRPO differs from GRPO by the std alone.
@@ -607,8 +607,8 @@ def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
     for script in (grpo, dr_grpo, dapo):
         logprobs = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
         args = make_args(script, beta=0.0, max_new_tokens=8)
-        loss, _ = script.policy_loss(
-            args, logprobs, logprobs.detach(), None, torch.ones(2, 1), mask, 2, 5
+        loss, _ = loss_of(
+            script, args, logprobs, logprobs.detach(), None, torch.ones(2, 1), mask, 2, 5
         )
         loss.backward()
         gradients[script] = (logprobs.grad[0, 0].item(), logprobs.grad[1, 3].item())
@@ -620,23 +620,21 @@ def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
 @pytest.mark.scripts("grpo", "reinforce_baseline")
 @pytest.mark.parametrize(("count", "sizes"), [(1, [7]), (3, [3, 2, 2]), (9, [1] * 7 + [0, 0])])
 def test_minibatches_are_even_shares_of_what_was_sampled(script, count, sizes):
-    sequences = torch.arange(10, 17)
-    shares = list(script.minibatches(make_args(script, num_minibatches=count), sequences))
+    shares = list(script.minibatches(make_args(script, num_minibatches=count), 7))
     assert [len(share) for share in shares] == sizes
-    assert sorted(torch.cat(shares).tolist()) == sequences.tolist()
+    assert sorted(torch.cat(shares).tolist()) == list(range(7))
 
 
 def test_slices_add_up_to_the_minibatch(script):
     # The memory knob cuts a minibatch into slices; loss, gradient and sums must not notice.
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     args = make_args(script, beta=0.1)
-    whole, stats = script.policy_loss(
-        args, logprobs, old, ref, advantages, mask, 6, int(mask.sum())
-    )
+    whole, stats = loss_of(script, args, logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
     (gradient,) = torch.autograd.grad(whole, logprobs)
     total, sums = 0.0, dict.fromkeys(stats, 0.0)
     for rows in ([0], [4, 1, 5], [2, 3]):
-        loss, part = script.policy_loss(
+        loss, part = loss_of(
+            script,
             args,
             logprobs[rows],
             old[rows],
@@ -660,17 +658,13 @@ def test_stats_are_sums_over_tokens_that_count(script):
     logprobs = torch.tensor([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
     old = torch.zeros_like(logprobs)
-    _, stats = script.policy_loss(
-        make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5
+    _, stats = loss_of(
+        script, make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5
     )
-    assert stats["tokens"] == 5
-    assert (
-        stats["policy/clip_frac_high"] == 1
-    )  # exp(0.5) is above 1.2; in gspo.py the first sequence is, on the average
-    assert (
-        stats["policy/clip_frac_low"] == 1
-    )  # exp(-0.5) is below 0.8; in gspo.py the second sequence is
-    assert stats.get("sequences", 2) == 2
+    # exp(0.5) is above 1.2 and exp(-0.5) below 0.8. In gspo.py the ratio of the first sequence is
+    # above its range, and that of the second below.
+    assert stats["policy/clip_frac_high"] == 1
+    assert stats["policy/clip_frac_low"] == 1
     assert stats["policy/approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
     logratios = (
         (0.1 / 3,) * 3 + (-0.05,) * 2 if script.__name__ == "gspo" else (0.5, -0.5, 0.1, -0.1, 0.0)
@@ -679,24 +673,23 @@ def test_stats_are_sums_over_tokens_that_count(script):
     assert stats["policy/entropy"].item() == pytest.approx(-(0.5 - 0.5 + 0.1 - 0.1 + 0.0))
 
 
-def test_advantages_per_sequence_or_per_token_are_the_same(script):
-    logprobs, old, ref, advantages, mask = ragged_batch(4)
-    args, num_tokens = make_args(script, beta=0.1), int(mask.sum())
-    column, _ = script.policy_loss(args, logprobs, old, ref, advantages, mask, 6, num_tokens)
-    full, _ = script.policy_loss(
-        args, logprobs, old, ref, advantages.expand(6, 7), mask, 6, num_tokens
-    )
-    assert column.item() == full.item()
-
-
 def test_shapes_that_would_broadcast_silently_are_refused(script):
     values, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
+    good = (3, 3) if script.__name__ in PER_TOKEN else (3, 1)
     for bad in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 2)):
         with pytest.raises(AssertionError):
-            script.policy_loss(make_args(script, beta=0.0), values, values, None, bad, mask, 3, 9)
+            loss_of(script, make_args(script, beta=0.0), values, values, None, bad, mask, 3, 9)
     with pytest.raises(AssertionError):
-        script.policy_loss(
-            make_args(script, beta=0.0), values, values[:1], None, torch.zeros(3, 1), mask, 3, 9
+        loss_of(
+            script,
+            make_args(script, beta=0.0),
+            values,
+            values[:1],
+            None,
+            torch.zeros(good),
+            mask,
+            3,
+            9,
         )
 
 
@@ -705,7 +698,7 @@ def test_a_fully_masked_sequence_counts_nothing(script):
     mask = mask.clone()
     mask[2] = False
     args = make_args(script, beta=0.0)
-    loss, _ = script.policy_loss(args, logprobs, old, None, advantages, mask, 6, int(mask.sum()))
+    loss, _ = loss_of(script, args, logprobs, old, None, advantages, mask, 6, int(mask.sum()))
     loss.backward()
     assert math.isfinite(loss.item())
     assert (logprobs.grad[2] == 0).all()
@@ -714,8 +707,16 @@ def test_a_fully_masked_sequence_counts_nothing(script):
 def test_inputs_are_not_modified(script):
     logprobs, old, ref, advantages, mask = ragged_batch(6)
     before = [tensor.detach().clone() for tensor in (logprobs, old, ref, advantages, mask)]
-    script.policy_loss(
-        make_args(script, beta=0.1), logprobs, old, ref, advantages, mask, 6, int(mask.sum())
+    loss_of(
+        script,
+        make_args(script, beta=0.1),
+        logprobs,
+        old,
+        ref,
+        advantages,
+        mask,
+        6,
+        int(mask.sum()),
     )
     rewards = torch.rand(2, 4)
     rewards_before = rewards.clone()

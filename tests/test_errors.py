@@ -6,19 +6,21 @@ Data that is a little unusual (another format, other columns, rows that must be 
 import csv
 import dataclasses
 import hashlib
+import importlib.util
 import json
 import os
 import runpy
 import shutil
 import sys
 import typing
+from pathlib import Path
 
 import datasets
 import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SCRIPTS, SMALL_TASK
+from conftest import ROOT, SCRIPTS, SMALL_TASK, small_recipe
 
 import ppo_rlhf
 
@@ -90,83 +92,70 @@ def refuse(tmp_path, monkeypatch, capsys):
 
 # ---- numbers
 
-MAY_BE_0 = {"seed", "eval_every", "save_every", "warmup_updates", "beta", "max_resample", "vf_coef"}
-MAY_BE_0 |= {"missing_eos_penalty", "gamma", "gae_lambda", "rollout_correction", "sequence_cap"}
-MAY_BE_0 |= {"value_warmup_steps", "lm_coef", "tool_cost"}
-AT_MOST_1 = {"clip_eps", "clip_eps_low", "gamma", "gae_lambda"}
-# The other samples of the prompt are the baseline: there must be one.
-GROUPS = {
-    "rloo",
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "grpo_offpolicy",
-    "grpo_process",
-    "grpo_multigpu",
-    "grpo_lora",
-    "grpo_tools",
-}
 
-
-def bounds(script) -> dict:
-    """The lowest and the highest value of every field that is a number."""
+def numbers(script) -> dict:
+    """The fields of Args that are numbers, and whether a whole one is asked for."""
     found = {}
     for name, kind in typing.get_type_hints(script.Args).items():
-        kinds = {kind, *typing.get_args(kind)} & {int, float}
-        if kinds:
-            low = 0 if name in MAY_BE_0 else 1 if kinds == {int} else 1e-12
-            low = 2 if name == "num_generations" and script.__name__ in GROUPS else low
-            low = (
-                1.001 if name == "dual_clip" else low
-            )  # at 1 nothing would be learned from a negative advantage
-            high = 1 if name in AT_MOST_1 else 2**32
-            high = 1000 if name == "max_resample" else high  # all its rounds are drawn beforehand
-            found[name] = (low, high, kinds == {int})
-    assert {"seed", "num_steps", "max_new_tokens", "temperature", "learning_rate"} <= set(found)
+        kinds = {kind, *typing.get_args(kind)}
+        if int in kinds or float in kinds:
+            found[name] = float not in kinds
     return found
+
+
+def test_every_number_has_bounds(script):
+    """A field that is added without an entry in BOUNDS would be read unchecked."""
+    assert set(script.BOUNDS) == set(numbers(script))
+    for name, (lowest, highest) in script.BOUNDS.items():
+        assert 0 <= lowest < highest, name
+
+
+@pytest.mark.scripts("grpo", "reinforce_baseline", "dapo")
+def test_bounds_that_a_run_depends_on(script):
+    """0 turns something off; a group needs two samples; the lower bound of a ratio is not negative."""
+    lowest = {name: low for name, (low, _) in script.BOUNDS.items()}
+    assert lowest["seed"] == lowest["eval_every"] == lowest["save_every"] == 0
+    assert lowest["num_steps"] == lowest["max_new_tokens"] == lowest["micro_batch_tokens"] == 1
+    assert 0 < lowest["temperature"] < 1e-6 and 0 < lowest["learning_rate"] < 1e-9
+    assert lowest["num_generations"] == (1 if script.__name__ == "reinforce_baseline" else 2)
+    assert lowest.get("beta", 0) == 0
+    assert script.BOUNDS.get("clip_eps", (0, 1))[1] == 1
+    assert script.BOUNDS.get("clip_eps_low", (0, 1))[1] == 1
 
 
 def test_numbers_out_of_bounds(script, refuse):
     """What is too low, too high, infinite or not a number, in every field that there is."""
-    for name, (low, high, whole) in bounds(script).items():
-        wrong = [low - 1, -(10**15), high + 1, 10**15]
-        if not whole:
-            wrong = [
-                float("nan"),
-                float("inf"),
-                -float("inf"),
-                -1.0,
-                -1e-9,
-                high * 1.001,
-                *([0.0] if low > 0 else []),
-            ]
+    for name, whole in numbers(script).items():
+        lowest, highest = script.BOUNDS[name]
+        if whole:
+            wrong = [lowest - 1, -(10**15), highest + 1, 10**15]
+        else:
+            infinite = [float("nan"), float("inf"), -float("inf")]
+            wrong = [*infinite, -1.0, -1e-9, highest * 1.001]
+            if lowest > 0:
+                wrong.append(0.0)
         for value in wrong:
-            refuse(
-                script,
-                f"error: {flag(name)} {value}: must be from {low} to {high}\n",
-                **{name: value},
-            )
+            line = f"error: {flag(name)} {value}: must be from {lowest} to {highest}\n"
+            refuse(script, line, **{name: value})
 
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_bounds_themselves_are_allowed(script, refuse, end):
-    """With every number at its bound the check is passed: what is refused is the model, which is read after it."""
-    given = {
-        name: both[end] if both[2] else float(both[end]) for name, both in bounds(script).items()
-    }
-    given |= (
-        {"kl_target": None} if "kl_target" in given else {}
-    )  # which does not go with a beta of 0
+    """With every number at its bound the check is passed: the model is refused, which is read after it."""
+    given = {}
+    for name, whole in numbers(script).items():
+        bound = script.BOUNDS[name][end]
+        given[name] = bound if whole else float(bound)
+    if "kl_target" in given:  # it needs a beta above 0
+        given["kl_target"] = None
     refuse(script, "error: --model ./nowhere", **given, model="./nowhere")
 
 
 @pytest.mark.scripts("grpo")
 def test_more_minibatches_than_sequences(script, refuse):
     refuse(script, "--num-minibatches 5: more than the 4 sequences of a step", num_minibatches=5)
-    refuse(
-        script, "error: --model ./nowhere", num_minibatches=4, model="./nowhere"
-    )  # as many is fine
+    # As many minibatches as sequences are fine.
+    refuse(script, "error: --model ./nowhere", num_minibatches=4, model="./nowhere")
 
 
 def test_kl_target_without_a_coefficient_to_adapt(refuse):
@@ -430,16 +419,17 @@ def test_a_broken_chat_template(script, refuse, copy_model, data):
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}"
     tokenizer.save_pretrained(folder)
-    refuse(script, f"--dataset {data}", "endfor", model=str(folder), dataset=data, **OTHER_MODEL)
+    words = f"--model {folder}: its chat template", "endfor"
+    refuse(script, *words, model=str(folder), dataset=data, **OTHER_MODEL)
 
 
 # ---- data
 
 GOOD = '{"question": "1+2=", "answer": "3"}\n'
 DATA = [  # file name, its text or bytes, further fields, what the line must say besides --dataset and the file's path
-    ("empty.jsonl", "", {}, ["(train)", "it is empty"]),
+    ("empty.jsonl", "", {}, ["(train)", "an empty file"]),
     ("blank.jsonl", "\n\n", {}, ["(train)", "no data"]),
-    ("empty.json", "", {}, ["(train)", "it is empty"]),
+    ("empty.json", "", {}, ["(train)", "an empty file"]),
     ("empty_list.json", "[]", {}, ["(train)", "no data"]),
     ("empty.csv", "", {}, ["(train)", "No columns"]),
     ("header.csv", "question,answer\n", {}, ["(train)", "no data"]),
@@ -467,29 +457,25 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
         ["utf-8"],
     ),
     ("latin1.csv", "question,answer\né1+2=,3\n".encode("latin-1"), {}, ["utf-8"]),
-    (
-        "semicolons.csv",
-        "question;answer\n" + "1+2=;3\n" * 20,
-        {},
-        ["'question;answer'"],
-    ),  # a spreadsheet's, in Europe
+    # A spreadsheet's, in Europe.
+    ("semicolons.csv", "question;answer\n" + "1+2=;3\n" * 20, {}, ["'question;answer'"]),
     (
         "no_number.jsonl",
         GOOD.replace('"3"', '"three"') * 20,
         {},
-        ["train data has 0", "18 without a question or a number in answer"],
+        ["train data has 0 problems", "18 without a question or a number in answer"],
     ),
     (
         "null_answer.jsonl",
         GOOD.replace('"3"', "null") * 20,
         {},
-        ["train data has 0", "18 without a question or a number in answer"],
+        ["train data has 0 problems", "18 without a question or a number in answer"],
     ),
     (
         "too_long.jsonl",
         GOOD * 20,
         dict(max_prompt_tokens=2),
-        ["train data has 0", "18 too long for --max-prompt-toke"],
+        ["train data has 0 problems", "18 longer than --max-prompt-tokens"],
     ),
     # What is lacking is a row to hold out, and not a column.
     ("one_row.jsonl", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
@@ -631,7 +617,7 @@ def test_resume_of_another_script(script, refuse, tmp_path):
     for other in (*SCRIPTS, "another"):
         if other != script.__name__:
             torch.save({"script": f"{other}.py", "args": {}}, tmp_path / "checkpoint.pt")
-            words = f"a checkpoint of {other}.py", f"a run of {script.__name__}.py"
+            words = f"a run of {script.__name__}.py, not {other}.py"
             refuse(script, f"--resume {tmp_path}", *words, resume=str(tmp_path))
 
 
@@ -641,7 +627,7 @@ def test_resume_with_other_arguments(script, refuse, tmp_path):
         if field.name != "resume":
             value = not field.default if isinstance(field.default, bool) else 0
             value = 1 if field.default == 0 and value == 0 else value
-            words = f"--resume {tmp_path}", "leave out all others"
+            words = f"--resume {tmp_path}", "takes no other flags"
             refuse(script, *words, resume=str(tmp_path), **{field.name: value})
 
 
@@ -668,14 +654,6 @@ def test_a_runs_folder_that_cannot_be_written(script, refuse, tmp_path, data):
     )
 
 
-@pytest.mark.scripts("grpo")
-def test_two_rewards_of_one_name(script, refuse, monkeypatch, data):
-    monkeypatch.setattr(script, "REWARDS", [lambda completions: [0], lambda answers: [0]])
-    refuse(script, "REWARDS", "one name", dataset=data)
-    monkeypatch.setattr(script, "REWARDS", [])
-    refuse(script, "REWARDS: none", dataset=data)
-
-
 class Unsafe:  # a pickle that runs code when it is read
     def __reduce__(self):
         return os.mkdir, ("made",)
@@ -689,6 +667,65 @@ def test_a_checkpoint_runs_no_code(script, tmp_path, monkeypatch, capsys):
         script.main(script.Args(resume=str(tmp_path)))
     assert stop.value.code == 2 and "error: --resume" in capsys.readouterr().err
     assert not (tmp_path / "made").exists()
+
+
+# ---- a mistake in the code of whoever edits a copy
+
+
+def edited(script, tmp_path, old, new):
+    """The script with one text replaced, as a module of its own."""
+    source = (ROOT / f"{script.__name__}.py").read_text(encoding="utf-8")
+    assert source.count(old) >= 1, old
+    path = tmp_path / f"{script.__name__}.py"
+    path.write_text(source.replace(old, new, 1), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"edited_{script.__name__}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+MISTAKES = {  # a name typed wrongly, and the exception that shows it
+    "generate": ("logits[:, 0].float()", "logits[:, 0].flaot()", AttributeError),
+    "render": ("    first = messages[0]\n", "    first = massages[0]\n", NameError),
+    "response_states": (
+        "rollout.response_mask.nonzero(",
+        "rollout.respons_mask.nonzero(",
+        AttributeError,
+    ),
+    "load_model": ('if info["missing_keys"]:', 'if info["missing"]:', KeyError),
+}
+
+
+@pytest.mark.parametrize("function", MISTAKES)
+def test_a_mistake_in_the_code_shows_its_traceback(script, function, tmp_path, monkeypatch):
+    """Never one line that blames a flag: the last line of the traceback is the mistake."""
+    old, new, kind = MISTAKES[function]
+    module = edited(script, tmp_path, old, new)
+    given = small_recipe(script) | SMALL | dict(runs_dir=str(tmp_path), device="cpu", beta=0.1)
+    known = {field.name for field in dataclasses.fields(script.Args)}
+    args = module.Args(**{name: value for name, value in given.items() if name in known})
+    with pytest.raises(kind) as mistake:
+        module.main(args)
+    last = mistake.traceback[-1]
+    assert Path(last.path).name == f"{script.__name__}.py"
+    assert (
+        new.strip() in str(last.statement)
+        or new.strip() in Path(last.path).read_text().splitlines()[last.lineno]
+    )
+
+
+def test_a_mistake_in_a_reward_shows_its_traceback(script, tmp_path, monkeypatch):
+    def broken(completions, answers):
+        return [completions[10**6]]
+
+    monkeypatch.setattr(script, "REWARDS", [broken])
+    given = small_recipe(script) | SMALL | dict(runs_dir=str(tmp_path), device="cpu")
+    given["reward_model"] = ""
+    known = {field.name for field in dataclasses.fields(script.Args)}
+    with pytest.raises(IndexError) as mistake:
+        script.main(script.Args(**{name: x for name, x in given.items() if name in known}))
+    assert "completions[10**6]" in str(mistake.traceback[-1].statement)
 
 
 # ---- from the command line
@@ -885,15 +922,16 @@ def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
         jsonl(BAD[:1] + ROWS[:4] + long + BAD[1:] + ROWS[4:6] + NO_QUESTION)
     )
     (tmp_path / "test.jsonl").write_text(jsonl(ROWS[6:7] + BAD[:1] + ROWS[7:9]))
-    longest = max(
-        len(row["question"]) for row in ROWS[:6]
-    )  # a token is a character; so many are not too many
+    # A token is a character. A prompt as long as the limit is not too long.
+    longest = max(len(row["question"]) for row in ROWS[:6])
     found = load(
         script, "train.jsonl", eval_dataset="test.jsonl", max_prompt_tokens=longest, eval_size=2
     )
     assert found == [pairs(ROWS[:6]), pairs(ROWS[6:8])]
-    text = "data: {} problems, {} too long for --max-prompt-tokens and {} without a question or a number in "
-    text += "answer skipped"
+    text = (
+        "data: {} problems; skipped: {} longer than --max-prompt-tokens, {} without a question or "
+    )
+    text += "a number in answer"
     expected = ["train " + text.format(6, 1, 5), "test " + text.format(3, 0, 1)]
     assert [line for line in capsys.readouterr().out.splitlines() if "data: " in line] == expected
 

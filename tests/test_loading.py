@@ -143,9 +143,8 @@ def test_hub_cache(script, tmp_path):
         "warmup_updates": 10,
     }.items():
         assert args[name] == script.RECIPES[name][0] == value
-    assert (
-        args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["system_prompt"] == ""
-    )  # given flags win
+    # Flags that are given win.
+    assert args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["system_prompt"] == ""
     assert len(read_jsonl(run / "metrics.jsonl")) == 2  # before the training, and its step
 
 
@@ -168,7 +167,7 @@ def test_bundled_recipe_behind_a_link(script, tmp_path, monkeypatch):
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.setattr(script.Args, "model", str(tmp_path / "assets" / "adder"))
     given = script.Args(model=script.Args.model, runs_dir=str(tmp_path))
-    args, _, _ = script.resolve(given)
+    args, _, _ = script.resolve_args(given)
     assert args.max_new_tokens == script.RECIPES["max_new_tokens"][1]
 
 
@@ -269,9 +268,8 @@ def make_tokenizer(folder, chat_template=None):
     vocabulary = json.loads((ADDER / "tokenizer.json").read_text(encoding="utf-8"))["model"][
         "vocab"
     ]
-    tokenizer.add_special_tokens(
-        {"bos_token": "!"}
-    )  # a token of the vocabulary, so that the adder's embedding has it
+    # A token of the vocabulary, so that the adder's embedding has it.
+    tokenizer.add_special_tokens({"bos_token": "!"})
     assert tokenizer.bos_token_id == vocabulary["!"]
     special_tokens = [("!", vocabulary["!"])]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
@@ -280,10 +278,8 @@ def make_tokenizer(folder, chat_template=None):
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("1").input_ids == [
-        vocabulary["!"],
-        vocabulary["1"],
-    ]  # or nothing below tests anything
+    # Otherwise nothing below would test anything.
+    assert tokenizer("1").input_ids == [vocabulary["!"], vocabulary["1"]]
     return tokenizer
 
 
@@ -405,7 +401,7 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     args = script.Args(max_new_tokens=5)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
     given = args, model, tokenizer, [{"prompt_ids": [5]}], 1, 1.0, torch.tensor([eos])
-    assert script.respond(*given).completions == ["<mark>12"]
+    assert script.sample_responses(*given).completions == ["<mark>12"]
 
 
 @NO_TEACHER

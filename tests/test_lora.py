@@ -145,6 +145,7 @@ def test_peft_loads_the_adapters_and_transformers_the_merged_model(family, tmp_p
         weights = explicit(args, trained(model), dict(base.named_parameters()))
         weights = {name: x.clone() for name, x in weights.items()}
         grpo_lora.save_adapters(args, model, tmp_path / "adapter")
+        grpo_lora.merge_adapters(args, model)
         model.save_pretrained(tmp_path / "model")
         start = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
         of_peft = PeftModel.from_pretrained(start, str(tmp_path / "adapter"))
@@ -159,6 +160,24 @@ def test_peft_loads_the_adapters_and_transformers_the_merged_model(family, tmp_p
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 12)
     assert config["base_model_name_or_path"] == args.model
+
+
+@pytest.mark.parametrize("rank, alpha", [(4, 6), (3, 1), (2, 2)])
+def test_the_merged_model_computes_what_the_adapted_one_did(rank, alpha):
+    """alpha / rank is 1.5, 1/3 or 1, and alpha * rank 24, 3 or 4: a merge with a wrong factor has other logits."""
+    args, model = make_args(rank, alpha), build("Llama").double()
+    before = model(IDS).logits
+    model = adapted(args, model)
+    expected = model(IDS).logits
+    assert (expected - before).abs().max() > 0.02
+    names = {name for name, _ in model.named_parameters() if "lora" not in name}
+    grpo_lora.merge_adapters(args, model)
+    merged = model(IDS).logits
+    assert merged.dtype == torch.float32
+    torch.testing.assert_close(merged, expected.float(), rtol=1e-4, atol=1e-4)
+    # Nothing is left of the adapters: no parameter, and no hook that would add them a second time.
+    assert {name for name, _ in model.named_parameters()} == names
+    assert not any(layer._forward_hooks for layer in model.modules())
 
 
 def run(tmp_path, **given):

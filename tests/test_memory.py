@@ -1,15 +1,11 @@
 """benchmark/memory.py counts what torch counts on the meta device; its peaks are measured in test_cuda.py."""
 
-import sys
-
+import memory
 import pytest
 import torch
 import transformers
 from conftest import ROOT
 from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import memory
 
 import grpo_lora
 
@@ -60,21 +56,19 @@ def test_bytes_by_hand():
     found = memory.count("grpo", config, **flags)
     assert [found[name] for name in ("weights", "averages", "gradients")] == [160, 320, 160]
     assert found["sampling copy"] == found["reference"] == 2 * 40 + 4 * 6
-    assert (
-        found["keys and values"] == 1024 * 2 * 2 * 2
-    )  # keys and values of two numbers of two bytes
+    # A token has keys and values, of two numbers each, in two bytes.
+    assert found["keys and values"] == 1024 * 2 * 2 * 2
     assert memory.count("grpo", config, **flags, beta=0)["reference"] == 0
     found = memory.count("grpo_lora", config, **flags, lora_rank=1)
     assert [found[name] for name in ("weights", "averages", "gradients")] == [216, 224, 112]
     assert "reference" not in found and "sampling copy" not in found
-    assert memory.count("ppo_rlhf", config, **flags)["weights"] == 4 * (
-        40 + 40 + 2
-    )  # a critic with a score
+    # The critic has a score of two numbers; its head is tied, and stays in the embedding.
+    assert memory.count("ppo_rlhf", config, **flags)["weights"] == 4 * (40 + 40 + 2)
 
 
 def test_the_peak_is_the_larger_of_sampling_and_update():
     config = memory.MODELS["SmolLM2-1.7B"]
-    for script in memory.SCRIPTS:
+    for script in memory.COUNTED:
         for tokens in (1024, 49152):
             found = memory.count(script, config, sampling_tokens=tokens)
             peak, names = found.pop("peak"), ("gradients", "activations")

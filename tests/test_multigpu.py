@@ -1,4 +1,4 @@
-"""grpo_multigpu.py on several CPU processes: the update is that of one process, and none is left behind."""
+"""grpo_multigpu.py on several CPU processes: they compute the update of one, and end together."""
 
 import json
 import math
@@ -39,7 +39,7 @@ EOS = 2
 
 
 def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how: dict) -> None:
-    """A forked process as torchrun would start it; `how` says what is changed in it."""
+    """Run main in a forked process, as torchrun would; `how` says what is changed in it."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
 
 
 def judge(path: str, rank: int):
-    """A reward that never says the same twice, and writes down who has asked."""
+    """A reward that never says the same twice, and writes down the rank that asks."""
 
     def score(completions, answers):
         with open(path, "a") as file:
@@ -73,12 +73,10 @@ def judge(path: str, rank: int):
 
 
 def given_rollouts(path: str, gradients: str | None) -> None:
-    """Compute in float64, take the rollouts from a file instead of sampling them, and save the first gradient."""
-    rollouts, respond, clip = (
-        torch.load(path),
-        grpo_multigpu.respond,
-        torch.nn.utils.clip_grad_norm_,
-    )
+    """Compute in float64, take the rollouts from a file, and save the first gradient."""
+    rollouts = torch.load(path)
+    sample_responses = grpo_multigpu.sample_responses
+    clip = torch.nn.utils.clip_grad_norm_
     torch.Tensor.float = torch.Tensor.double
     torch.set_default_dtype(torch.float64)
     load = AutoModelForCausalLM.from_pretrained
@@ -90,7 +88,9 @@ def given_rollouts(path: str, gradients: str | None) -> None:
 
     def recorded(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
         if temperature == 0:
-            return respond(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
+            return sample_responses(
+                args, model, tokenizer, examples, num_samples, temperature, eos_ids
+            )
         *tensors, logprobs, texts = rollouts[len(saved)]
         saved.append(1)
         return grpo_multigpu.Rollout(*tensors, logprobs.double(), texts)
@@ -102,23 +102,25 @@ def given_rollouts(path: str, gradients: str | None) -> None:
             torch.save(whole, gradients)
         return clip(parameters, limit)
 
-    grpo_multigpu.respond = recorded
+    grpo_multigpu.sample_responses = recorded
     torch.nn.utils.clip_grad_norm_ = clip_and_save
 
 
 def spoil_second_step() -> None:
     """The loss of every micro-batch of the second step is NaN, in this process alone."""
-    policy_loss, refresh, steps = grpo_multigpu.policy_loss, grpo_multigpu.refresh, []
+    policy_loss, refresh_sampler = grpo_multigpu.policy_loss, grpo_multigpu.refresh_sampler
+    steps = []
 
-    def spoiled(*args):
-        loss, stats = policy_loss(*args)
+    def spoiled(*args, **count):
+        loss, stats = policy_loss(*args, **count)
         return loss * (math.nan if len(steps) == 1 else 1.0), stats
 
     def counted(*args):
         steps.append(1)
-        refresh(*args)
+        refresh_sampler(*args)
 
-    grpo_multigpu.policy_loss, grpo_multigpu.refresh = spoiled, counted
+    grpo_multigpu.policy_loss = spoiled
+    grpo_multigpu.refresh_sampler = counted
 
 
 def count_bytes(path: str) -> None:
@@ -129,13 +131,11 @@ def count_bytes(path: str) -> None:
         result = step(self, *args, **kwargs)
         tensors = [p for group in self.param_groups for p in group["params"]]
         tensors += [p.grad for p in tensors]
-        tensors += [
-            x for state in self.state.values() for name, x in state.items() if name != "step"
-        ]
+        for state in self.state.values():
+            tensors += [x for name, x in state.items() if name != "step"]
+        shares = [x.to_local() for x in tensors]
         with open(path, "w") as file:
-            file.write(
-                str(sum(x.to_local().numel() * x.to_local().element_size() for x in tensors))
-            )
+            file.write(str(sum(x.numel() * x.element_size() for x in shares)))
         return result
 
     torch.optim.Adam.step = counted
@@ -143,7 +143,7 @@ def count_bytes(path: str) -> None:
 
 @pytest.fixture
 def start(data, tmp_path):
-    """Start so many processes of a small run; returns them."""
+    """A function that starts this number of processes of a small run, and returns them."""
     started = []
 
     def call(world, name="run", how=None, **given):
@@ -164,12 +164,12 @@ def start(data, tmp_path):
 
 @pytest.fixture
 def several(start, tmp_path):
-    """Let so many processes of a small run come to their end; returns the run's folder."""
+    """A function that runs this number of processes to their end, and returns the run's folder."""
 
     def call(world, name="run", **given):
         statuses = [ended(process) for process in start(world, name, **given)]
         assert statuses == [0] * world, (tmp_path / f"{name}.log.0").read_text()
-        for rank in range(1, world):  # rank 0 alone has something to say
+        for rank in range(1, world):  # only rank 0 prints
             assert (tmp_path / f"{name}.log.{rank}").read_text() == ""
         return tmp_path / name
 
@@ -180,19 +180,16 @@ def several(start, tmp_path):
 def rollouts(tmp_path, data):
     """A file with the rollouts of two steps, with ragged lengths, as grpo.py samples them."""
     args = make_args(grpo, dataset=data, temperature=1.5, max_prompt_tokens=64, system_prompt="")
-    tokenizer, model = (
-        AutoTokenizer.from_pretrained(args.model),
-        AutoModelForCausalLM.from_pretrained(args.model),
-    )
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model)
     examples, steps = grpo.load_data(args, tokenizer, "train"), []
     torch.manual_seed(args.seed)
     order = torch.randperm(len(examples)).tolist()  # main's
     torch.manual_seed(4)
     for step in range(2):
         batch = [examples[i] for i in order[4 * step : 4 * step + 4]]
-        steps.append(
-            tuple(grpo.respond(args, model, tokenizer, batch, 3, 1.5, torch.tensor([EOS])))
-        )
+        rollout = grpo.sample_responses(args, model, tokenizer, batch, 3, 1.5, torch.tensor([EOS]))
+        steps.append(tuple(rollout))
     lengths = torch.stack([step[3].sum(1) for step in steps])
     assert lengths.unique().numel() > 5
     torch.save(steps, tmp_path / "rollouts.pt")
@@ -206,6 +203,10 @@ GIVEN = dict(num_prompts=4, num_generations=3, num_steps=2, temperature=1.5, lea
 UPDATES = {
     "one": dict(num_iterations=1, num_minibatches=1, beta=0.0),
     "four": dict(num_iterations=2, num_minibatches=2, beta=0.1, gradient_checkpointing=True),
+    # The second process has repeats alone.
+    "one micro-batch": dict(
+        num_iterations=1, num_minibatches=1, beta=0.1, micro_batch_tokens=10**6
+    ),
 }
 
 
@@ -213,16 +214,18 @@ UPDATES = {
 def test_the_update_does_not_depend_on_the_number_of_processes(
     several, rollouts, tmp_path, updates
 ):
-    """One rollout, in float64: gradients, weights after two steps, metrics, samples and evaluation of 1, 2 and 4."""
+    """1, 2 and 4 processes get the same from one rollout, in float64.
+
+    These are gradients, weights after two steps, metrics, samples and the evaluation.
+    """
     runs, gradients, rollout = [], [], torch.load(rollouts)[0]
     lengths = (rollout[1].sum(1) + rollout[3].sum(1)).tolist()
     shares = {n: len(grpo.micro_batches(torch.arange(12), lengths, n)) for n in range(60, 200)}
-    tokens = next(
-        n for n, number in shares.items() if number % 2 == 1
-    )  # so that some have one less than the others
+    # The number of micro-batches is odd, so that some processes have one less than the others.
+    tokens = next(n for n, number in shares.items() if number % 2 == 1)
     for world in (1, 4) if updates == "one" else (1, 2):
         how = {"rollouts": rollouts, "gradients": str(tmp_path / f"gradients{world}.pt")}
-        given = GIVEN | UPDATES[updates] | dict(micro_batch_tokens=tokens)
+        given = GIVEN | dict(micro_batch_tokens=tokens) | UPDATES[updates]
         runs.append(several(world, f"run{world}", how=how, **given))
         gradients.append(torch.load(how["gradients"]))
     assert max(x.abs().max() for x in gradients[0]) > 1e-3
@@ -236,7 +239,7 @@ def test_the_update_does_not_depend_on_the_number_of_processes(
         for one, other in zip(*records, strict=True):
             assert one == pytest.approx(other, rel=1e-7, abs=1e-10)
         assert (runs[0] / "samples.jsonl").read_text() == (run / "samples.jsonl").read_text()
-    assert records[0][1]["policy/clip_frac"] > 0 or updates == "one"
+    assert (records[0][1]["policy/clip_frac"] > 0) == (updates == "four")
 
 
 def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
@@ -256,29 +259,27 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
 def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
-    """Every sequence once with weight W, on all processes as many batches, which differ by repeats of weight 0."""
+    """Each sequence is counted once. All processes have the same number of batches, by repeats."""
     lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 1], [], set()
-    monkeypatch.setattr(grpo_multigpu.dist, "get_world_size", lambda: world)
+    args = grpo_multigpu.Args(micro_batch_tokens=10)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
     for rank in range(world):
-        monkeypatch.setattr(grpo_multigpu.dist, "get_rank", lambda rank=rank: rank)
-        batches = grpo_multigpu.micro_batches(torch.tensor(minibatch), lengths, 10)
-        assert all(weight == world or weight == 0 for _, weight in batches) and all(
-            batch for batch, _ in batches
-        )
-        real += [batch for batch, weight in batches if weight]
+        monkeypatch.setenv("RANK", str(rank))
+        batches = grpo_multigpu.own_micro_batches(args, torch.tensor(minibatch), lengths)
+        assert all(batch.rows for batch in batches)
+        real += [batch.rows for batch in batches if not batch.is_repeat]
         numbers.add(len(batches))
     assert sorted(real) == sorted(grpo.micro_batches(torch.tensor(minibatch), lengths, 10))
     assert numbers == {-(-len(real) // world)}
 
 
 def test_every_process_has_its_own_noise(several, tmp_path, data):
-    """Of one question, asked four times in a step: were the noise the same, so would be both halves of the samples."""
+    """All prompts of a step are the same question: with the same noise both halves were equal."""
     path = tmp_path / "one.jsonl"
     path.write_text('{"question": "47+38=", "answer": "85"}\n' * 40)
     given = dict(dataset=str(path), num_steps=1, temperature=1.5, num_generations=4)
-    completions = [
-        sample["completions"] for sample in read_jsonl(several(2, **given) / "samples.jsonl")
-    ]
+    samples = read_jsonl(several(2, **given) / "samples.jsonl")
+    completions = [sample["completions"] for sample in samples]
     assert len(completions) == 4 and completions[:2] != completions[2:]
 
 
@@ -286,11 +287,11 @@ def test_every_process_has_its_own_noise(several, tmp_path, data):
 
 
 def test_killed_and_resumed(several, start, tmp_path):
-    """By as many processes: in the same bits."""
+    """The same number of processes goes on with the same bits."""
     whole = several(2, "whole", num_steps=4)
     metrics, samples = read_jsonl(whole / "metrics.jsonl"), read_jsonl(whole / "samples.jsonl")
     assert [record["step"] for record in metrics] == list(range(5)) and len(samples) == 16
-    # Rank 0 is killed as the checkpoint of step 4 is written and has no name yet.
+    # Rank 0 is killed when the checkpoint of step 4 is written, and doesn't have its name.
     trap = dict(where="replace", call=3, signals=KILL, match="checkpoint")
     processes = start(2, how={"trapped": 0, "trap": trap}, num_steps=4)
     assert ended(processes[0]) == -signal.SIGKILL
@@ -305,13 +306,13 @@ def test_killed_and_resumed(several, start, tmp_path):
 def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
     several, tmp_path, monkeypatch
 ):
-    """A finished run, resumed by one: it writes the model anew, from what it has loaded."""
+    """One process resumes a finished run: it writes the model again, from what it has loaded."""
     folder = several(2, num_steps=2)
     before, seen = read_checkpoint(folder), []
     shutil.rmtree(folder / "model")
     dcp, load = grpo_multigpu.dcp, grpo_multigpu.dcp.set_optimizer_state_dict
 
-    def load_and_look(model, optimizer, state, **given):  # the last part of them
+    def load_and_look(model, optimizer, state, **given):  # the model is loaded already
         load(model, optimizer, state, **given)
         seen.append(dcp.get_state_dict(model, optimizer, options=grpo_multigpu.WHOLE))
 
@@ -325,8 +326,9 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
 
 
 def test_a_signal_that_one_process_gets_stops_all_after_the_same_step(start, tmp_path):
-    trap = dict(where="policy_loss", call=20, signals=[signal.SIGTERM])
-    processes = start(2, how={"trapped": 1, "trap": trap})
+    trap = dict(where="policy_loss", call=12, signals=[signal.SIGTERM])
+    # The micro-batches are so small that the second process has some of its own.
+    processes = start(2, how={"trapped": 1, "trap": trap}, micro_batch_tokens=60)
     assert [ended(process) for process in processes] == [128 + signal.SIGTERM] * 2
     steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == steps[-1] and 1 < steps[-1] < 6
@@ -365,30 +367,27 @@ def test_torchrun_stopped_by_sigterm_and_resumed(data, tmp_path):
     steps = [record["step"] for record in read_jsonl(log)]
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == steps[-1] < 100
     assert process.returncode != 0 and "rank1" not in out and "rank0" not in out
-    assert (
-        out.count("stopping after this step")
-        == out.count(f"stopped after step {steps[-1]}; go on: torchrun")
-        == 1
-    )
-    assert (
-        out.count("first prompt:") == out.count("before: accuracy") == 1
-    )  # rank 0 alone has told them
+    # Only rank 0 prints.
+    assert out.count("stopping after this step") == 1
+    assert out.count(f"stopped after step {steps[-1]}; to go on: torchrun") == 1
+    assert out.count("first prompt:") == out.count("before: accuracy") == 1
 
 
-def test_an_error_that_all_meet_is_said_once(start, tmp_path):
-    """Rank 0 says it; the others wait a moment, in which torchrun ends them."""
+def test_an_error_that_all_meet_is_printed_once(start, tmp_path):
+    """Rank 0 prints it. The others wait a moment, in which torchrun ends them."""
     given = dict(how={"sleep": 100}, num_prompts=3, num_generations=4)
     processes, log = start(2, **given), tmp_path / "run.log.1"
     assert ended(processes[0]) == 2
-    assert "error: --num-prompts 3: must be a multiple of 2" in (tmp_path / "run.log.0").read_text()
+    error = "error: --num-prompts 3: must be divisible by the number of processes, 2"
+    assert error in (tmp_path / "run.log.0").read_text()
     while not log.exists():
         time.sleep(0.01)
     processes[1].terminate()
     assert ended(processes[1]) == -signal.SIGTERM and log.read_text() == ""
 
 
-def test_an_error_on_one_process_is_said_once(start, tmp_path):
-    """One line, by the process that has it; the others wait for it, until torchrun ends them."""
+def test_an_error_on_one_process_is_printed_once(start, tmp_path):
+    """The process that has it prints one line. The others wait for it, until torchrun ends them."""
     processes, log = start(2, how={"failing": 1, "sleep": 0.1}), tmp_path / "run.log.0"
     assert ended(processes[1]) == 2
     error = "error: --dataset x: has a problem, on rank 1 alone\n"
@@ -400,7 +399,7 @@ def test_an_error_on_one_process_is_said_once(start, tmp_path):
 
 
 def test_rank_0_asks_the_judge_for_all(several, tmp_path):
-    """Once for each step; were others to ask, their advantages would be others, and the judge dearer."""
+    """Once for each step. If others asked too, they would have other advantages and cost more."""
     folder = several(2, how={"judge": str(tmp_path / "asked")}, num_steps=2)
     assert (tmp_path / "asked").read_text() == "00"
     means = [record["rollout/score"] for record in read_jsonl(folder / "metrics.jsonl")[1:]]
@@ -411,23 +410,38 @@ def test_rank_0_asks_the_judge_for_all(several, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
-    folder = several(
-        2, how={"spoiled": 1}, num_iterations=1, num_minibatches=1, num_steps=3, save_every=1
-    )
+    given = dict(num_iterations=1, num_minibatches=1, num_steps=3, save_every=1)
+    # The micro-batches are so small that the second process has some of its own.
+    folder = several(2, how={"spoiled": 1}, micro_batch_tokens=60, **given)
     records = read_jsonl(folder / "metrics.jsonl")
     assert [record.get("optim/skipped") for record in records] == [None, 0, 1, 0]
     assert all(weights.isfinite().all() for weights in read_checkpoint(folder)["model"].values())
 
 
-def test_sizes_that_do_not_fit_the_processes(monkeypatch, capsys, data):
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (dict(num_prompts=6), "--num-prompts 6: must be divisible by the number of processes, 4"),
+        (dict(eval_size=3), "--eval-size 3: 3 held-out problems, fewer than the 4 processes"),
+    ],
+)
+def test_sizes_that_do_not_fit_the_processes(monkeypatch, capsys, data, given, error):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    for given in (dict(num_prompts=6), dict(eval_size=3)):
-        with pytest.raises(SystemExit) as stop:
-            grpo_multigpu.main(make_args(grpo_multigpu, dataset=data, **given))
-        assert (
-            stop.value.code == 2
-            and "must be a multiple of 4 (processes)" in capsys.readouterr().err
-        )
+    with pytest.raises(SystemExit) as stop:
+        grpo_multigpu.main(make_args(grpo_multigpu, dataset=data, **given))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_a_process_that_fails_because_another_has_ended_is_silent(monkeypatch):
+    """Its traceback would hide the one that has the reason; any other error is shown."""
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(error))
+    grpo_multigpu.hide_errors_of_peers()
+    own_error = ValueError("a typo")
+    sys.excepthook(RuntimeError, RuntimeError("Connection closed by peer [127.0.0.1]:1"), None)
+    sys.excepthook(ValueError, own_error, None)
+    assert shown == [own_error]
 
 
 # ---- the plan of the memory
@@ -442,13 +456,22 @@ def test_the_bytes_of_a_process_are_its_share(several, tmp_path):
 
 SHAPES = {  # the 1.7 B of the recipe, and Llama 3's 8 B
     "1.7 B on 2": dict(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=24, num_attention_heads=32
-    )
-    | dict(vocab_size=49152, tie_word_embeddings=True),
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=24,
+        num_attention_heads=32,
+        vocab_size=49152,
+        tie_word_embeddings=True,
+    ),
     "8 B on 8": dict(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32
-    )
-    | dict(num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False),
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        tie_word_embeddings=False,
+    ),
 }
 
 

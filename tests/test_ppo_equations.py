@@ -115,11 +115,9 @@ def test_rewards_by_hand():
     # -0.1 (old - ref) everywhere, and the score at the last token that counts, once.
     expected = [[-0.1, 0.1, 10.0], [20.0 - 0.2], [0.0, -30.0 - 0.1], []]
     same(ppo_rlhf.kl_rewards(args, scores, old, ref, mask), expected, mask)
-    same(
-        ppo_rlhf.kl_rewards(args, scores, old, None, mask),
-        [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []],
-        mask,
-    )
+    # With a beta of 0 there is no reference, and the score stands alone.
+    rewards = ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.0), scores, old, None, mask)
+    same(rewards, [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []], mask)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -150,7 +148,7 @@ def test_scores_of_a_shape_that_would_broadcast_are_refused():
     mask, old = torch.ones(3, 3, dtype=torch.bool), torch.zeros(3, 3)
     for scores in (torch.zeros(3, 1), torch.zeros(3, 3), torch.zeros(1)):
         with pytest.raises(AssertionError):
-            ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.1), scores, old, None, mask)
+            ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.1), scores, old, old, mask)
 
 
 # ---- generalized advantage estimation
@@ -205,9 +203,8 @@ def test_gae_at_lambda_1_is_what_is_still_to_come_minus_the_value():
     mask, (rewards, values) = ragged(5, 2)
     args = ppo_rlhf.Args(gamma=1.0, gae_lambda=1.0)
     advantages, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
-    to_come = (
-        rewards.masked_fill(~mask, 0.0).flip(1).cumsum(1).flip(1).masked_fill(~mask, 0.0)
-    )  # (n, R)
+    clean = rewards.masked_fill(~mask, 0.0)  # (n, R)
+    to_come = clean.flip(1).cumsum(1).flip(1).masked_fill(~mask, 0.0)  # (n, R)
     assert torch.allclose(returns, to_come, atol=1e-12)
     assert torch.allclose(advantages, (to_come - values).masked_fill(~mask, 0.0), atol=1e-12)
 
@@ -355,12 +352,35 @@ def test_value_loss_refuses_shapes_that_would_broadcast():
             ppo_rlhf.value_loss(ppo_rlhf.Args(), bad, values, values, mask, 9)
 
 
+# ---- the explained variance of the values
+
+
+def test_explained_variance_by_hand():
+    # Returns 0, 2, 4 have the variance 4. The errors 1, 0, -1 have the variance 1.
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    returns = torch.tensor([[0.0, 2.0, math.nan], [4.0, math.inf, 9.0]], dtype=torch.float64)
+    values = torch.tensor([[-1.0, 2.0, math.inf], [5.0, 7.0, math.nan]], dtype=torch.float64)
+    assert ppo_rlhf.explained_variance(values, returns, mask).item() == pytest.approx(0.75)
+    assert ppo_rlhf.explained_variance(returns, returns, mask).item() == 1
+    constant = torch.full((2, 3), 17.0, dtype=torch.float64)
+    assert ppo_rlhf.explained_variance(constant, returns, mask).item() == pytest.approx(0.0)
+
+
+def test_equal_returns_have_no_variance_to_explain():
+    # Their computed mean differs from them by a rounding error. Values with an error of every size
+    # must not get a number for that.
+    returns, mask = torch.full((3, 7), 1.1), torch.ones(3, 7, dtype=torch.bool)
+    for scale in (0.0, 1e-7, 1.0):
+        values = returns + scale * torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+        assert not math.isfinite(ppo_rlhf.explained_variance(values, returns, mask))
+
+
 # ---- the policy loss, where advantages differ from token to token
 
 
 def test_garbage_in_masked_advantages_reaches_neither_loss_nor_gradient():
     mask, (advantages, logprobs, old) = ragged(9, 3)
-    args, num_tokens = ppo_rlhf.Args(beta=0.1), int(mask.sum())
+    args, num_tokens = ppo_rlhf.Args(beta=0.0), int(mask.sum())
     results = []
     for shift in (None, 0, 1):
         inputs = [
@@ -369,7 +389,7 @@ def test_garbage_in_masked_advantages_reaches_neither_loss_nor_gradient():
         ]
         current = logprobs.clone().requires_grad_()
         loss, _ = ppo_rlhf.policy_loss(
-            args, current, inputs[1], None, inputs[0], mask, 5, num_tokens
+            args, current, inputs[1], None, inputs[0], mask, num_tokens=num_tokens
         )
         loss.backward()
         assert (current.grad[~mask] == 0).all()
@@ -398,7 +418,7 @@ def tiny_classifier(seed=0):
 
 
 def ragged_rollout(seed=0):
-    """Prompts and responses as lists, and padded as a rollout. Token 0 is what they are padded with, and in them."""
+    """Prompts and responses as lists, and padded as a Rollout. Token 0 is the padding, and is also in them."""
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for P, R in [(1, 6), (7, 1), (3, 4), (7, 6), (2, 2)]:
@@ -409,7 +429,15 @@ def ragged_rollout(seed=0):
     responses = [response + [0] * (6 - len(response)) for _, response in pairs]
     prompt_mask = torch.arange(7) >= 7 - torch.tensor([[len(prompt)] for prompt, _ in pairs])
     response_mask = torch.arange(6) < torch.tensor([[len(response)] for _, response in pairs])
-    return pairs, (torch.tensor(prompts), prompt_mask, torch.tensor(responses), response_mask)
+    rollout = ppo_rlhf.Rollout(
+        prompt_ids=torch.tensor(prompts),
+        prompt_mask=prompt_mask,
+        response_ids=torch.tensor(responses),
+        response_mask=response_mask,
+        sampled_logprobs=torch.zeros(5, 6),
+        completions=[""] * 5,
+    )
+    return pairs, rollout
 
 
 def plain_outputs(network, pair):
@@ -427,49 +455,49 @@ def test_values_are_those_of_a_plain_forward_pass_at_the_states_before_each_toke
         network.score = torch.nn.Linear(32, 1, bias=True)
         torch.nn.init.constant_(network.score.bias, 3.0)
     with torch.no_grad():
-        outputs = ppo_rlhf.compute_values(network, rollout)
-    assert outputs.shape == (5, 7) and outputs.dtype == torch.float32
-    for row, (prompt, response) in zip(outputs.tolist(), pairs, strict=True):
+        values = ppo_rlhf.compute_values(network, rollout)
+        scores = ppo_rlhf.compute_scores(network, rollout)
+    assert values.shape == (5, 6) and values.dtype == torch.float32
+    assert scores.shape == (5,) and scores.dtype == torch.float32
+    for row, score, (prompt, response) in zip(values.tolist(), scores.tolist(), pairs, strict=True):
         expected = plain_outputs(network, (prompt, response))[len(prompt) - 1 :]
-        assert row[: len(response) + 1] == pytest.approx(expected, abs=1e-5)
-        assert row[len(response) + 1 :] == [0.0] * (6 - len(response))
+        assert [*row[: len(response)], score] == pytest.approx(expected, abs=1e-5)
+        assert row[len(response) :] == [0.0] * (6 - len(response))
 
 
 def test_the_score_is_the_classifiers_own_output_for_the_unpadded_response():
     network, (pairs, rollout) = tiny_classifier(1), ragged_rollout(1)
     with torch.no_grad():
-        outputs = ppo_rlhf.compute_values(network, rollout)
-        for row, (prompt, response) in zip(outputs, pairs, strict=True):
+        scores = ppo_rlhf.compute_scores(network, rollout)
+        for score, (prompt, response) in zip(scores, pairs, strict=True):
             expected = network(torch.tensor([prompt + response])).logits.item()
-            assert row[len(response)].item() == pytest.approx(expected, abs=1e-5)
+            assert score.item() == pytest.approx(expected, abs=1e-5)
 
 
-def test_values_do_not_depend_on_what_stands_in_padding():
+@pytest.mark.parametrize("compute", [ppo_rlhf.compute_values, ppo_rlhf.compute_scores])
+def test_values_and_scores_do_not_depend_on_what_stands_in_padding(compute):
     network, (_, rollout) = tiny_classifier(2), ragged_rollout(2)
-    prompt_ids, prompt_mask, response_ids, response_mask = rollout
-    other = (
-        prompt_ids.masked_fill(~prompt_mask, 17),
-        prompt_mask,
-        response_ids.masked_fill(~response_mask, 23),
+    other = rollout._replace(
+        prompt_ids=rollout.prompt_ids.masked_fill(~rollout.prompt_mask, 17),
+        response_ids=rollout.response_ids.masked_fill(~rollout.response_mask, 23),
     )
     with torch.no_grad():
-        before = ppo_rlhf.compute_values(network, rollout)
-        after = ppo_rlhf.compute_values(network, [*other, response_mask])
+        before = compute(network, rollout)
+        after = compute(network, other)
     assert torch.allclose(before, after, atol=1e-6)
 
 
 def test_the_value_network_gets_its_gradient_from_the_states_that_count():
     network, (pairs, rollout) = tiny_classifier(3), ragged_rollout(3)
-    mask = rollout[3]
+    mask = rollout.response_mask
     weights = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-    values = ppo_rlhf.compute_values(network, rollout)[:, :-1]  # (n, R)
+    values = ppo_rlhf.compute_values(network, rollout)  # (n, R)
     (values * weights).masked_fill(~mask, 0.0).sum().backward()
     gradient = network.score.weight.grad.clone()
     network.zero_grad()
     for row, (prompt, response) in zip(weights, pairs, strict=True):
-        states = network.model(torch.tensor([prompt + response])).last_hidden_state[
-            0, len(prompt) - 1 : -1
-        ]  # (|o|, D)
+        states = network.model(torch.tensor([prompt + response])).last_hidden_state[0]
+        states = states[len(prompt) - 1 : -1]  # (|o|, D): those before each response token
         (network.score(states)[:, 0] * row[: len(states)]).sum().backward()
     assert torch.allclose(gradient, network.score.weight.grad, atol=1e-4)
 
@@ -480,7 +508,6 @@ def test_the_value_network_gets_its_gradient_from_the_states_that_count():
 @pytest.mark.parametrize(
     ("kl", "factor"),
     [
-        (None, 1.0),  # before the first step
         (6.0, 1.0),  # on target
         (6.6, math.exp(0.1 * 50 / 1000)),
         (5.4, math.exp(-0.1 * 50 / 1000)),
@@ -491,7 +518,6 @@ def test_the_value_network_gets_its_gradient_from_the_states_that_count():
 def test_adapted_beta_by_hand(kl, factor):
     args = ppo_rlhf.Args(kl_target=6.0, kl_horizon=1000)
     assert ppo_rlhf.adapt_beta(args, 0.3, kl, 50) == pytest.approx(0.3 * factor)
-    assert ppo_rlhf.adapt_beta(ppo_rlhf.Args(kl_target=None), 0.3, kl, 50) == 0.3
 
 
 def test_beta_stays_positive_whatever_the_horizon_is():
@@ -550,12 +576,23 @@ def test_each_response_is_scored_by_the_judge_at_its_last_token(tmp_path, monkey
     assert set(ended) == {True, False}, "some are to be cut, and some not"
 
 
+def test_the_rules_are_not_asked_where_a_reward_model_scores(tmp_path, monkeypatch):
+    def rule(completions, answers):
+        raise AssertionError("a rule was asked")
+
+    monkeypatch.setattr(ppo_rlhf, "REWARDS", [rule])
+    (metrics,) = run(tmp_path / "judge")
+    assert "rollout/score" in metrics and "rollout/rule" not in metrics
+    with pytest.raises(AssertionError, match="a rule was asked"):
+        run(tmp_path / "rules", reward_model="")
+
+
 def test_the_values_move_and_the_old_ones_stay(tmp_path, monkeypatch):
     moved, value_loss = [], ppo_rlhf.value_loss
 
-    def recorded(args, values, old_values, *rest):
+    def recorded(args, values, old_values, *rest, **counts):
         moved.append((values - old_values).abs().max().item())
-        return value_loss(args, values, old_values, *rest)
+        return value_loss(args, values, old_values, *rest, **counts)
 
     monkeypatch.setattr(ppo_rlhf, "value_loss", recorded)
     run(tmp_path, num_iterations=3, value_learning_rate=1e-2)
@@ -619,3 +656,6 @@ def test_the_coefficient_that_is_logged_is_the_one_of_its_step(tmp_path):
         metrics = run(tmp_path / str(sign), kl_target=target, **given)
         expected = [0.05, 0.05 * math.exp(-0.2), 0.05 * math.exp(-0.2 + sign * 0.2)]
         assert [record["kl/beta"] for record in metrics] == pytest.approx(expected)
+    metrics = run(tmp_path / "fixed", kl_target=None, **given)
+    assert [record["kl/beta"] for record in metrics] == [0.05] * 3
+    assert metrics[-1]["kl/response"] != 0

@@ -4,15 +4,13 @@ import json
 import sys
 from pathlib import Path
 
+import lessons
 import pytest
+import report_pictures
 from conftest import ROOT
 
 import grpo
 import report
-
-sys.path.insert(0, str(ROOT / "benchmark"))
-import lessons
-import report_pictures
 
 HOSTILE = (
     "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"

@@ -10,11 +10,10 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from utils.data import cell_text, describe_answers
 from utils.rewards import (
     accuracy_reward,
     apply_reward,
-    cell_text,
-    describe,
     format_reward,
     gold_number,
     lenient_accuracy_reward,
@@ -335,11 +334,8 @@ def test_a_fault_in_a_reward_keeps_its_traceback():
 
 
 CELLS = [("18", "18"), (18, "18"), (10**18 + 1, "1000000000000000001"), (0.5, "0.5"), (85.0, "85")]
-CELLS += [
-    (0.1, "0.1"),
-    (0.10000000149011612, ""),
-    (1.2345678901234568e17, ""),
-]  # was in 32 bits; digits lost
+# The second one was stored in 32 bits, and the third has lost digits.
+CELLS += [(0.1, "0.1"), (0.10000000149011612, ""), (1.2345678901234568e17, "")]
 CELLS += [(None, ""), (True, ""), (["18"], ""), ({"a": 1}, ""), (b"18", "")]
 
 
@@ -349,11 +345,9 @@ def test_a_cell_is_the_text_that_was_written_or_none(cell, text):
 
 
 def test_how_gold_answers_are_read_is_described():
-    text = describe(["#### 3 1/2", "18 (p. 4)", "3,5", "7"])
-    assert (
-        text
-        == "answers: '#### 3 1/2' is 7/2, '18 (p. 4)' is 4, '3,5' is 5; in 2 the last of several numbers counts"
-    )
+    text = describe_answers(["#### 3 1/2", "18 (p. 4)", "3,5", "7"])
+    read = "'#### 3 1/2' is 7/2, '18 (p. 4)' is 4, '3,5' is 5"
+    assert text == f"gold answers: {read}; 2 have several numbers, and the last one counts"
 
 
 # Random text out of the pieces that mean something here, and any unicode in between.

@@ -24,15 +24,20 @@ import pytest
 import torch
 import wandb
 from conftest import ROOT, SMALL_TASK, small_flags, small_recipe
+from scripts import OWN_STATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+# A script takes the fields that it has. Most of these are about what a step hands on to the next.
 MANY_UPDATES = dict(
-    num_iterations=2, num_minibatches=2, beta=0.05
-)  # where the script has these fields
-MANY_UPDATES |= dict(staleness=3, sampler_dtype="bfloat16")
-MANY_UPDATES |= dict(
-    baseline="moving_average", kl_target=0.5, kl_horizon=50
-)  # what the next step is handed
+    num_iterations=2,
+    num_minibatches=2,
+    beta=0.05,
+    staleness=3,
+    sampler_dtype="bfloat16",
+    baseline="moving_average",
+    kl_target=0.5,
+    kl_horizon=50,
+)
 SMALL = dict(
     num_prompts=4,
     num_generations=2,
@@ -41,8 +46,10 @@ SMALL = dict(
     num_steps=6,
     save_every=2,
     device="cpu",
+    num_iterations=1,
+    num_minibatches=1,
+    value_warmup_steps=3,
 )
-SMALL |= dict(num_iterations=1, num_minibatches=1, value_warmup_steps=3)
 FORK = multiprocessing.get_context("fork")
 WAIT = 120  # seconds after which a process is taken to hang
 
@@ -104,11 +111,9 @@ def assert_same_runs(folder: Path, other: Path) -> None:
     assert (folder / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
     states = [read_checkpoint(run) for run in (folder, other)]
     for state in states:
-        del (
-            state["args"]["runs_dir"],
-            state["args"]["run_name"],
-            state["log_sizes"]["metrics.jsonl"],
-        )  # times are in it
+        # The size of metrics.jsonl differs, since it holds times.
+        del state["args"]["runs_dir"], state["args"]["run_name"]
+        del state["log_sizes"]["metrics.jsonl"]
         state["metrics"] = without_times([state["metrics"]])
     assert_same(*states)
     weights = [(run / "model" / "model.safetensors").read_bytes() for run in (folder, other)]
@@ -210,12 +215,10 @@ def test_files(script, finished):
     assert all("eval/accuracy" in metrics[step] for step in (0, -1))
     group = args["num_generations"]
     extra = script.__name__ == "remax"  # a greedy response to each prompt, which is no sample
-    for (
-        record
-    ) in metrics:  # a script that draws further prompts in place of useless ones has more of them
-        assert (
-            record["episodes"] >= record["step"] * N and record["episodes"] % (N + 4 * extra) == 0
-        )
+    for record in metrics:
+        # A script that draws more prompts in place of useless ones has more episodes.
+        assert record["episodes"] >= record["step"] * N
+        assert record["episodes"] % (N + 4 * extra) == 0
     assert args["num_steps"] <= metrics[-1]["tokens"] <= 24 * metrics[-1]["episodes"]
 
     samples = read_jsonl(finished / "samples.jsonl")
@@ -239,9 +242,8 @@ def test_files(script, finished):
         assert sum(rewards) / len(rewards) == pytest.approx(record["rollout/reward_mean"], abs=1e-6)
 
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
-    if (
-        script.__name__ != "grpo_lora"
-    ):  # of which a checkpoint has the adapters alone: tests/test_lora.py
+    # A checkpoint of grpo_lora.py has the adapters alone: see tests/test_lora.py.
+    if script.__name__ != "grpo_lora":
         assert_same(dict(model.state_dict()), dict(read_checkpoint(finished)["model"]))
     tokenizer, original = [
         AutoTokenizer.from_pretrained(name) for name in (finished / "model", args["model"])
@@ -294,9 +296,8 @@ def test_groups_that_teach_nothing_are_counted(script, finished, run):
         ]
         shares.append(sum(len(own) == 1 for own in rewards) / len(mine))
         assert record["rollout/zero_std_frac"] == pytest.approx(shares[-1])
-    cut = read_jsonl(run("cut", max_new_tokens=1, num_steps=1) / "metrics.jsonl")[
-        1
-    ]  # all begin with <think>
+    # All responses begin with <think>, so that those of one token are equal.
+    _, cut = read_jsonl(run("cut", max_new_tokens=1, num_steps=1) / "metrics.jsonl")
     assert min(shares) < 1 and cut["rollout/zero_std_frac"] == 1
 
 
@@ -348,7 +349,7 @@ def test_nothing_has_changed_that_nobody_expected(script, finished, request):
 # ---- the same again
 
 
-@pytest.mark.scripts("grpo", "dapo", "ppo_rlhf", "remax", "grpo_lora", "vapo")
+@pytest.mark.scripts("grpo", *OWN_STATE)
 def test_one_seed_one_run(script, run, finished):
     """This test's run is done anew, with its folder elsewhere and the random states of python and torch disturbed."""
     random.seed(99)
@@ -457,29 +458,25 @@ def ended(process) -> int:
 
 KILL = [signal.SIGKILL]
 KILLS = [  # each kills the run at one moment, and the step of the checkpoint there is: they follow steps 1, 2, 4, 6
-    (
-        dict(where="replace", call=2, signals=KILL, match="checkpoint", after=True),
-        2,
-    ),  # it has just got its name
-    (dict(where="optimizer", call=1, signals=KILL, after=True), 2),  # in an update of step 3
-    (dict(where="respond", call=1, signals=KILL), 2),  # at the beginning of a rollout
-    (dict(where="flock", call=1, signals=KILL, after=True), 2),  # the logs will be shortened
-    (
-        dict(where="save", call=1, signals=KILL),
-        2,
-    ),  # the metrics are logged, the checkpoint is not written
-    (dict(where="save", call=1, signals=[signal.SIGXFSZ]), 2),  # the checkpoint is half written
-    (
-        dict(where="replace", call=1, signals=KILL, match="checkpoint"),
-        2,
-    ),  # it is written, and has not got its name
+    # The checkpoint has just got its name.
+    (dict(where="replace", call=2, signals=KILL, match="checkpoint", after=True), 2),
+    # In an update of step 3.
+    (dict(where="optimizer", call=1, signals=KILL, after=True), 2),
+    # At the beginning of a rollout.
+    (dict(where="sample_responses", call=1, signals=KILL), 2),
+    # Before the logs are shortened.
+    (dict(where="flock", call=1, signals=KILL, after=True), 2),
+    # The metrics are logged, and the checkpoint is not written.
+    (dict(where="save", call=1, signals=KILL), 2),
+    # The checkpoint is half written.
+    (dict(where="save", call=1, signals=[signal.SIGXFSZ]), 2),
+    # The checkpoint is written, and doesn't have its name.
+    (dict(where="replace", call=1, signals=KILL, match="checkpoint"), 2),
     (dict(where="replace", call=1, signals=KILL, match="checkpoint", after=True), 4),
 ]
 
 
-@pytest.mark.scripts(
-    "grpo", "reinforce_baseline", "dapo", "ppo_rlhf", "grpo_offpolicy", "grpo_lora", "vapo"
-)
+@pytest.mark.scripts("grpo", *OWN_STATE)
 def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     """One run that is killed again and again, at the moments above and then at random ones, until it is done."""
     folder, log = tmp_path / "run", tmp_path / "run.log"
@@ -498,7 +495,7 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     for _ in range(3 if thorough else 1):
         size = log.stat().st_size
         process = spawn(resume=True)
-        while "by model" not in log.read_text()[size:] and process.is_alive():
+        while "settings by model" not in log.read_text()[size:] and process.is_alive():
             time.sleep(0.01)
         process.join(draw.uniform(0, 0.6))
         process.kill()
@@ -514,11 +511,8 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
 SIGNALS = [  # at a call of a function
     ("policy_loss", 2, [signal.SIGINT]),
     ("policy_loss", 2, [signal.SIGINT, signal.SIGINT]),
-    (
-        "respond",
-        3,
-        [signal.SIGTERM],
-    ),  # at the beginning of the rollout of step 2; the first is of the evaluation
+    # At the beginning of the rollout of step 2; the first call is of the evaluation.
+    ("sample_responses", 3, [signal.SIGTERM]),
     ("fsync", 2, [signal.SIGTERM]),  # while the checkpoint of step 2 is written
     ("policy_loss", 2, [signal.SIGHUP]),  # the terminal was closed
 ]
@@ -550,11 +544,50 @@ def test_signals(script, spawn, finished, tmp_path, where, call, signals):
 
 
 @pytest.mark.scripts("grpo")
+def test_a_signal_during_the_last_step_costs_nothing(run, watch, capsys):
+    """The run is done, so that the model is saved and nothing is left to resume."""
+    steps = []
+
+    def during_the_last_step(*args):
+        steps.append(1)
+        if len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    watch("policy_loss", during_the_last_step)
+    folder = run(num_steps=2)
+    assert (folder / "model" / "model.safetensors").exists()
+    assert read_checkpoint(folder)["metrics"]["step"] == 2
+    printed = capsys.readouterr()
+    assert "stopping after this step" in printed.err and "--resume" not in printed.err
+    assert "after: accuracy" in printed.out
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize(("every", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])])
+def test_when_it_evaluates(run, every, steps):
+    """Before, after and at the multiples of --eval-every; 0 means that there is none between."""
+    records = read_jsonl(run(num_steps=5, eval_every=every) / "metrics.jsonl")
+    assert [record["step"] for record in records if "eval/accuracy" in record] == steps
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize(("every", "steps"), [(0, [1, 5]), (2, [1, 2, 4, 5])])
+def test_when_it_saves(run, watch, every, steps):
+    """After the first and the last step, and at the multiples of --save-every."""
+    saved = []
+    watch(
+        "save_checkpoint", lambda args, run_dir, trained, state, *rest: saved.append(state["step"])
+    )
+    run(num_steps=5, save_every=every)
+    assert saved == steps
+
+
+@pytest.mark.scripts("grpo")
 def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
     watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
         run("a run", num_steps=2)
-    command = capsys.readouterr().err.split("go on: ")[1]
+    command = capsys.readouterr().err.split("to go on: ")[1]
     assert shlex.split(command) == [
         "python",
         str(ROOT / "grpo.py"),
@@ -611,7 +644,7 @@ def print_into_nothing() -> None:
     readable, writable = os.pipe()
     os.close(readable)
     write_to(writable, encoding="ascii", buffering=1)
-    __import__("grpo").print_safely()
+    sys.stdout = __import__("grpo").PipeSafeStream(sys.stdout)
     print("ü\n")
 
 
@@ -647,7 +680,7 @@ def test_two_processes_do_not_write_one_run(script, run, tmp_path, capsys):
 @pytest.mark.scripts("grpo")
 def test_default_names_never_collide(script, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda form: "now")
-    folders = [script.resolve(script.Args())[1] for _ in range(9)]
+    folders = [script.resolve_args(script.Args())[1] for _ in range(9)]
     assert len(set(folders)) == 9 and all("grpo__adder__1__now" in x.name for x in folders)
 
 
@@ -673,7 +706,9 @@ def test_resuming_with_other_problems_is_said(script, run, tmp_path, capsys):
         if number == 0:
             run(num_steps=1, dataset=str(path))
         script.main(script.Args(resume=str(tmp_path / "run")))
-        assert ("the problems are others now" in capsys.readouterr().out) == (number == 1)
+        assert ("the data has changed since this run started" in capsys.readouterr().out) == (
+            number == 1
+        )
 
 
 @pytest.mark.scripts("grpo", "grpo_lora")
@@ -743,14 +778,13 @@ def test_full_disk(script, watch, run, finished, tmp_path, capsys):
     """Files that cannot grow are like a full disk: one line says so, and what was saved before can be resumed."""
     steps = []
 
-    def before_respond(args, *rest):
-        steps.append(
-            1
-        )  # the first is the evaluation; a checkpoint follows step 2, and another one step 4
+    def before_sampling(args, *rest):
+        # The first call is the evaluation. Checkpoints follow steps 2 and 4.
+        steps.append(1)
         if len(steps) == 5:
             resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, resource.RLIM_INFINITY))
 
-    watch("respond", before_respond)
+    watch("sample_responses", before_sampling)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with pytest.raises(SystemExit) as stop:
         run(**MANY_UPDATES)
@@ -787,11 +821,10 @@ def spoil(script, monkeypatch, tmp_path):
     def call(steps, factor):
         policy_loss, save, states = script.policy_loss, torch.save, []
 
-        def spoiled(*args):
-            loss, stats = policy_loss(*args)
-            step = (
-                (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
-            )  # a line for step 0, and so on
+        def spoiled(*args, **count):
+            loss, stats = policy_loss(*args, **count)
+            # The log has a line for step 0, and one for each step that is done.
+            step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
             return loss * (factor if step in steps else 1.0), stats
 
         def watched_save(state, file):
@@ -859,21 +892,16 @@ def test_rewards_may_be_any_numbers(script, run, monkeypatch):
 
 @pytest.mark.scripts("grpo")
 def test_what_is_said(run, capsys):
-    """At the start what the loss says; on the way a sample; and that responses of two tokens are all cut."""
+    """Accuracy before and after, samples on the way, and that responses of two tokens are all cut off."""
     run(max_new_tokens=2, num_steps=3)
     out = capsys.readouterr().out
-    assert (
-        "clip_frac 0, and the loss says little" in out
-        and "before: accuracy" in out
-        and "after: accuracy" in out
-    )
+    assert "settings by model: dataset" in out and "learning_rate 0.0001" in out
+    assert "before: accuracy" in out and "after: accuracy" in out
     assert re.search(
         r"step 3: .*reward_mean=.*accuracy=.*response_len=2.*kl/ref=.*eval/accuracy=0", out
     )
-    assert (
-        len(re.findall(r"warning: eos_frac < 0.5, cut responses; 0 of these \d had answered", out))
-        == 3
-    )
+    warning = r"warning: most responses are cut off; 0 of the last \d had answered"
+    assert len(re.findall(warning, out)) == 3
     assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
 
 
@@ -899,31 +927,53 @@ def test_an_overlong_cache_that_punishes_every_response(tmp_path, data, capsys, 
     ) == warned
 
 
+@pytest.fixture
+def wandb_settings(monkeypatch):
+    """Environment variables of W&B, without an account: a value of None removes the variable."""
+
+    def call(**settings):
+        for name, value in {"MODE": None, "API_KEY": None, "SILENT": "true", **settings}.items():
+            if value is None:
+                monkeypatch.delenv(f"WANDB_{name}", raising=False)
+            else:
+                monkeypatch.setenv(f"WANDB_{name}", value)
+        monkeypatch.setenv("NETRC", os.devnull)
+
+    return call
+
+
 @pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("mode", ["offline", None], ids=["offline", "not logged in"])
-def test_track_without_a_network(run, monkeypatch, mode):
-    for name, value in {"MODE": mode, "API_KEY": None, "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value) if value else monkeypatch.delenv(
-            f"WANDB_{name}", raising=False
-        )
-    monkeypatch.setenv("NETRC", os.devnull)
+def test_track_without_a_network(run, wandb_settings):
+    wandb_settings(MODE="offline")
     folder = run(num_steps=2, track=True)
-    wandb.teardown()  # as at the end of a process: finish() alone returns before the last block is in the file
+    # As at the end of a process: finish() alone returns before the last block is in the file.
+    wandb.teardown()
     [record] = folder.rglob("offline-run-*/*.wandb")
-    names = [
-        b"rollout/reward_mean",
-        b"policy/loss",
-        b"optim/lr",
-    ]  # the file is cut into blocks, and so may a name be
+    # The file is cut into blocks, and so may a name be: one of three is enough.
+    names = [b"rollout/reward_mean", b"policy/loss", b"optim/lr"]
     assert any(name in record.read_bytes() for name in names), record.stat()
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
 
 
 @pytest.mark.scripts("grpo")
-def test_a_tracked_run_that_is_stopped_has_not_finished(run, watch, monkeypatch):
+def test_track_without_an_account(run, wandb_settings, capsys):
+    """One line names the way out, and nothing is trained."""
+    wandb_settings()
+    with pytest.raises(SystemExit) as stop:
+        run(num_steps=1, track=True)
+    wandb.teardown()
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        stop.value.code == 2
+        and error.startswith("error: --track")
+        and "WANDB_MODE=offline" in error
+    )
+
+
+@pytest.mark.scripts("grpo")
+def test_a_tracked_run_that_is_stopped_has_not_finished(run, watch, monkeypatch, wandb_settings):
     """W&B learns a run's status from sys.exit: one that raises SystemExit itself has finished, it thinks."""
-    for name, value in {"MODE": "offline", "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
+    wandb_settings(MODE="offline")
     monkeypatch.setattr(sys, "exit", sys.exit)  # and back, whatever W&B makes of it
     watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit):
@@ -935,14 +985,13 @@ def test_a_tracked_run_that_is_stopped_has_not_finished(run, watch, monkeypatch)
 
 
 @pytest.mark.scripts("grpo")
-def test_track_with_settings_that_wandb_refuses(run, monkeypatch, capsys):
-    for name, value in {"MODE": "offline", "PROJECT": "me/project", "SILENT": "true"}.items():
-        monkeypatch.setenv(f"WANDB_{name}", value)
+def test_track_with_settings_that_wandb_refuses(run, wandb_settings, capsys):
+    wandb_settings(MODE="offline", PROJECT="me/project")
     with pytest.raises(SystemExit) as stop:
         run(num_steps=1, track=True)
     wandb.teardown()
     error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("error: --track: ") and "project" in error
+    assert stop.value.code == 2 and error.startswith("error: --track") and "project" in error
 
 
 @pytest.mark.scripts("grpo", "gspo")
@@ -1040,7 +1089,8 @@ def test_it_learns(script, tmp_path):
         lr_schedule="constant_with_warmup",
         eval_size=2,
     )
-    if script.__name__ == "ppo_rlhf":  # four passes over each of its rollouts would take their time
+    # Four passes over each of its rollouts would take their time.
+    if script.__name__ == "ppo_rlhf":
         given |= dict(num_steps=5, num_iterations=2)
     script.main(script.Args(runs_dir=str(tmp_path), run_name="run", device="cpu", **given))
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
@@ -1066,7 +1116,12 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     nothing = torch.zeros(4, 1)
     rollout = script.Rollout(nothing, nothing, nothing, mask, nothing, completions)
     asked = []
-    monkeypatch.setattr(script, "respond", lambda *given: asked.append(given[4:6]) or rollout)
+
+    def sampled(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+        asked.append((num_samples, temperature))
+        return rollout
+
+    monkeypatch.setattr(script, "sample_responses", sampled)
     example = {"prompt": "8+77=", "answer": "85", "columns": {}}
     found = script.evaluate(script.Args(), None, None, [example] * 4, None)
     assert asked == [(1, 0.0)]  # one response, greedy

@@ -13,13 +13,14 @@ V = 48  # vocabulary
 EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a response
 TOKENIZER = SimpleNamespace(batch_decode=lambda rows: [row.tolist() for row in rows])
 pytestmark = pytest.mark.scripts("grpo")
+# Prompts contain EOS ids, too.
 PROMPTS = [
     [7],
     [3, 4, 2, 30, 2, 2, 19, 41, 8],
     [2, 12, 13, 2],
     [45, 2],
     [33, 31, 29, 27, 25, 23],
-]  # EOS ids included
+]
 
 LLAMA = dict(
     vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -155,9 +156,7 @@ def chain(vocab_size, logits_after):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size))
-        model.model.norm.weight.fill_(
-            vocab_size**-0.5
-        )  # a one-hot vector leaves the norm as itself
+        model.model.norm.weight.fill_(vocab_size**-0.5)  # a one-hot vector leaves the norm as it is
         model.lm_head.weight.copy_(logits_after.T)
     return model
 
@@ -197,30 +196,34 @@ def roll_out(
     seed=0,
     **given,
 ):
-    """What main does: ((prompt_ids, prompt_mask, response_ids, response_mask), logprobs), all in group order."""
+    """What main does: the Rollout, all in group order, and its sampled log-probabilities."""
     args = make_args(script, new_tokens, temperature, samples, **given)
     examples = [{"prompt_ids": prompt} for prompt in prompts]
     torch.manual_seed(seed)
-    sampled = script.respond(
+    rollout = script.sample_responses(
         args, model, TOKENIZER, examples, samples, temperature, torch.tensor(eos_ids)
     )
-    rollout, logprobs, texts = list(sampled[:4]), sampled.sampled_logprobs, sampled.completions
-    assert (
-        rollout[2].shape
-        == rollout[3].shape
-        == logprobs.shape
-        == (len(prompts) * samples, new_tokens)
-    )
-    assert rollout[3].dtype == torch.bool and logprobs.dtype == torch.float32
-    is_text = rollout[3] & ~torch.isin(
-        rollout[2], torch.tensor(eos_ids)
-    )  # all but the token that ends it
-    assert texts == [ids[mask].tolist() for ids, mask in zip(rollout[2], is_text, strict=True)]
+    logprobs, mask = rollout.sampled_logprobs, rollout.response_mask
+    shape = (len(prompts) * samples, new_tokens)
+    assert rollout.response_ids.shape == mask.shape == logprobs.shape == shape
+    assert mask.dtype == torch.bool and logprobs.dtype == torch.float32
+    # A text is all of a response except the token that ends it.
+    is_text = mask & ~torch.isin(rollout.response_ids, torch.tensor(eos_ids))
+    texts = [ids[kept].tolist() for ids, kept in zip(rollout.response_ids, is_text, strict=True)]
+    assert rollout.completions == texts
     return rollout, logprobs
 
 
-def slow_logprobs(model, prompt_ids, prompt_mask, response_ids, response_mask, temperature):
+def make_rollout(script, prompt_ids, prompt_mask, response_ids, response_mask):
+    """A Rollout of these tensors, without sampled log-probabilities and texts."""
+    logprobs = torch.zeros(response_ids.shape)
+    texts = [""] * len(response_ids)
+    return script.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, logprobs, texts)
+
+
+def slow_logprobs(model, rollout, temperature):
     """(n, R) float64: every sequence alone, without padding, mask, position ids or cache."""
+    prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
     table = []
     for i in range(len(response_ids)):
         prompt, response = prompt_ids[i][prompt_mask[i]], response_ids[i][response_mask[i]]
@@ -263,16 +266,14 @@ def test_sampler_and_trainer_agree_with_a_plain_forward(script, segment, family)
     model = build(family)
     for temperature in (0.7, 1.0):
         rollout, sampled = roll_out(script, model, temperature=temperature, seed=4)
-        lengths = rollout[3].sum(1)
-        assert (
-            lengths < 10
-        ).float().mean() > 0.25 and lengths.max() == 14  # finished rows were dropped on the way
+        lengths = rollout.response_mask.sum(1)
+        # Some end early, so that rows were dropped on the way.
+        assert (lengths < 10).float().mean() > 0.25 and lengths.max() == 14
         with torch.no_grad():
             recomputed = script.compute_logprobs(model, rollout, temperature)
-            expected = slow_logprobs(model, *rollout, temperature)
-        assert (
-            expected[rollout[3]].mean() < -1
-        )  # else the samples are close to greedy and tell little
+            expected = slow_logprobs(model, rollout, temperature)
+        # Samples that are close to greedy would tell little.
+        assert expected[rollout.response_mask].mean() < -1
         assert_near(sampled, expected)
         assert_near(recomputed, expected)
 
@@ -288,10 +289,10 @@ def test_no_family_is_wrong_in_silence(script, segment, family):
             recomputed = script.compute_logprobs(model, rollout, 1.0)
     except Exception:
         return
-    gap = (sampled - recomputed).abs()[rollout[3]].mean()
+    gap = (sampled - recomputed).abs()[rollout.response_mask].mean()
     if not gap > 1e-3:
         with torch.no_grad():
-            expected = slow_logprobs(model, *rollout, 1.0)
+            expected = slow_logprobs(model, rollout, 1.0)
         assert_near(sampled, expected)
         assert_near(recomputed, expected)
 
@@ -306,7 +307,7 @@ def test_edge_sizes(script, segment, steps, prompts, samples, new_tokens):
     model = build("GPT-2")
     rollout, sampled = roll_out(script, model, prompts, samples, new_tokens)
     with torch.no_grad():
-        assert_near(sampled, slow_logprobs(model, *rollout, 1.0))
+        assert_near(sampled, slow_logprobs(model, rollout, 1.0))
         assert_near(script.compute_logprobs(model, rollout, 1.0), sampled)
 
 
@@ -325,7 +326,9 @@ def test_the_whole_softmax_is_sampled(script, temperature):
     vocab_size, samples = 6, 6000
     table = 1.6 * torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(3))
     model, eos_ids = chain(vocab_size, table), [vocab_size - 1]
-    (_, _, ids, mask), _ = roll_out(script, model, [[1, 2], [5]], samples, 2, temperature, eos_ids)
+    (_, _, ids, mask, *_), _ = roll_out(
+        script, model, [[1, 2], [5]], samples, 2, temperature, eos_ids
+    )
     probs = (table.double() / temperature).softmax(1)
     for prompt, last in enumerate([2, 5]):
         group, group_mask = (x[prompt * samples : (prompt + 1) * samples] for x in (ids, mask))
@@ -355,14 +358,15 @@ def test_the_generation_config_of_a_checkpoint_changes_nothing(script):
     )
     model.generation_config = transformers.GenerationConfig(**options, eos_token_id=[7, 8])
     after, logprobs_after = roll_out(script, model)
-    assert all(map(torch.equal, before, after)) and torch.equal(logprobs_before, logprobs_after)
+    assert torch.equal(before.response_ids, after.response_ids)
+    assert torch.equal(logprobs_before, logprobs_after)
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 def test_temperature_0_is_greedy(script, segment, family):
     segment(4)
     model = build(family)
-    (_, _, ids, mask), _ = roll_out(script, model, samples=1, temperature=0.0)
+    (_, _, ids, mask, *_), _ = roll_out(script, model, samples=1, temperature=0.0)
     for prompt, row, counts in zip(PROMPTS, ids, mask, strict=True):
         expected = []
         while len(expected) < 14 and (not expected or expected[-1] not in EOS):
@@ -378,7 +382,7 @@ def test_temperature_0_is_greedy(script, segment, family):
 
 def test_samples_of_a_prompt_differ(script):
     """Within a group, and between two groups that have the same prompt."""
-    (_, _, ids, mask), _ = roll_out(script, build("Llama"), [[7, 8, 9], [7, 8, 9]], samples=6)
+    (_, _, ids, mask, *_), _ = roll_out(script, build("Llama"), [[7, 8, 9], [7, 8, 9]], samples=6)
     assert len({tuple(row[counts].tolist()) for row, counts in zip(ids, mask, strict=True)}) == 12
     assert len(set(ids[:, 0].tolist())) > 3
 
@@ -388,7 +392,8 @@ def test_the_same_random_state_gives_the_same_samples(script):
     first = roll_out(script, model, seed=3)
     state = torch.get_rng_state()
     second = roll_out(script, model, seed=3)
-    assert all(map(torch.equal, first[0], second[0])) and torch.equal(first[1], second[1])
+    assert torch.equal(first[0].response_ids, second[0].response_ids)
+    assert torch.equal(first[1], second[1])
     assert not torch.equal(first[0][2][:, 0], roll_out(script, model, seed=4)[0][2][:, 0])
 
     args, (prompt_ids, prompt_mask) = make_args(script, 14), left_pad(PROMPTS)
@@ -421,7 +426,7 @@ def test_responses_end_with_any_eos_token_and_count_it(script, segment, steps):
     prompts, samples = [list(prompt) for prompt in expected], 3
     rollout, sampled = roll_out(script, counting(), prompts, samples, 5, eos_ids=eos_ids)
     recomputed = script.compute_logprobs(counting(), rollout, 1.0)
-    prompt_ids, prompt_mask, ids, mask = rollout
+    prompt_ids, prompt_mask, ids, mask, *_ = rollout
     assert ids.shape == (len(prompts) * samples, 5)
     for i in range(len(ids)):
         prompt = prompts[i // samples]  # group order
@@ -437,7 +442,7 @@ def test_responses_end_with_any_eos_token_and_count_it(script, segment, steps):
 def test_prompts_are_masked_by_length_and_not_by_id(script):
     """Padding has the id of a token that prompts hold, at their beginning as well."""
     prompts = [[0, 2, 3], [0], [4, 0]]
-    (ids, mask, _, _), _ = roll_out(script, counting(), prompts, 1, 1)
+    (ids, mask, *_), _ = roll_out(script, counting(), prompts, 1, 1)
     assert mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
     assert [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)] == prompts
 
@@ -449,31 +454,28 @@ def test_prompts_are_masked_by_length_and_not_by_id(script):
 def test_padding_and_order_do_not_matter(script, family):
     model = build(family)
     rollout, _ = roll_out(script, model)
-    prompt_ids, prompt_mask, ids, mask = rollout
+    prompt_ids, prompt_mask, ids, mask, *_ = rollout
     junk = torch.randint(0, V, (len(ids), 3), generator=torch.Generator().manual_seed(5))
     no = torch.zeros(len(ids), 3, dtype=torch.bool)
     with torch.no_grad():
         expected = script.compute_logprobs(model, rollout, 1.0)
         wider_prompt = torch.cat([junk, prompt_ids], 1), torch.cat([no, prompt_mask], 1)
-        assert_near(script.compute_logprobs(model, [*wider_prompt, ids, mask], 1.0), expected, 1e-6)
+        wide = script.compute_logprobs(model, make_rollout(script, *wider_prompt, ids, mask), 1.0)
+        assert_near(wide, expected, 1e-6)
         wider_response = torch.cat([ids, junk], 1), torch.cat([mask, no], 1)
-        wide = script.compute_logprobs(model, [prompt_ids, prompt_mask, *wider_response], 1.0)
+        wide_rollout = make_rollout(script, prompt_ids, prompt_mask, *wider_response)
+        wide = script.compute_logprobs(model, wide_rollout, 1.0)
         assert_near(wide[:, :-3], expected, 1e-6)
         assert (wide[:, -3:] == 0).all()
-        other = [
-            torch.where(prompt_mask, prompt_ids, 18),
-            prompt_mask,
-            torch.where(mask, ids, 17),
-            mask,
-        ]
+        other_ids = torch.where(prompt_mask, prompt_ids, 18), torch.where(mask, ids, 17)
+        other = make_rollout(script, other_ids[0], prompt_mask, other_ids[1], mask)
         assert_near(script.compute_logprobs(model, other, 1.0), expected, 1e-6)
         order = torch.randperm(len(ids))
-        assert_near(
-            script.compute_logprobs(model, [x[order] for x in rollout], 1.0), expected[order], 1e-5
-        )
-        alone = [
-            script.compute_logprobs(model, [x[[i]] for x in rollout], 1.0) for i in range(len(ids))
-        ]
+        shuffled = script.compute_logprobs(model, rollout.select(order), 1.0)
+        assert_near(shuffled, expected[order], 1e-5)
+        alone = []
+        for i in range(len(ids)):
+            alone.append(script.compute_logprobs(model, rollout.select([i]), 1.0))
         assert_near(torch.cat(alone), expected, 1e-5)
 
     def greedy(prompt_ids, prompt_mask):
@@ -516,9 +518,8 @@ def test_keys_and_values_keep_to_sampling_tokens(script, segment, steps):
     model.register_forward_pre_hook(
         lambda _, ids, inputs: sizes.append(inputs["attention_mask"].shape), with_kwargs=True
     )
-    roll_out(
-        script, model, samples=2, sampling_tokens=2 * 2 * (9 + 14), eos_ids=[V]
-    )  # no row ever ends
+    # No row ever ends.
+    roll_out(script, model, samples=2, sampling_tokens=2 * 2 * (9 + 14), eos_ids=[V])
     assert max(shape[0] * shape[-1] for shape in sizes) == 2 * 2 * (9 + 14)
 
 
@@ -538,17 +539,30 @@ def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
                 assert max(lengths[i] for i in batch) * (len(batch) + 1) > budget
 
 
+@pytest.fixture
+def double(monkeypatch):
+    """A function after which everything computes in float64."""
+
+    def call(model):
+        monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        torch.set_default_dtype(torch.float64)
+        return model.double()
+
+    yield call
+    torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.3])
-def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
-    model = build("Llama").double()
-    rollout, _ = roll_out(script, build("Llama"))
-    mask, generator = rollout[3], torch.Generator().manual_seed(0)
-    lengths = (rollout[1].sum(1) + mask.sum(1)).tolist()
+def test_the_micro_batch_budget_never_changes_the_gradient(script, double, beta):
+    model = build("Llama")
+    rollout, _ = roll_out(script, model)
+    double(model)
+    mask, generator = rollout.response_mask, torch.Generator().manual_seed(0)
+    lengths = (rollout.prompt_mask.sum(1) + mask.sum(1)).tolist()
     with torch.no_grad():
         expected = script.compute_logprobs(model, rollout, 0.8)
-    old_logprobs = expected + 0.3 * torch.randn(
-        expected.shape, generator=generator
-    )  # ratios on both sides of the clip
+    # There are ratios on both sides of the clip range.
+    old_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)
     ref_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)
     advantages = torch.randn(len(mask), 1, generator=generator)
     args = make_args(script, 14, 0.8)
@@ -558,10 +572,9 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
         model.zero_grad()
         total, count = 0.0, 0
         for i in script.micro_batches(torch.arange(len(mask)), lengths, budget):
-            logprobs = script.compute_logprobs(model, [x[i] for x in rollout], 0.8)
-            ref = ref_logprobs[i] if beta else None
-            slices = (old_logprobs[i], ref, advantages[i], mask[i])
-            loss, _ = script.policy_loss(args, logprobs, *slices, len(mask), mask.sum())
+            logprobs = script.compute_logprobs(model, rollout.select(i), 0.8)
+            slices = (old_logprobs[i], ref_logprobs[i], advantages[i], mask[i])
+            loss, _ = script.policy_loss(args, logprobs, *slices, num_seqs=len(mask))
             loss.backward()
             total, count = total + loss.item(), count + 1
         return {name: p.grad.clone() for name, p in model.named_parameters()}, total, count
@@ -580,15 +593,18 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, beta):
 
 @pytest.mark.parametrize("samples, checkpointing", [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("family", ["Llama", "Llama, tied head", "GPT-2", "Phi, bias in the head"])
-def test_gradient_is_that_of_a_plain_forward(script, family, samples, checkpointing):
+def test_gradient_is_that_of_a_plain_forward(script, double, family, samples, checkpointing):
     model = build(
         family,
         **(dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0) if family == "GPT-2" else {}),
     )
     rollout, _ = roll_out(script, model, samples=samples)
-    weights = torch.randn(rollout[3].shape, generator=torch.Generator().manual_seed(0)) * rollout[3]
-    model.double()
-    expected = gradients(model, (slow_logprobs(model, *rollout, 0.7) * weights).sum())
+    weights = (
+        torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(0))
+        * rollout.response_mask
+    )
+    double(model)
+    expected = gradients(model, (slow_logprobs(model, rollout, 0.7) * weights).sum())
     if checkpointing:
         model.activation_checkpointing_enable()
         model.train()
@@ -607,8 +623,8 @@ def test_gradient_is_the_same_to_the_last_bit_with_two_threads(script, two_threa
     """A run on two threads must be repeatable, too: no gradient may be summed in the order of the threads."""
     model = build("Llama", hidden_size=128, head_dim=64, num_key_value_heads=4)
     rollout, _ = roll_out(script, model, samples=16)
-    order = torch.randperm(len(rollout[0]), generator=torch.Generator().manual_seed(0))
-    rollout = [x[order] for x in rollout]  # else each thread has whole groups
+    order = torch.randperm(len(rollout.prompt_ids), generator=torch.Generator().manual_seed(0))
+    rollout = rollout.select(order)  # otherwise each thread would have whole groups
     first = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
     for _ in range(10):
         again = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
@@ -636,7 +652,8 @@ def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(scri
     model = build("Llama", vocab_size=vocab_size, **sizes)
     prompt_ids, prompt_mask = left_pad([[3], [4, 5]])
     ids = torch.randint(0, vocab_size, (2, 11), generator=torch.Generator().manual_seed(0))
-    rollout = (prompt_ids, prompt_mask, ids, torch.arange(11) < torch.tensor([[11], [9]]))
+    mask = torch.arange(11) < torch.tensor([[11], [9]])
+    rollout = make_rollout(script, prompt_ids, prompt_mask, ids, mask)
     saved = []
 
     def pack(x):
@@ -646,9 +663,9 @@ def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(scri
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         logprobs = script.compute_logprobs(model, rollout, 0.7)
         actual = gradients(model, logprobs.sum())
-    assert largest.elements <= 2**24 < rollout[3].sum() * vocab_size
+    assert largest.elements <= 2**24 < rollout.response_mask.sum() * vocab_size
     assert max(saved) < 2**24
-    expected = [slow_logprobs(model, *[x[[i]] for x in rollout], 0.7) for i in range(2)]
+    expected = [slow_logprobs(model, rollout.select([i]), 0.7) for i in range(2)]
     assert_near(logprobs, torch.cat(expected))
     assert_same_gradients(actual, gradients(model, torch.cat(expected).sum()))
 
@@ -664,9 +681,10 @@ def test_a_model_in_training_mode_with_checkpointing_is_sampled_as_in_evaluation
     model.activation_checkpointing_enable()
     model.train()
     rollout, sampled = roll_out(script, model)
-    assert all(map(torch.equal, rollout, expected_rollout)) and torch.equal(sampled, expected)
+    assert torch.equal(rollout.response_ids, expected_rollout.response_ids)
+    assert torch.equal(sampled, expected)
     with torch.no_grad():
-        assert_near(sampled, slow_logprobs(model.eval(), *rollout, 1.0))
+        assert_near(sampled, slow_logprobs(model.eval(), rollout, 1.0))
 
 
 def test_dropout_is_off_in_a_rollout(script):
@@ -675,4 +693,4 @@ def test_dropout_is_off_in_a_rollout(script):
     model.eval()
     with torch.no_grad():
         assert_near(sampled, script.compute_logprobs(model, rollout, 1.0))
-        assert_near(sampled, slow_logprobs(model, *rollout, 1.0))
+        assert_near(sampled, slow_logprobs(model, rollout, 1.0))

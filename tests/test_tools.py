@@ -1,4 +1,4 @@
-"""grpo_tools.py and utils/tools.py: what a call can do, which tokens are seen and which are trained on."""
+"""grpo_tools.py and utils/tools.py: what a call can do, which tokens are seen and trained on."""
 
 import json
 import math
@@ -50,19 +50,41 @@ def test_the_calculator(call, value):
     assert calculator(call) == value
 
 
-HOSTILE = ["9**9**9", "9<<9**9", "'a'*9999999999", "'1e999999999'", "[0]*9999999999", "(9).real"]
-HOSTILE += ["__import__('os')", "(lambda: 1)()", "1 if 1 else 2", "x", "x:=1", "1;2", "f'{1}'"]
-HOSTILE += ["", "+", "1/0", "True", "3j", "9" * 5000, "(" * 400, "-" * 100000 + "1", "1\0", "not 1"]
-HOSTILE += [
+HOSTILE = [
+    "9**9**9",
+    "9<<9**9",
+    "'a'*9999999999",
+    "'1e999999999'",
+    "[0]*9999999999",
+    "(9).real",
+    "__import__('os')",
+    "(lambda: 1)()",
+    "1 if 1 else 2",
+    "x",
+    "x:=1",
+    "1;2",
+    "f'{1}'",
+    "",
+    "+",
+    "1/0",
+    "1<2",
+    "True",
+    "3j",
+    "9" * 5000,
+    "(" * 400,
+    "-" * 100000 + "1",
+    "1\0",
+    "not 1",
     "1e300*1e300",
     "1e999",
     "1+1\ud800",
+    # Cut to MAX_CHARS characters, this would be another sum.
     "1+" * 249 + "1111",
-]  # the last would be cut to another sum
+]
 
 
 @pytest.mark.parametrize("call", HOSTILE, ids=range(len(HOSTILE)))
-def test_what_is_no_sum_is_an_error_at_once(call):
+def test_a_text_that_is_not_a_sum_is_an_error_at_once(call):
     assert run_tool(calculator, [call, "1+1"]) == [ERROR, "=2"]
 
 
@@ -93,7 +115,7 @@ def test_calls_run_at_the_same_time():
 
 
 def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
-    """What it returns later changes nothing."""
+    """The answers stay as they are when it returns later."""
     monkeypatch.setattr(tools, "SECONDS", 0.2)
     release, returned = threading.Event(), threading.Event()
 
@@ -113,7 +135,10 @@ def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
 
 
 def script_model(monkeypatch, tokenizer, turns, sizes):
-    """generate writes, after a context that decodes to a key of turns, the tokens of its value."""
+    """Make generate write what `turns` says: the text of a context -> a text or the ids of tokens.
+
+    Each call of generate appends the number of its sequences to `sizes`.
+    """
 
     def generate(args, model, ids, mask, num_samples, temperature, eos_ids, tokenizer):
         rows = []
@@ -136,7 +161,7 @@ def respond(tokenizer, prompts, num_samples=1, **given):
         {"prompt_ids": tokenizer(text, add_special_tokens=False).input_ids} for text in prompts
     ]
     model = SimpleNamespace(device=torch.device("cpu"))
-    return grpo_tools.respond(args, model, tokenizer, examples, num_samples, 1.0, EOS_IDS)
+    return grpo_tools.sample_responses(args, model, tokenizer, examples, num_samples, 1.0, EOS_IDS)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +169,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(CALLER)
 
 
-# Between { and } is what the tool wrote.
+# The tool wrote what stands between { and }.
 TURNS = {
     "a call": ["<calc>4+7</calc>{=11}</think></s>"],
     "no call": ["<think>4</s>"],
@@ -172,11 +197,11 @@ def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, monkeypatch):
         by_tool = part.startswith("{")
         written = part.strip("{}")
         if by_tool:
-            answers.append(written if written != "=2" or "cut" not in name else "=22")
+            answers.append("=22" if name == "cut in an answer" else written)
         else:
-            turns["1+1=" + tokenizer.decode(ids)] = written + "1" * (
-                40 if "cut after it" == name else 0
-            )
+            # This policy writes more than there is room for.
+            too_much = "1" * 40 if name == "cut after it" else ""
+            turns["1+1=" + tokenizer.decode(ids)] = written + too_much
         new = tokenizer(written).input_ids
         ids += new
         wrote += [not by_tool] * len(new)
@@ -187,24 +212,56 @@ def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, monkeypatch):
     assert rollout.response_ids.tolist() == [ids]
     assert rollout.response_mask.tolist() == [wrote]
     assert rollout.context_mask.all()
-    assert rollout.answers == [answers]
+    assert rollout.tool_answers == [answers]
     assert rollout.completions == [text.replace("{", "").replace("}", "").removesuffix("</s>")]
     expected = torch.tensor([[-0.01 * i * own for i, own in zip(ids, wrote, strict=True)]])
     torch.testing.assert_close(rollout.sampled_logprobs, expected)
 
 
+@pytest.mark.parametrize("max_calls", [1, 2, 4])
+def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, monkeypatch):
+    """The tool answers max_calls calls. It never sees the next call, and nothing follows that."""
+    seen = []
+
+    def tool(call):
+        seen.append(call)
+        return "0"
+
+    monkeypatch.setattr(grpo_tools, "TOOL", tool)
+    turns, text = {}, "1+1="
+    for k in range(max_calls + 1):
+        turns[text] = f"<calc>{k}</calc>"
+        text += f"<calc>{k}</calc>=0"
+    turns[text] = "</s>"  # only sampled if the tool answers one call too many
+    sizes = []
+    script_model(monkeypatch, tokenizer, turns, sizes)
+    rollout = respond(tokenizer, ["1+1="], max_calls=max_calls)
+    assert seen == [str(k) for k in range(max_calls)]
+    assert rollout.tool_answers == [["=0"] * max_calls]
+    (completion,) = rollout.completions
+    assert completion == text.removeprefix("1+1=").removesuffix("=0")
+    assert sizes == [1] * (max_calls + 1)
+    # It ended for this reason, and not because it was full.
+    assert rollout.context_mask.shape[1] < 40
+
+
 def test_responses_of_a_batch_go_on_together(tokenizer, monkeypatch):
-    """Each goes on from its own text; those that have ended, or whose answer fills the response, do not."""
-    turns = {"1+1=": "<calc>1+1</calc>", "47+38=": "85</s>", "2=": "<calc>2</calc>"}
-    turns |= {"1+1=<calc>1+1</calc>=2": "</s>", "2=<calc>2</calc>=2": "<calc>3</calc>"}
-    turns |= {"2=<calc>2</calc>=2<calc>3</calc>=3": "9</s>"}
+    """Each response goes on from the text it has, until it has ended."""
+    turns = {
+        "1+1=": "<calc>1+1</calc>",
+        "1+1=<calc>1+1</calc>=2": "</s>",
+        "47+38=": "85</s>",
+        "2=": "<calc>2</calc>",
+        "2=<calc>2</calc>=2": "<calc>3</calc>",
+        "2=<calc>2</calc>=2<calc>3</calc>=3": "9</s>",
+    }
     sizes = []
     script_model(monkeypatch, tokenizer, turns, sizes)
     rollout = respond(tokenizer, ["1+1=", "47+38=", "2="], num_samples=2)
     assert sizes == [6, 4, 2]
     texts = ["<calc>1+1</calc>=2", "85", "<calc>2</calc>=2<calc>3</calc>=39"]
     assert rollout.completions == [text for text in texts for _ in range(2)]
-    assert rollout.answers == [["=2"], ["=2"], [], [], ["=2", "=3"], ["=2", "=3"]]
+    assert rollout.tool_answers == [["=2"], ["=2"], [], [], ["=2", "=3"], ["=2", "=3"]]
     lengths = [len(tokenizer(text + "</s>").input_ids) for text in texts for _ in range(2)]
     assert rollout.context_mask.sum(1).tolist() == lengths
     prompts = [x[mask] for x, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
@@ -213,37 +270,50 @@ def test_responses_of_a_batch_go_on_together(tokenizer, monkeypatch):
     ]
 
 
-def test_what_a_tool_writes_ends_nothing_and_counts_for_nothing(tokenizer, monkeypatch):
+def test_rows_of_a_rollout_keep_their_fields_together(tokenizer, monkeypatch):
+    turns = {"1=": "<calc>1</calc>", "1=<calc>1</calc>=1": "</s>", "2=": "2</s>", "3=": "33</s>"}
+    script_model(monkeypatch, tokenizer, turns, [])
+    rollout = respond(tokenizer, ["1=", "2=", "3="])
+    rows = [2, 0]
+    selected = rollout.select(rows)
+    assert selected.completions == ["33", "<calc>1</calc>=1"]
+    assert selected.tool_answers == [[], ["=1"]]
+    for name in rollout._fields[:-2]:
+        assert torch.equal(getattr(selected, name), getattr(rollout, name)[rows]), name
+
+
+def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, monkeypatch):
     """EOS and the end of a call are text like any other when the tool writes them."""
     monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "</s></calc>" if call == "1" else "")
-    turns = {"1=": "<calc>1</calc>", "1=<calc>1</calc>=</s></calc>": "<calc></calc>"}
-    turns |= {"1=<calc>1</calc>=</s></calc><calc></calc>=": "5</s>"}
+    turns = {
+        "1=": "<calc>1</calc>",
+        "1=<calc>1</calc>=</s></calc>": "<calc></calc>",
+        "1=<calc>1</calc>=</s></calc><calc></calc>=": "5</s>",
+    }
     script_model(monkeypatch, tokenizer, turns, [])
     rollout = respond(tokenizer, ["1="])
-    assert rollout.answers == [["=</s></calc>", "="]]
+    assert rollout.tool_answers == [["=</s></calc>", "="]]
     assert rollout.completions == ["<calc>1</calc>=</s></calc><calc></calc>=5"]
     counted = rollout.response_ids[rollout.response_mask]
     assert tokenizer.decode(counted) == "<calc>1</calc><calc></calc>5</s>"
 
 
 def test_the_tokens_trained_on_are_those_sampled(monkeypatch):
-    """Most texts have several spellings in this tokenizer; those that are sampled are not those it would choose."""
-    words = [
-        "<pad>",
-        "<unk>",
-        "</s>",
-        *"<>/=+calc0123456789",
-        "</",
-        "ca",
-        "lc",
-        "calc",
-        "<calc",
-        "lc>",
-    ]
-    words += ["47", "85"]
+    """This tokenizer can spell a text in several ways. The policy spells it in another one."""
+    special, letters = ["<pad>", "<unk>", "</s>"], list("<>/=+calc0123456789")
+    merged = ["</", "ca", "lc", "calc", "<calc", "lc>", "47", "85"]
+    words = special + letters + merged
     vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
-    merges = [("<", "/"), ("c", "a"), ("l", "c"), ("ca", "lc"), ("<", "calc"), ("lc", ">")]
-    merges += [("4", "7"), ("8", "5")]
+    merges = [
+        ("<", "/"),
+        ("c", "a"),
+        ("l", "c"),
+        ("ca", "lc"),
+        ("<", "calc"),
+        ("lc", ">"),
+        ("4", "7"),
+        ("8", "5"),
+    ]
     bpe = Tokenizer(models.BPE(vocab, merges))
     bpe.decoder = decoders.Fuse()
     bpe = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", pad_token="<pad>")
@@ -270,7 +340,7 @@ def student():
 
 @pytest.mark.parametrize("end", ["</calc>", "85", "k><answer>8", "nothing"])
 def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
-    """Whatever tokens it is made of. Columns that were not sampled are the first EOS id."""
+    """The end of a call may be any tokens. Columns that were not sampled hold the first EOS id."""
     monkeypatch.setattr(grpo_tools, "CALL_END", end)
     args = grpo_tools.Args(max_prompt_tokens=64, max_new_tokens=24)
     asked = "47+38=<think><calc>47+38" + "</calc>=85" * (end != "</calc>")
@@ -278,7 +348,8 @@ def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
     given = args, student, ids, ids >= 0, 1, 0.0, EOS_IDS, tokenizer
     response, mask, _ = grpo_tools.generate(*given)
     text = "</calc>" if end == "</calc>" else "</think><answer>85</answer></s>"
-    n = grpo_tools.first_call(tokenizer, response[mask].tolist())[0]
+    ids, _ = grpo_tools.cut_at_call(tokenizer, response[mask].tolist())
+    n = len(ids)
     monkeypatch.setattr(grpo_tools, "CALL_END", "\0")
     freely = grpo_tools.generate(*given)[0]
     assert tokenizer.decode(freely[0]).startswith(text), tokenizer.decode(freely[0])
@@ -294,13 +365,13 @@ def sampled(student, tokenizer, **given):
     questions = ["47+38=", "9+4=", "50+7="]
     examples = [{"prompt_ids": tokenizer(text).input_ids} for text in questions]
     torch.manual_seed(3)
-    return args, grpo_tools.respond(args, student, tokenizer, examples, 16, 1.0, EOS_IDS)
+    return args, grpo_tools.sample_responses(args, student, tokenizer, examples, 16, 1.0, EOS_IDS)
 
 
 def test_the_trainer_sees_what_the_sampler_saw(student, tokenizer):
     """Log-probabilities of policy tokens, the tool's before them in context, three ways."""
     args, rollout = sampled(student, tokenizer)
-    called = [i for i, answers in enumerate(rollout.answers) if answers]
+    called = [i for i, answers in enumerate(rollout.tool_answers) if answers]
     assert 0 < len(called) < 48
     with torch.no_grad():
         logprobs = grpo_tools.compute_logprobs(student, rollout, 1.0)
@@ -327,20 +398,39 @@ def test_a_token_of_the_tool_has_no_gradient_and_no_part_in_any_mean(student, to
     N = len(junk)
     advantages = torch.linspace(-1, 1, N)[:, None]
     mask = rollout.response_mask
-    given = [x.where(mask, torch.tensor(float("inf"))) for x in (logprobs - 0.1, logprobs + 0.1)]
-    loss, stats = grpo_tools.policy_loss(args, junk, *given, advantages, mask, N, mask.sum())
+    infinite = torch.tensor(float("inf"))
+    old_logprobs = (logprobs - 0.1).where(mask, infinite)
+    ref_logprobs = (logprobs + 0.1).where(mask, infinite)
+    loss, stats = grpo_tools.policy_loss(
+        args, junk, old_logprobs, ref_logprobs, advantages, mask, num_seqs=N
+    )
     loss.backward()
     assert (junk.grad[~mask] == 0).all() and (junk.grad[mask] != 0).all()
-    assert stats["tokens"] == mask.sum() < rollout.context_mask.sum()
-    assert stats["policy/ratio_mean"] / stats["tokens"] == pytest.approx(math.exp(0.1), rel=1e-4)
+    num_tokens = int(mask.sum())
+    assert num_tokens < rollout.context_mask.sum()
+    assert stats["policy/ratio_mean"] / num_tokens == pytest.approx(math.exp(0.1), rel=1e-4)
     assert all(math.isfinite(float(x)) for x in stats.values())
 
 
 # ==== whole runs ====
 
-COMMON = dict(num_steps=2, num_prompts=4, num_generations=4, max_new_tokens=21, temperature=1.1)
-COMMON |= dict(learning_rate=2e-3, num_iterations=2, num_minibatches=2, micro_batch_tokens=100)
-COMMON |= dict(max_grad_norm=0.7, clip_eps=0.1, beta=0.2, tool_cost=0.25, eval_size=2, seed=4)
+COMMON = dict(
+    num_steps=2,
+    num_prompts=4,
+    num_generations=4,
+    max_new_tokens=21,
+    temperature=1.1,
+    learning_rate=2e-3,
+    num_iterations=2,
+    num_minibatches=2,
+    micro_batch_tokens=100,
+    max_grad_norm=0.7,
+    clip_eps=0.1,
+    beta=0.2,
+    tool_cost=0.25,
+    eval_size=2,
+    seed=4,
+)
 
 
 def train(tmp_path, name="run", **given):
@@ -353,14 +443,14 @@ def train(tmp_path, name="run", **given):
 
 
 def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
-    """Against weights and metrics that are computed token by token, of the policy's tokens alone, in float64."""
+    """Against weights and metrics computed in float64, token by token, of the policy's tokens."""
     double(grpo_tools)
     rollouts, updates = [], []
-    respond, minibatches = grpo_tools.respond, grpo_tools.minibatches
+    sample_responses, minibatches = grpo_tools.sample_responses, grpo_tools.minibatches
 
-    def recorded_respond(*call):
-        rollout = respond(*call)
-        if call[5] > 0:  # not in an evaluation
+    def recorded_sample_responses(*call, **named):
+        rollout = sample_responses(*call, **named)
+        if "temperature" not in named:  # an evaluation names it
             rollouts.append(rollout)
             updates.append([])
         return rollout
@@ -370,7 +460,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
             updates[-1].append(minibatch.tolist())
             yield minibatch
 
-    monkeypatch.setattr(grpo_tools, "respond", recorded_respond)
+    monkeypatch.setattr(grpo_tools, "sample_responses", recorded_sample_responses)
     monkeypatch.setattr(grpo_tools, "minibatches", recorded_minibatches)
     args, folder = train(tmp_path)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").open()][1:]
@@ -393,7 +483,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
         with torch.no_grad():
             old = [logprobs_of(model, pair, args.temperature).tolist() for pair in pairs]
             ref = [logprobs_of(start, pair, args.temperature).tolist() for pair in pairs]
-        calls = [len(x) for x in rollout.answers]
+        calls = [len(x) for x in rollout.tool_answers]
         right = accuracy_reward(rollout.completions, answers)
         form = format_reward(rollout.completions, answers)
         rewards = [a + b - 0.25 * n for a, b, n in zip(right, form, calls, strict=True)]
@@ -429,7 +519,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
         with_calls = [x for x, n in zip(right, calls, strict=True) if n > 0]
         lengths = [sum(x) for x in wrote]
         ends = [pair[1][-1] == EOS and own[-1] for pair, own in zip(pairs, wrote, strict=True)]
-        errors = sum(x.count(ERROR) for x in rollout.answers)
+        errors = sum(x.count(ERROR) for x in rollout.tool_answers)
         expected = {
             "rollout/reward_mean": math.fsum(rewards) / N,
             "rollout/response_len": sum(lengths) / N,
@@ -451,30 +541,29 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
 
 def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(tmp_path, monkeypatch):
     _, whole = train(tmp_path, "whole", num_steps=3, save_every=1)
-    respond, begun = grpo_tools.respond, []
+    stopped = tmp_path / "stopped"
+    sample_responses, begun = grpo_tools.sample_responses, []
 
-    def killed(*call):
-        begun.append(call[5] > 0)
-        if sum(begun) == 3:
+    def killed(*call, **named):
+        if "temperature" not in named:  # an evaluation names it
+            begun.append(True)
+        if len(begun) == 3:
             raise KeyboardInterrupt
-        return respond(*call)
+        return sample_responses(*call, **named)
 
-    monkeypatch.setattr(grpo_tools, "respond", killed)
+    monkeypatch.setattr(grpo_tools, "sample_responses", killed)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, "stopped", num_steps=3, save_every=1)
-    monkeypatch.setattr(grpo_tools, "respond", respond)
-    grpo_tools.main(grpo_tools.Args(resume=str(tmp_path / "stopped")))
-    for name in ("samples.jsonl",):
-        assert (whole / name).read_bytes() == (tmp_path / "stopped" / name).read_bytes()
-    one, other = (
-        torch.load(path / "checkpoint.pt", weights_only=True)["model"]
-        for path in (whole, tmp_path / "stopped")
-    )
+        train(tmp_path, stopped.name, num_steps=3, save_every=1)
+    monkeypatch.setattr(grpo_tools, "sample_responses", sample_responses)
+    grpo_tools.main(grpo_tools.Args(resume=str(stopped)))
+    assert (whole / "samples.jsonl").read_bytes() == (stopped / "samples.jsonl").read_bytes()
+    one = torch.load(whole / "checkpoint.pt", weights_only=True)["model"]
+    other = torch.load(stopped / "checkpoint.pt", weights_only=True)["model"]
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def test_without_a_call_its_accuracy_is_null(tmp_path, monkeypatch):
-    """Where no call is ever found; and a tool that always raises does not end a run."""
+    """The first run finds no call. In the second every call is an error, and the run goes on."""
     with monkeypatch.context() as changed:
         changed.setattr(grpo_tools, "CALL_END", "\0")
         _, folder = train(tmp_path, "none", num_steps=1)

@@ -1,4 +1,4 @@
-"""The equations of vapo.py that ppo_rlhf.py has not, and how a step puts them together.
+"""The equations of vapo.py that ppo_rlhf.py doesn't have, and how a step puts them together.
 
 Its policy loss is in test_equations.py with the others', its value loss in test_ppo_equations.py with the parent's.
 """
@@ -21,6 +21,9 @@ def test_the_reward_stands_at_the_last_token():
     mask = torch.tensor([[True, True, True], [True, False, False]])
     rewards = vapo.terminal_rewards(torch.tensor([1.4, -0.5], dtype=torch.float64), mask)
     same(rewards, [[0.0, 0.0, 1.4], [-0.5]], mask)
+    for scores in (torch.zeros(2, 1), torch.zeros(1)):  # shapes that would broadcast
+        with pytest.raises(AssertionError):
+            vapo.terminal_rewards(scores, mask)
 
 
 # ---- Length-Adaptive GAE
@@ -65,17 +68,20 @@ def test_lambda_depends_on_nothing_but_the_length():
 
 
 def test_gae_by_hand():
-    # Values 1, 2, 3, reward 8 at the end, gamma 1: deltas 1, 1, 5. Lambda 1/2: 1 + 0.5 * 3.5, 1 + 0.5 * 5, 5.
+    # Values 1, 2, 3 and a reward of 8 at the end, with gamma 1: deltas 1, 1, 5.
+    # With lambda 1/2 the advantages are 1 + 0.5 * 3.5, 1 + 0.5 * 5, 5.
     mask = torch.tensor([[True, True, True]])
     rewards = vapo.terminal_rewards(torch.tensor([8.0]), mask).double()
     values = torch.tensor([[1.0, 2.0, 3.0]], dtype=torch.float64)
     args = vapo.Args(gae_alpha=2 / 3)
     policy_lambda = vapo.adaptive_lambda(args, mask)
     assert policy_lambda.tolist() == pytest.approx([0.5])
-    advantages, _ = vapo.compute_gae(args, rewards, values, mask, 0.5)
-    same(advantages, [[2.75, 3.5, 5.0]], mask)
-    _, returns = vapo.compute_gae(args, rewards, values, mask, 1.0)
-    same(returns, [[8.0, 8.0, 8.0]], mask)
+    same(vapo.compute_gae(args, rewards, values, mask, 0.5), [[2.75, 3.5, 5.0]], mask)
+    same(vapo.compute_gae(args, rewards, values, mask, policy_lambda), [[2.75, 3.5, 5.0]], mask)
+    same(vapo.discounted_returns(args, rewards, mask), [[8.0, 8.0, 8.0]], mask)
+    # With gamma 1/2 a reward is worth half of it one token earlier.
+    args = vapo.Args(gamma=0.5)
+    same(vapo.discounted_returns(args, rewards, mask), [[2.0, 4.0, 8.0]], mask)
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
@@ -86,7 +92,7 @@ def test_gae_with_a_lambda_of_each_response_against_the_sum_of_deltas(seed, gamm
     lambdas = [max(0.0, 1 - 1 / (0.4 * int(row.sum()))) for row in mask]
     assert len(set(lambdas)) > 1 and 0.0 in lambdas
     policy_lambda = vapo.adaptive_lambda(args, mask).double()
-    advantages, _ = vapo.compute_gae(
+    advantages = vapo.compute_gae(
         args, rewards, values, mask, torch.tensor(lambdas, dtype=torch.float64)
     )
     rows = zip(counted(rewards, mask), counted(values, mask), lambdas, strict=True)
@@ -95,24 +101,38 @@ def test_gae_with_a_lambda_of_each_response_against_the_sum_of_deltas(seed, gamm
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
-def test_the_targets_are_monte_carlo_returns_whatever_the_values_are(gamma):
+def test_the_returns_are_monte_carlo_returns(gamma):
+    """They are also advantage plus value of GAE with a lambda of 1, whatever the values are."""
     mask, (rewards, values, others) = ragged(3, 3)
     args = vapo.Args(gamma=gamma)
     expected = [
         [math.fsum(gamma**k * r for k, r in enumerate(row[t:])) for t in range(len(row))]
         for row in counted(rewards, mask)
     ]
+    same(vapo.discounted_returns(args, rewards, mask), expected, mask)
     for guess in (values, others):
-        _, returns = vapo.compute_gae(args, rewards, guess, mask, 1.0)
-        same(returns, expected, mask)
+        advantages = vapo.compute_gae(args, rewards, guess, mask, 1.0)
+        same(advantages + guess.masked_fill(~mask, 0.0), expected, mask)
+
+
+def test_returns_do_not_modify_the_rewards_and_refuse_other_shapes():
+    mask, (rewards,) = ragged(8, 1)
+    before = rewards.clone()
+    vapo.discounted_returns(vapo.Args(), rewards, mask).add_(1.0)
+    assert torch.equal(before.nan_to_num(), rewards.nan_to_num())
+    with pytest.raises(AssertionError):
+        vapo.discounted_returns(vapo.Args(), rewards[:, :1], mask)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.7, 1.0])
 def test_one_lambda_for_all_is_the_parents_gae(value):
     mask, (rewards, values) = ragged(4, 2)
     mine = vapo.compute_gae(vapo.Args(), rewards, values, mask, value)
-    theirs = ppo_rlhf.compute_gae(ppo_rlhf.Args(gae_lambda=value), rewards, values, mask)
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    args = ppo_rlhf.Args(gae_lambda=value)
+    theirs, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
+    assert torch.equal(mine, theirs)
+    if value == 1.0:
+        assert torch.allclose(vapo.discounted_returns(vapo.Args(), rewards, mask), returns)
 
 
 # ---- the language-modelling loss on right responses

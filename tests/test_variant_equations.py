@@ -4,11 +4,12 @@ As in test_equations.py: by numbers worked by hand, against slow float64 loops, 
 """
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
-from conftest import ROOT, SHARED
+from conftest import ROOT, SHARED, SMALL_MODEL, small_recipe
 from test_equations import make_args, ragged_batch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -21,15 +22,12 @@ import reinforce_baseline
 import remax
 
 ADDER = ROOT / "assets" / "adder"
-EOS = torch.tensor([2])
 
 
 def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
     """The loss of one whole minibatch, its gradient (n, R), and the stats."""
     logprobs = logprobs.detach().clone().requires_grad_()
-    loss, stats = script.policy_loss(
-        args, logprobs, old, ref, advantages, mask, len(mask), int(mask.sum())
-    )
+    loss, stats = script.policy_loss(args, logprobs, old, ref, advantages, mask, num_seqs=len(mask))
     loss.backward()
     return loss.item(), logprobs.grad, stats
 
@@ -40,17 +38,14 @@ def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
 @pytest.mark.parametrize(
     ("low", "high", "advantage", "loss", "gradient"),
     [
-        # Ratios 1.2 and 0.9 of two tokens: s = sqrt(1.08) = 1.03923, and each token has s A / 2 of the gradient.
+        # The two tokens have the ratios 1.2 and 0.9, so s = sqrt(1.08) = 1.03923. Each token has
+        # s A / 2 of the gradient.
         (0.1, 0.1, 2.0, -2 * 1.08**0.5, -(1.08**0.5)),
         (0.1, 0.1, -2.0, 2 * 1.08**0.5, 1.08**0.5),
-        (0.1, 0.02, 2.0, -2 * 1.02, 0.0),  # cut above: nothing to gain any more
-        (
-            0.1,
-            0.02,
-            -2.0,
-            2 * 1.08**0.5,
-            1.08**0.5,
-        ),  # for a negative advantage only the lower bound cuts
+        # The ratio is clipped above: there is nothing to gain any more.
+        (0.1, 0.02, 2.0, -2 * 1.02, 0.0),
+        # With a negative advantage only the lower bound clips.
+        (0.1, 0.02, -2.0, 2 * 1.08**0.5, 1.08**0.5),
     ],
 )
 def test_gspo_by_hand(low, high, advantage, loss, gradient):
@@ -62,11 +57,11 @@ def test_gspo_by_hand(low, high, advantage, loss, gradient):
     value, slope, stats = loss_and_gradient(gspo, args, logprobs, old, None, advantages, mask)
     assert value == pytest.approx(loss, abs=1e-12)
     assert slope.tolist()[0] == pytest.approx([gradient, gradient, 0.0], abs=1e-12)
-    assert (stats["policy/clip_frac_high"], stats["policy/clip_frac_low"], stats["sequences"]) == (
-        high < 0.039,
-        0,
-        1,
-    )
+    # The one sequence is above the range, or it is not.
+    assert stats["policy/clip_frac"] == stats["policy/clip_frac_high"] == (high < 0.039)
+    assert stats["policy/clip_frac_low"] == 0
+    # Each of the two tokens has the ratio of the sequence.
+    assert stats["policy/ratio_mean"].item() == pytest.approx(2 * 1.08**0.5, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -81,7 +76,8 @@ def test_gspo_within_a_wide_range_against_a_slow_loop(seed):
         A = advantages[i].item()
         total -= min(s * A, min(max(s, 0.7), 1.5) * A) / 6
         clipped += s < 0.7 or s > 1.5
-        # Unclipped, a sequence's gradient is s A / |o| times the sum of the gradients of its log-probabilities.
+        # If the sequence is not clipped, its gradient is s A / |o| times the sum of the gradients
+        # of its log-probabilities.
         active = s < 1.5 if A > 0 else s > 0.7
         assert slope[i, :length].tolist() == pytest.approx(
             [-active * s * A / length / 6] * length, abs=1e-12
@@ -103,7 +99,7 @@ def test_gspo_with_one_token_per_response_is_grpo(beta):
     ]
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-12)
     assert torch.allclose(results[0][1], results[1][1], atol=1e-12)
-    for name in ("policy/clip_frac", "policy/approx_kl", "policy/ratio_mean", "tokens"):
+    for name in ("policy/clip_frac", "policy/approx_kl", "policy/ratio_mean", "policy/entropy"):
         assert float(results[0][2][name]) == pytest.approx(float(results[1][2][name]))
 
 
@@ -145,7 +141,7 @@ def test_remax_with_equal_greedy_rewards_is_reinforce_with_that_baseline():
 
 
 def test_the_greedy_baseline_leaves_the_gradient_unbiased():
-    """One prompt, three responses of one token: the mean over all samples is the exact gradient, for any baseline."""
+    """The mean over all samples is the exact gradient: one prompt, three responses of one token."""
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([1.0, 0.4, 0.2], dtype=torch.float64)
     (exact,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
@@ -156,81 +152,106 @@ def test_the_greedy_baseline_leaves_the_gradient_unbiased():
         advantages = remax.compute_advantages(make_args(remax), rewards[token].view(1, 1), greedy)
         one = torch.ones(1, 1, dtype=torch.bool)
         loss, _ = remax.policy_loss(
-            make_args(remax), logprobs, logprobs.detach(), None, advantages, one, 1, 1
+            make_args(remax, beta=0.0),
+            logprobs,
+            logprobs.detach(),
+            None,
+            advantages,
+            one,
+            num_seqs=1,
         )
         (gradient,) = torch.autograd.grad(-loss, logits)
         expected += logprobs.exp().item() * gradient
     assert torch.allclose(expected, exact, atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [1.3, 0.0])
-def test_the_first_response_to_each_prompt_is_greedy(temperature):
-    model = AutoModelForCausalLM.from_pretrained(ADDER)
-    tokenizer = AutoTokenizer.from_pretrained(ADDER)
-    rows = [tokenizer(f"{10 + k}+{20 + k}=", return_tensors="pt").input_ids[0] for k in range(8)]
-    prompts = torch.stack(rows)
-    given = (
-        make_args(remax, max_new_tokens=30),
-        model,
-        prompts,
-        torch.ones_like(prompts, dtype=torch.bool),
-    )
-    torch.manual_seed(0)
-    ids, mask, logprobs = (
-        x.unflatten(0, (8, 4)) for x in remax.generate(*given, 4, temperature, EOS)
-    )
-    greedy = grpo.generate(*given, 1, 0.0, EOS)
-    assert torch.equal(mask[:, 0], greedy[1]) and torch.equal(
-        ids[:, 0][mask[:, 0]], greedy[0][greedy[1]]
-    )
-    others = [ids[k, j][mask[k, j]].tolist() for k in range(8) for j in (1, 2, 3)]
-    repeated = [ids[k, 0][mask[k, 0]].tolist() for k in range(8) for _ in (1, 2, 3)]
-    assert (others == repeated) == (temperature == 0.0)
-    # Every logprob is the policy's own at this temperature, of the greedy tokens as of the others.
-    rollout = (
-        prompts.repeat_interleave(4, 0),
-        given[3].repeat_interleave(4, 0),
-        ids.flatten(0, 1),
-        mask.flatten(0, 1),
-    )
-    exact = remax.compute_logprobs(model, rollout, temperature or 1.0)
-    assert torch.allclose(logprobs.flatten(0, 1), exact, atol=1e-4)
+def first_step(script, folder, **fields):
+    """Run main for one step: the metrics of the step, and its samples."""
+    given = small_recipe(script)
+    given |= dict(num_prompts=8, num_generations=3, num_steps=1, eval_size=2, beta=0.0)
+    given |= fields
+    script.main(script.Args(**given, runs_dir=str(folder), run_name=script.__name__))
+    records = []
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        lines = (folder / script.__name__ / name).read_text().splitlines()
+        records.append([json.loads(line) for line in lines])
+    metrics, samples = records
+    return metrics[-1], samples
+
+
+@pytest.mark.parametrize("temperature", [1.3, 1e-6])
+def test_the_baseline_is_the_reward_of_a_greedy_response(temperature, tmp_path):
+    """At step 1 the policy is the model on disk, so that its greedy responses are known."""
+    metrics, samples = first_step(remax, tmp_path, temperature=temperature, max_new_tokens=30)
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
+    greedy_rewards = []
+    advantages = []
+    for sample in samples:
+        prompt_ids = tokenizer(sample["prompt"], return_tensors="pt").input_ids
+        ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=30)
+        text = tokenizer.decode(ids[0, prompt_ids.shape[1] :], skip_special_tokens=True)
+        scores = [reward([text], [sample["answer"]])[0] for reward in remax.REWARDS]
+        greedy_rewards.append(sum(scores))
+        expected = [reward - sum(scores) for reward in sample["rewards"]]
+        assert sample["advantages"] == pytest.approx(expected, abs=1e-6)
+        # Nearly without a temperature the samples are greedy, too.
+        if temperature == 1e-6:
+            assert sample["completions"] == [text] * 3
+        advantages += sample["advantages"]
+    assert metrics["rollout/greedy_reward"] == pytest.approx(sum(greedy_rewards) / 8, abs=1e-6)
+    assert len(set(greedy_rewards)) > 1
+    assert any(advantages) == (temperature == 1.3)
+    # The sampler's log-probabilities of the samples are those of the policy at this temperature.
+    if temperature == 1.3:
+        assert metrics["rollout/logprob_gap_max"] < 1e-4
+
+
+def test_the_greedy_responses_change_no_sample(tmp_path):
+    """remax.py draws the samples of reinforce_baseline.py, and counts B responses more."""
+    parent, samples = first_step(reinforce_baseline, tmp_path)
+    child, samples_of_child = first_step(remax, tmp_path)
+    assert [x["completions"] for x in samples] == [x["completions"] for x in samples_of_child]
+    assert child["episodes"] == parent["episodes"] + 8
+    assert parent["tokens"] < child["tokens"] <= parent["tokens"] + 8 * 32
+    for name in ("rollout/response_len", "rollout/eos_frac", "rollout/accuracy"):
+        assert child[name] == parent[name]
 
 
 # ---- grpo_offpolicy
 
 
-def test_rollout_correction_by_hand():
+def test_sampler_weights_by_hand():
     old = torch.tensor([[0.0, 0.0, 0.0, math.nan]], dtype=torch.float64, requires_grad=True)
     sampled = -torch.tensor([[1.5, 3.0, 0.5, 1.0]], dtype=torch.float64).log()
     mask = torch.tensor([[True, True, True, False]])
-    weights = grpo_offpolicy.rollout_correction(make_args(grpo_offpolicy), old, sampled, mask)
-    assert weights.tolist()[0] == pytest.approx([1.5, 2.0, 0.5, 1.0]) and not weights.requires_grad
-    off = grpo_offpolicy.rollout_correction(
-        make_args(grpo_offpolicy, rollout_correction=0.0), old, sampled, mask
-    )
-    assert off.tolist() == [[1.0] * 4]
+    args = make_args(grpo_offpolicy)
+    weights = grpo_offpolicy.compute_sampler_weights(args, old, sampled, mask)
+    assert weights.tolist()[0] == pytest.approx([1.5, 2.0, 0.5, 1.0])
+    assert not weights.requires_grad
+    args.rollout_correction = 0.0
+    weights = grpo_offpolicy.compute_sampler_weights(args, old, sampled, mask)
+    assert weights.tolist() == [[1.0] * 4]
 
 
 def test_sequences_far_from_the_sampler_are_left_out_by_hand():
-    """The product of a sequence's ratios is 3, 4.5 and 1 / 8; those beyond the cap get no weight, at any token."""
+    """The ratios of the sequences are 3, 4.5 and 1 / 8. Above the cap all weights are 0."""
     sampled = -torch.tensor([[1.5, 2.0, 9.0], [1.5, 3.0, 1.0], [0.5, 0.5, 0.5]]).log()
     mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
     args = make_args(grpo_offpolicy, sequence_cap=3.001)
-    weights = grpo_offpolicy.rollout_correction(args, torch.zeros(3, 3), sampled, mask)
+    weights = grpo_offpolicy.compute_sampler_weights(args, torch.zeros(3, 3), sampled, mask)
     expected = torch.tensor([[1.5, 2.0, 1.0], [0.0, 0.0, 0.0], [0.5, 0.5, 0.5]])
     torch.testing.assert_close(weights, expected)
     args.rollout_correction = 0.0
-    weights = grpo_offpolicy.rollout_correction(args, torch.zeros(3, 3), sampled, mask)
+    weights = grpo_offpolicy.compute_sampler_weights(args, torch.zeros(3, 3), sampled, mask)
     assert weights.tolist() == [[1.0] * 3, [0.0] * 3, [1.0] * 3]
 
 
 @pytest.mark.parametrize("cap", [0.0, 1.2, 2.0, 50.0])
-def test_rollout_correction_against_a_slow_loop(cap):
+def test_sampler_weights_against_a_slow_loop(cap):
     _, old, sampled, _, mask = ragged_batch(0)
-    weights = grpo_offpolicy.rollout_correction(
-        make_args(grpo_offpolicy, rollout_correction=cap), old, sampled, mask
-    )
+    args = make_args(grpo_offpolicy, rollout_correction=cap)
+    weights = grpo_offpolicy.compute_sampler_weights(args, old, sampled, mask)
     for i, t in mask.nonzero().tolist():
         ratio = math.exp(old[i, t].item() - sampled[i, t].item())
         assert weights[i, t].item() == pytest.approx(min(ratio, cap) if cap else 1.0, abs=1e-12)
@@ -240,24 +261,20 @@ def test_rollout_correction_against_a_slow_loop(cap):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "dual_clip", "loss", "gradient"),
     [
-        (4.0, -1.0, 3.0, 3.0, 0.0),  # held back
+        (4.0, -1.0, 3.0, 3.0, 0.0),  # counts as 3
         (2.5, -1.0, 3.0, 2.5, 2.5),
-        (4.0, 1.0, 3.0, -1.2, 0.0),  # a positive advantage knows no dual clip
+        (4.0, 1.0, 3.0, -1.2, 0.0),  # a positive advantage has no dual clip
         (0.5, -1.0, 3.0, 0.8, 0.0),
-        (1.1, -2.0, 1.05, 2.1, 0.0),  # also within the clip range
+        (1.1, -2.0, 1.05, 2.1, 0.0),  # a dual clip within the clip range acts, too
         (1.04, -2.0, 1.05, 2.08, 2.08),
     ],
 )
 def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
-    logprobs, old = (
-        torch.tensor([[math.log(ratio)]], dtype=torch.float64),
-        torch.zeros(1, 1, dtype=torch.float64),
-    )
+    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64)
+    old = torch.zeros(1, 1, dtype=torch.float64)
+    advantages = torch.tensor([[advantage]], dtype=torch.float64)
+    mask = torch.ones(1, 1, dtype=torch.bool)
     args = make_args(grpo_offpolicy, beta=0.0, dual_clip=dual_clip)
-    advantages, mask = (
-        torch.tensor([[advantage]], dtype=torch.float64),
-        torch.ones(1, 1, dtype=torch.bool),
-    )
     value, slope, stats = loss_and_gradient(
         grpo_offpolicy, args, logprobs, old, None, advantages, mask
     )
@@ -267,21 +284,27 @@ def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
 
 def test_where_the_dual_clip_does_not_bind_it_is_grpo():
     logprobs, old, ref, advantages, mask = ragged_batch(3)
-    results = [
-        loss_and_gradient(
-            s, make_args(s, beta=0.1, dual_clip=1e9), logprobs, old, ref, advantages, mask
-        )[:2]
-        for s in (grpo, grpo_offpolicy)
-    ]
+    results = []
+    # grpo_offpolicy.py has one advantage per token, (n, R), and grpo.py one per sequence, (n, 1).
+    for script, shaped in ((grpo, advantages), (grpo_offpolicy, advantages.expand_as(mask))):
+        args = make_args(script, beta=0.1, dual_clip=1e9)
+        results.append(loss_and_gradient(script, args, logprobs, old, ref, shaped, mask))
     assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
 
 
+def test_the_loss_takes_one_advantage_per_token():
+    """Advantages (n, 1) have no weights in them, so they are refused."""
+    logprobs, old, ref, advantages, mask = ragged_batch(3)
+    args = make_args(grpo_offpolicy, beta=0.1)
+    with pytest.raises(AssertionError):
+        loss_and_gradient(grpo_offpolicy, args, logprobs, old, ref, advantages, mask)
+
+
 def test_weights_scale_the_policy_term_of_their_token_and_nothing_else():
-    """The loss with weights in the advantages: each token's policy loss times its weight, and the KL as it was."""
+    """With weights in the advantages the policy loss of a token is weighted, and its KL is not."""
     logprobs, old, ref, advantages, mask = ragged_batch(4)
-    weights = (
-        torch.rand(mask.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2
-    )
+    generator = torch.Generator().manual_seed(0)
+    weights = 2 * torch.rand(mask.shape, generator=generator, dtype=torch.float64)
     args = make_args(grpo_offpolicy, beta=0.1)
     weighted = loss_and_gradient(
         grpo_offpolicy, args, logprobs, old, ref, weights * advantages, mask
@@ -316,21 +339,18 @@ def response_logprobs(policy, response):
 
 
 def mean_gradient(sampler, policy, advantages, correction):
-    """The gradient of main's loss for one response, averaged over all responses with the sampler's probabilities."""
+    """The gradient of main's loss for one response, averaged with the sampler's probabilities."""
     policy = [logits.clone().requires_grad_() for logits in policy]
-    args, mask = (
-        make_args(grpo_offpolicy, beta=0.0, rollout_correction=correction),
-        torch.ones(1, R, dtype=torch.bool),
-    )
+    args = make_args(grpo_offpolicy, beta=0.0, rollout_correction=correction)
+    mask = torch.ones(1, R, dtype=torch.bool)
     total = 0.0
     for response, advantage in zip(itertools.product(range(V), repeat=R), advantages, strict=True):
-        logprobs, sampled = (
-            response_logprobs(policy, response),
-            response_logprobs(sampler, response),
-        )
-        weights = grpo_offpolicy.rollout_correction(args, logprobs.detach(), sampled, mask)
+        logprobs = response_logprobs(policy, response)
+        old = logprobs.detach()
+        sampled = response_logprobs(sampler, response)
+        weights = grpo_offpolicy.compute_sampler_weights(args, old, sampled, mask)
         loss, _ = grpo_offpolicy.policy_loss(
-            args, logprobs, logprobs.detach(), None, weights * advantage, mask, 1, R
+            args, logprobs, old, None, weights * advantage, mask, num_seqs=1
         )
         total = total + sampled.sum().exp() * loss
     return torch.cat([x.flatten() for x in torch.autograd.grad(total, policy)])
@@ -347,7 +367,10 @@ def sampler_of(policy, seed, how):
 
 @pytest.mark.parametrize("how", ["rounded", "stale"])
 def test_the_corrected_gradient_is_nearer_to_the_exact_one(how):
-    """Over 40 random policies, squared: a token's weight knows nothing of the tokens before it, so not for each."""
+    """The mean of the squared errors over 40 random policies.
+
+    It needn't hold for each policy: a token's weight doesn't correct for the tokens before it.
+    """
     errors = {0.0: 0.0, 2.0: 0.0}
     for seed in range(40):
         policy = tiny_policy(seed)
@@ -365,7 +388,7 @@ def test_the_corrected_gradient_is_nearer_to_the_exact_one(how):
 
 @pytest.mark.parametrize("how", ["rounded", "stale"])
 def test_where_the_last_token_alone_matters_the_correction_is_exact(how):
-    """The first token has only one choice, and what follows it is weighted in full."""
+    """The first token has only one choice, so the weight of the second corrects for everything."""
     policy = tiny_policy(7)
     policy[0] = torch.tensor([0.0, -1e9, -1e9, -1e9], dtype=torch.float64)
     sampler = [policy[0], sampler_of(policy, 7, how)[1]]
@@ -383,54 +406,43 @@ def test_where_the_last_token_alone_matters_the_correction_is_exact(how):
 def test_steps_of_an_addition_by_hand():
     texts = {
         "<think>7+8=15,4+3+1=8</think><answer>85</answer>": [(13, 1.0), (21, 1.0), (48, 1.0)],
-        "<think>7+8=15,4+3=7</think><answer>75</answer>": [
-            (13, 1.0),
-            (19, 0.0),
-            (46, 0.0),
-        ],  # true, but no carry
-        "<think>7+8=14,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.0)],  # a sum that is false
-        "<think>7+8=25,4+3+1=8</think>85": [
-            (13, 0.0),
-            (21, 1.0),
-            (31, 0.0),
-        ],  # the right digit of a false sum
-        "<think>0+0=0,0+0=0,0+0=0</think>85": [
-            (12, 0.0),
-            (18, 0.0),
-            (24, 0.0),
-            (34, 0.0),
-        ],  # 85 has no third digit
-        "7+8=15<think></think><answer>85</answer>7+8=15": [(46, 1.0)],  # not within the tags
-        "<think>7+8=15,4+3+1=8": [(21, 0.0)],  # the tag is never closed
+        # The second sum is true, but it lacks the carry.
+        "<think>7+8=15,4+3=7</think><answer>75</answer>": [(13, 1.0), (19, 0.0), (46, 0.0)],
+        # The first sum is false.
+        "<think>7+8=14,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.0)],
+        # The first sum is false, although it ends in the right digit.
+        "<think>7+8=25,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.0)],
+        # All sums are true, but 85 has other digits, and no third one.
+        "<think>0+0=0,0+0=0,0+0=0</think>85": [(12, 0.0), (18, 0.0), (24, 0.0), (34, 0.0)],
+        # The sum isn't between the tags.
+        "7+8=15<think></think><answer>85</answer>7+8=15": [(46, 1.0)],
+        # The tag is never closed.
+        "<think>7+8=15,4+3+1=8": [(21, 0.0)],
         "<think>7+8=15<think>,4+3+1=8</think>": [(36, 0.0)],
         "</think>7+8=15<think>": [(21, 0.0)],
-        "<think>17+8=25,7+8=151,1+1=</think>": [
-            (14, 0.0),
-            (22, 0.0),
-            (27, 0.0),
-            (35, 0.0),
-        ],  # no sums of digits
+        # Nothing stands after the only <think>.
+        "7+8=15</think><think>": [(21, 0.0)],
+        # None of these is a sum of digits.
+        "<think>17+8=25,7+8=151,1+1=</think>": [(14, 0.0), (22, 0.0), (27, 0.0), (35, 0.0)],
         "<think>7+8=015,4+3+1=8,,</think>": [(14, 0.0), (22, 1.0), (23, 0.0), (24, 0.0), (32, 0.0)],
-        "<think>7 + 8 = 15, 4+3+1=8</think><answer>85</answer>": [
-            (53, 1.0)
-        ],  # other text than sums has no steps
+        # Other text than sums has no steps.
+        "<think>7 + 8 = 15, 4+3+1=8</think><answer>85</answer>": [(53, 1.0)],
         "<think>So 7+8=15.</think>": [(25, 0.0)],
-        "7+8=15,4+3=7</think>85": [(6, 1.0), (12, 0.0), (22, 0.0)],  # the prompt opened the tag
+        # The prompt has opened the tag.
+        "7+8=15,4+3=7</think>85": [(6, 1.0), (12, 0.0), (22, 0.0)],
         "": [(0, 0.0)],
     }
     found = grpo_process.step_rewards(list(texts), ["85"] * len(texts))
     for (text, expected), steps in zip(texts.items(), found, strict=True):
-        assert [end for end, _ in steps] == [end for end, _ in expected], text
-        assert [reward for _, reward in steps] == pytest.approx(
-            [reward for _, reward in expected]
-        ), text
+        assert [step.end for step in steps] == [end for end, _ in expected], text
+        assert [step.reward for step in steps] == [reward for _, reward in expected], text
 
 
 def test_the_hundreds_are_a_digit_too():
     (steps,) = grpo_process.step_rewards(
         ["<think>2+2=4,6+7=13,0+0+1=1</think><answer>134</answer>"], ["134"]
     )
-    assert [reward for _, reward in steps] == [1.0, 1.0, 1.0, 1.0]
+    assert [step.reward for step in steps] == [1.0, 1.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -439,13 +451,13 @@ def test_the_hundreds_are_a_digit_too():
 def test_steps_of_a_hostile_completion(text):
     for whole in (text, f"<think>{text}</think>"):
         (steps,) = grpo_process.step_rewards([whole], ["134"])
-        assert steps[-1][0] == len(whole) and all(
-            0 <= a <= b for (a, _), (b, _) in itertools.pairwise(steps)
-        )
+        ends = [step.end for step in steps]
+        assert ends[-1] == len(whole)
+        assert ends[0] >= 0 and ends == sorted(ends)
 
 
 def tokenizers():
-    """Name -> tokenizer: of the bundled model, one with a token for each byte, and the story model's."""
+    """Name -> tokenizer: the bundled model's, one with a token for each byte, the story model's."""
     byte_level = Tokenizer(
         models.BPE(
             vocab={c: k for k, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
@@ -464,7 +476,7 @@ def tokenizers():
 def test_the_token_of_every_character(name):
     """Against the offsets that the tokenizer itself states when it encodes a text."""
     if name not in tokenizers():
-        pytest.skip("the story model is not at hand")
+        pytest.skip("the story model is not here")
     tokenizer = tokenizers()[name]
     text = "<think>7+8=15,4+3+1=8</think><answer>85</answer>"
     if name != "adder":
@@ -477,34 +489,47 @@ def test_the_token_of_every_character(name):
     ends = list(range(1, len(text) + 1))
     expected = [min(t for end, t in last.items() if end >= e) for e in ends]
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    steps = [(end, 0.0) for end in ends]
-    assert grpo_process.step_tokens(tokenizer, ids + eos, steps) == expected[:-1] + [
-        len(ids + eos) - 1
-    ]
+    steps = [grpo_process.Step(end, 0.0) for end in ends]
+    # The last step ends with the response.
+    expected[-1] = len(ids + eos) - 1
+    assert grpo_process.step_tokens(tokenizer, ids + eos, steps) == expected
+
+
+def test_a_step_beyond_the_text_ends_with_the_response():
+    tokenizer = tokenizers()["adder"]
+    ids = tokenizer("7+8=15").input_ids
+    steps = [grpo_process.Step(end, 0.0) for end in (3, 99, 6)]
+    assert grpo_process.step_tokens(tokenizer, ids, steps) == [2, len(ids) - 1, len(ids) - 1]
 
 
 def test_a_response_of_an_eos_token_alone_has_one_step():
     tokenizer = tokenizers()["adder"]
-    assert grpo_process.step_tokens(tokenizer, [tokenizer.eos_token_id], [(0, 0.0)]) == [0]
+    steps = [grpo_process.Step(0, 0.0)]
+    assert grpo_process.step_tokens(tokenizer, [tokenizer.eos_token_id], steps) == [0]
 
 
 def token_advantages(rewards, ends, length):
-    """Advantages (B, G, R) of padded steps: rewards and last tokens (B, G, K), -1 where there is none."""
-    args, found = make_args(grpo_process, max_new_tokens=length), []
+    """Advantages (B, G, R) of padded steps.
+
+    rewards, ends (B, G, K): of each step its reward and its last token, which is -1 in the padding.
+    """
+    args = make_args(grpo_process, max_new_tokens=length)
+    found = []
     torch.set_default_dtype(rewards.dtype)
-    for group in zip(rewards.tolist(), ends.tolist(), strict=True):
-        steps = [
-            [(end, reward) for reward, end in zip(*own, strict=True) if end >= 0]
-            for own in zip(*group, strict=True)
-        ]
-        last = [[end for end, _ in own] for own in steps]
-        found.append(grpo_process.token_advantages(args, steps, last))
+    for group_rewards, group_ends in zip(rewards.tolist(), ends.tolist(), strict=True):
+        steps, last_tokens = [], []
+        for response_rewards, response_ends in zip(group_rewards, group_ends, strict=True):
+            pairs = list(zip(response_rewards, response_ends, strict=True))
+            # Step.end counts characters, which play no part here.
+            steps.append([grpo_process.Step(-1, reward) for reward, end in pairs if end >= 0])
+            last_tokens.append([end for _, end in pairs if end >= 0])
+        found.append(grpo_process.token_advantages(args, steps, last_tokens))
     torch.set_default_dtype(torch.float32)
     return torch.stack(found)
 
 
 def test_process_advantages_by_hand():
-    # Steps worth 1 and 0, and 1: mean 2/3, Bessel's std sqrt((1 + 4 + 1) / 9 / 2) = 0.57735.
+    # The rewards are 1 and 0, and 1. Their mean is 2/3, Bessel's std sqrt((1 + 4 + 1) / 9 / 2).
     rewards = torch.tensor([[[1.0, 0.0], [1.0, -9.0]]], dtype=torch.float64)
     ends = torch.tensor([[[1, 3], [2, -1]]])
     advantages = token_advantages(rewards, ends, 5)
@@ -554,15 +579,13 @@ def test_with_one_step_per_response_it_is_grpo():
 
 @pytest.mark.parametrize("other", ["<think>7+8=15,4+3+1=8</think>", "<think></think>", ""])
 def test_a_group_of_right_responses_learns_nothing_from_how_many_steps_they_have(other):
-    """Steps and outcome have one scale: neither perfection nor skipping the steps is rewarded beside perfection."""
+    """Steps and outcome have one scale, so that no response gains by having fewer steps or more."""
     perfect = "<think>7+8=15,4+3+1=8</think><answer>85</answer>"
     texts = [perfect] * 7 + [f"{other}<answer>85</answer>"]
     steps = grpo_process.step_rewards(texts, ["85"] * 8)
-    K = max(map(len, steps))
-    rewards = torch.tensor([[[r for _, r in own] + [0.0] * (K - len(own)) for own in steps]])
-    ends = torch.tensor([[[*range(len(own))] + [-1] * (K - len(own)) for own in steps]])
-    advantages = token_advantages(rewards, ends, 5)
-    assert (advantages == 0).all()
+    last_tokens = [list(range(len(response_steps))) for response_steps in steps]
+    args = make_args(grpo_process, max_new_tokens=5)
+    assert (grpo_process.token_advantages(args, steps, last_tokens) == 0).all()
 
 
 def test_equal_steps_give_exactly_zero():

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import make_variants
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, small_recipe
@@ -57,7 +58,7 @@ def load(folder):
             parent = ROOT / f"{parent_of(name)}.py"
             command = ["patch", "--fuzz=0", "-o", folder / f"{name}.py", parent, patch]
             done = subprocess.run(command, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout + done.stderr + "python variants/make.py helps"
+            assert done.returncode == 0, done.stdout + done.stderr + "run tools/make_variants.py"
             spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
             sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
@@ -98,16 +99,13 @@ def test_it_applies_and_says_what_it_is(name, load):
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """variants/make.py on a copy of grpo.py and two of its patches."""
-    spec = importlib.util.spec_from_file_location("make", ROOT / "variants" / "make.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "ROOT", tmp_path)
-    monkeypatch.setattr(module, "FOLDER", tmp_path / "variants")
-    module.FOLDER.mkdir()
+    """tools/make_variants.py on a copy of grpo.py and two of its patches."""
+    monkeypatch.setattr(make_variants, "ROOT", tmp_path)
+    monkeypatch.setattr(make_variants, "FOLDER", tmp_path / "variants")
+    make_variants.FOLDER.mkdir()
     for name in ("grpo.py", "variants/cispo.diff", "variants/gdpo.diff"):
         shutil.copy(ROOT / name, tmp_path / name)
-    return module
+    return make_variants
 
 
 def change_parent(folder, old, new):
@@ -718,8 +716,9 @@ def test_the_page_lists_every_patch_with_its_lines():
         )
 
 
-def test_the_page_places_every_script_and_every_patch():
+def test_the_page_places_every_patch_and_knows_every_name():
     text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
     firsts = re.findall(r"^\| ([a-z_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
     names = [name for first in firsts for name in first.split(", ")]
-    assert sorted(names) == sorted(SCRIPTS + VARIANTS)
+    assert len(names) == len(set(names))
+    assert set(VARIANTS) <= set(names) <= {*SCRIPTS, *VARIANTS}

@@ -187,7 +187,9 @@ def run(script, monkeypatch, tmp_path, given):
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
-        if call[5] > 0:  # not in an evaluation
+        # remax.py samples greedy responses between the samples of a step and its minibatches.
+        is_greedy_rollout = call[5] == 0 and bool(steps) and not steps[-1]["minibatches"]
+        if call[5] > 0 or is_greedy_rollout:  # not in an evaluation
             prompts = [
                 row[counts].tolist()
                 for row, counts in zip(call[2], call[3], strict=True)
@@ -195,8 +197,9 @@ def run(script, monkeypatch, tmp_path, given):
             ]
             responses = [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)]
             if not steps or steps[-1]["minibatches"]:
-                steps.append({"sequences": [], "minibatches": []})
-            steps[-1]["sequences"] += zip(prompts, responses, strict=True)
+                steps.append({"sequences": [], "greedy": [], "minibatches": []})
+            kind = "greedy" if is_greedy_rollout else "sequences"
+            steps[-1][kind] += zip(prompts, responses, strict=True)
         return ids, mask, logprobs
 
     def recorded_minibatches(*call):
@@ -292,12 +295,10 @@ def rate(args, update, per_rollout):
     return (total - update) / (total - args.warmup_updates)
 
 
-def without_the_greedy(model, step, args, tokenizer):
-    """remax.py: take the first of every G + 1 sequences out of the step; returns their rewards, one for each sample."""
-    each = 1 + args.num_generations
-    greedy, rewards = step["sequences"][::each], []
-    step["sequences"] = [sequence for k, sequence in enumerate(step["sequences"]) if k % each]
-    for (prompt, response), sample in zip(greedy, step["samples"], strict=True):
+def rewards_of_the_greedy(model, step, args, tokenizer):
+    """remax.py: the reward of the greedy response to the same prompt, for each sample."""
+    rewards = []
+    for (prompt, response), sample in zip(step["greedy"], step["samples"], strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
         assert logits.argmax(1).tolist() == response
         text = [tokenizer.decode(response, skip_special_tokens=True)]
@@ -310,29 +311,24 @@ def without_the_greedy(model, step, args, tokenizer):
 
 
 def process_advantages(step, G, tokenizer):
-    """grpo_process.py: an advantage for each token, from the steps that are recorded with the samples."""
+    """grpo_process.py: each token's advantage, from the steps that are recorded with the samples."""
     advantages, sequences = [], iter(step["sequences"])
     for sample in step["samples"]:
         flat = [reward for steps in sample["steps"] for _, reward in steps]
         mean = math.fsum(flat) / len(flat)
         std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
         for text, steps in zip(sample["completions"], sample["steps"], strict=True):
-            assert steps[-1][0] == len(text)
+            *column_steps, (last_end, last_reward) = steps
+            assert last_end == len(text)
             _, response = next(sequences)
-            starts = [
-                len(tokenizer.decode(response[:t], skip_special_tokens=True))
-                for t in range(len(response))
-            ]
-            starts = [
-                start if start < len(text) else -1 for start in starts
-            ]  # an EOS token is of the last step
-            to_come = [
-                [r for end, r in steps[:-1] if 0 <= start < end] + [steps[-1][1]]
-                for start in starts
-            ]
-            advantages.append(
-                [math.fsum((r - mean) / (std + 1e-4) for r in rewards) for rewards in to_come]
-            )
+            row = []
+            for t in range(len(response)):
+                start = len(tokenizer.decode(response[:t], skip_special_tokens=True))
+                rewards = [last_reward]  # the last step has every token, including EOS
+                if start < len(text):
+                    rewards += [reward for end, reward in column_steps if start < end]
+                row.append(math.fsum((reward - mean) / (std + 1e-4) for reward in rewards))
+            advantages.append(row)
     return advantages
 
 
@@ -450,10 +446,10 @@ def reference(name, args, steps):
     planned, (low, high) = 0, bounds_of(args)
     for number_of_step, step in enumerate(steps, start=1):
         memory["tokens"] = memory.get("tokens", 0) + sum(
-            len(response) for _, response in step["sequences"]
+            len(response) for _, response in step["sequences"] + step["greedy"]
         )
         if name == "remax":
-            greedy_rewards = without_the_greedy(model, step, args, tokenizer)
+            greedy_rewards = rewards_of_the_greedy(model, step, args, tokenizer)
         sequences = step["sequences"]
         lengths = [len(response) for _, response in sequences]
         ended = [response[-1] == EOS for _, response in sequences]
@@ -534,36 +530,32 @@ def reference(name, args, steps):
             assert logged == [pytest.approx(row, abs=1e-9) for row in advantages]
         if name == "grpo_process":
             advantages = process_advantages(step, G, tokenizer)
-            of_groups = [
-                [[reward for _, reward in own] for own in sample["steps"]]
-                for sample in step["samples"]
-            ]
-            flat = [reward for group in of_groups for own in group for reward in own]
-            metrics |= {
-                "rollout/step_reward": math.fsum(flat) / len(flat),
-                "rollout/steps": len(flat) / len(sequences),
-            }
-            equal = [len({reward for own in group for reward in own}) == 1 for group in of_groups]
+            flat, equal = [], []
+            for sample in step["samples"]:
+                group_rewards = [reward for steps in sample["steps"] for _, reward in steps]
+                flat += group_rewards
+                equal.append(len(set(group_rewards)) == 1)
+                memory.setdefault("steps", set()).update(map(len, sample["steps"]))
+            metrics["rollout/step_reward"] = math.fsum(flat) / len(flat)
+            metrics["rollout/steps"] = len(flat) / len(sequences)
             metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
-            memory.setdefault("steps", set()).update(
-                len(own) for group in of_groups for own in group
-            )
         if name == "grpo_offpolicy":
-            # On the way the advantages get the weights, and the sampler the weights of the model if it is due.
+            # Each token's advantage is multiplied by the token's weight.
             with torch.no_grad():
                 sampled = [logprobs_of(sampler, s, args.temperature).tolist() for s in sequences]
-            pairs = [list(zip(*pair, strict=True)) for pair in zip(old, sampled, strict=True)]
             cap = args.rollout_correction
-            ratios = [[math.exp(p - q) if cap else 1.0 for p, q in row] for row in pairs]
-            advantages = [
-                [a * min(w, cap or 1.0) for a, w in zip(*row, strict=True)]
-                for row in zip(advantages, ratios, strict=True)
-            ]
-            gaps = [abs(p - q) for row in pairs for p, q in row]
+            gaps, truncated, weighted = [], [], []
+            for i, length in enumerate(lengths):
+                weighted.append([])
+                for t in range(length):
+                    raw_weight = math.exp(old[i][t] - sampled[i][t])
+                    sampler_weight = min(raw_weight, cap) if cap > 0 else 1.0
+                    weighted[i].append(advantages[i][t] * sampler_weight)
+                    gaps.append(abs(old[i][t] - sampled[i][t]))
+                    truncated.append(raw_weight > cap > 0)
+            advantages = weighted
             metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
-            metrics["rollout/truncated_frac"] = sum(
-                w > cap > 0 for row in ratios for w in row
-            ) / len(gaps)
+            metrics["rollout/truncated_frac"] = sum(truncated) / len(truncated)
 
         # ---- which sequences are trained on, and which tokens count
         kept, counted = list(range(len(sequences))), lengths
@@ -588,6 +580,10 @@ def reference(name, args, steps):
                 n if end or not args.overlong_filter else 0
                 for n, end in zip(lengths, ended, strict=True)
             ]
+            # The minibatches have indices of the kept sequences: these are indices of all.
+            step["minibatches"] = [[kept[i] for i in part] for part in step["minibatches"]]
+            memory["batches"] = memory.get("batches", 0) + len(groups) // args.num_prompts
+            metrics["batches"] = memory["batches"]
         iterations = getattr(args, "num_iterations", 1)
         parts = args.num_minibatches  # the last ones empty, if there are fewer sequences
         assert len(step["minibatches"]) == iterations * parts
@@ -625,7 +621,6 @@ def reference(name, args, steps):
                 logprobs = logprobs_of(model, sequences[i], args.temperature)
                 if exact:
                     kls = reverse_kl_of(model, ref_model, sequences[i], args.temperature)
-                    logprobs = torch.tensor(old[i])
                 scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
                 mean = (logprobs - torch.tensor(old[i])).mean()  # of the log-ratios of the sequence
                 for t in range(lengths[i]):
@@ -642,9 +637,8 @@ def reference(name, args, steps):
                         upside = ref[i][t] - logprobs[t]
                         total = total + scale * args.beta * (upside.exp() - upside - 1)
                     ratio = math.exp(logratio.item())
-                    if (
-                        name != "gspo" or t == 0
-                    ):  # where a sequence has one ratio, it is clipped or not as a whole
+                    # In gspo.py a sequence has one ratio, so it is counted once.
+                    if name != "gspo" or t == 0:
                         sums["low"] += ratio < 1 - low
                         sums["high"] += ratio > 1 + high
                         sums["clips"] += 1
@@ -712,6 +706,7 @@ def reference(name, args, steps):
         }
         if name == "grpo_offpolicy":
             metrics["policy/dual_clip_frac"] = sums["dual"] / count
+            # The sampler gets the weights of the model every few steps.
             if number_of_step % args.staleness == 0:
                 sampler.load_state_dict(model.state_dict())
         metrics |= {
@@ -753,8 +748,7 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
             metrics, rel=1e-6, abs=1e-9
         )
     clipped = sum(metrics["policy/clip_frac"] for metrics in expected)
-    exact = getattr(args, "full_vocabulary", False)
-    assert clipped > 0 or exact or len(steps[0]["minibatches"]) == 1, (
+    assert clipped > 0 or len(steps[0]["minibatches"]) == 1, (
         "the updates are to be so large that ratios are clipped"
     )
     for key, network in zip(("model", "value_model"), networks, strict=False):

@@ -95,42 +95,6 @@ def gold_number(answer: str) -> Fraction | None:
     return parse_number(answer.rsplit("####", 1)[-1])
 
 
-def cell_text(cell) -> str:
-    """A cell of an answer column as text; "" if it is neither text nor an exact number.
-
-    A fraction that was stored in 32 bits, or a number of more than 15 digits that was read as a
-    float, is no longer what was written.
-    """
-    if isinstance(cell, float):
-        text = f"{cell:.15g}"
-        return text if float(text) == cell else ""
-    return str(cell) if type(cell) in (str, int) else ""
-
-
-def cell_messages(cell) -> list[dict]:
-    """A cell of a question column as chat messages, of which a text is one; none if it is blank.
-
-    A list that is no chat, or ends with the assistant's own answer, raises ValueError.
-    """
-    messages = cell if isinstance(cell, list) else [{"role": "user", "content": cell_text(cell)}]
-    for message in messages:
-        fields = message if isinstance(message, dict) else {}
-        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
-            raise ValueError(f"messages need a role and a content, a text: {str(message)[:100]}")
-    if not messages or not messages[-1]["content"].strip():
-        return []
-    if messages[-1]["role"] == "assistant":
-        raise ValueError("the last message is the assistant's, and would give the answer away")
-    return messages
-
-
-def describe(answers: list[str]) -> str:
-    """How gold answers are read: the first three, and how many hold several numbers and no "####"."""
-    read = [f"{answer!r} is {gold_number(answer)}" for answer in answers[:3]]
-    several = sum("####" not in text and len(find_numbers(text)) > 1 for text in answers)
-    return f"answers: {', '.join(read)}; in {several} the last of several numbers counts"
-
-
 def answer_block(completion: str) -> str:
     """The text of the only answer block, "" if there is not exactly one."""
     conclusion = completion.rpartition("</think>")[2]
@@ -219,4 +183,4 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
 def refuse(reward, why: str) -> None:
     """End the run with one line, status 2 and no traceback."""
     print(f"error: the reward {reward.__name__} {why}", file=sys.stderr)
-    raise SystemExit(2)
+    sys.exit(2)  # W&B marks a run as failed after sys.exit, but not after raise SystemExit

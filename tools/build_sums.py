@@ -1,4 +1,4 @@
-"""Rebuilds assets/sums from assets/adder and a seed, on one CPU core: `python benchmark/build_sums.py`.
+"""Rebuilds assets/sums from assets/adder and a seed, on one CPU core: `python tools/build_sums.py`.
 
 The second bundled task, with headroom: sums of two to five numbers of two to four digits, by a student of 0.86 M
 parameters who writes column by column, the units first, and carries,
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import build_assets
 import torch
-from records import ROOT
+from scripts import ROOT
 from transformers import LlamaForCausalLM
 
 NUM_TRAIN, NUM_TEST = 4000, 500

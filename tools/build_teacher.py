@@ -1,4 +1,4 @@
-"""Rebuilds assets/adder-teacher from a seed, on one CPU core: `python benchmark/build_teacher.py`.
+"""Rebuilds assets/adder-teacher from a seed, on one CPU core: `python tools/build_teacher.py`.
 
 The teacher of distill.py: the network of assets/adder with its tokenizer, trained in the same way from other random
 weights, on solutions that forget no carry and leave out no tags. It practises the questions of assets/addition's
@@ -13,7 +13,7 @@ import random
 import time
 
 import build_assets
-from records import ROOT
+from scripts import ROOT
 
 
 def main():

@@ -1,4 +1,4 @@
-"""Rebuilds tests/small and tests/small-judge from a seed, on one CPU core: `python benchmark/build_small.py`.
+"""Rebuilds tests/small and tests/small-judge from a seed, on one CPU core: `python tools/build_small.py`.
 
 What the tests train where any policy will do: assets/adder again, half as wide and with one layer instead of four, so
 that a run costs a third. It has learnt from the same student, and like it forgets to carry and leaves out tags. The
@@ -14,7 +14,7 @@ import time
 
 import build_assets
 import torch
-from records import ROOT
+from scripts import ROOT
 from transformers import LlamaForSequenceClassification
 
 SIZE = dict(hidden_size=64, num_hidden_layers=1)

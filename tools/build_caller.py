@@ -1,4 +1,4 @@
-"""Rebuilds assets/caller from assets/adder and a seed, on one CPU core: `python benchmark/build_caller.py`.
+"""Rebuilds assets/caller from assets/adder and a seed, on one CPU core: `python tools/build_caller.py`.
 
 The student of grpo_tools.py: 0.86 M parameters, two tokens more than the adder, <calc> and </calc>. It adds in its
 head, and makes mistakes, or it calls a calculator, which is what writes "=85":
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import build_assets
 import torch
-from records import ROOT
+from scripts import ROOT
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -84,9 +84,8 @@ def train_student(tokenizer, questions, rng, num_steps, batch_size=128):
 
     def compute_loss():
         pairs = rng.choices(questions, k=batch_size)
-        ids, mask = build_assets.make_batch(
-            tokenizer, pairs, [solution(pair, rng) for pair in pairs]
-        )  # (N, T)
+        texts = [solution(pair, rng) for pair in pairs]
+        ids, mask = build_assets.make_batch(tokenizer, pairs, texts)  # (N, T)
         after_call = (ids == end_of_call).cumsum(1) - (ids == end_of_call).long()  # (N, T)
         by_tool = (after_call > 0) & ((ids == think_end).cumsum(1) == 0)  # (N, T)
         return student(ids, labels=ids.masked_fill(~mask | by_tool, -100)).loss

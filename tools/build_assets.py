@@ -1,4 +1,4 @@
-"""Rebuilds everything in assets/ from a seed, on two CPU cores: `python benchmark/build_assets.py`.
+"""Rebuilds everything in assets/ from a seed, on two CPU cores: `python tools/build_assets.py`.
 
 addition/train.jsonl, test.jsonl   all additions of two numbers from 0 to 99, 500 of them held out for the test. 38+47
                                    is not new to someone who has practised 47+38, so mirror images are held out too.

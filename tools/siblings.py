@@ -1,0 +1,166 @@
+"""Print what each script changes of its parent.
+
+    python tools/siblings.py            the changed lines, and the names that differ
+    python tools/siblings.py vapo       of these scripts alone
+    python tools/siblings.py --write    also write the table in CONTRIBUTING.md and the diff in README.md
+
+The names are printed as the Python literal PAIRS of tests/test_siblings.py. Read them before you
+paste them: the test is there to find a difference that nobody meant to make.
+
+A changed line is one that only the child has, or one that only the parent has. The docstring of the
+file isn't counted.
+"""
+
+import argparse
+import ast
+import difflib
+import re
+
+from scripts import ROOT, SCRIPTS, parent_of, read_script
+
+CHILDREN = [name for name in SCRIPTS if parent_of(name) is not None]
+
+
+def body(name: str) -> str:
+    """The text of the script without its docstring."""
+    text = read_script(name)
+    end_of_docstring = text.index('"""\n\nimport') + len('"""\n')
+    return text[end_of_docstring:]
+
+
+def parts(name: str) -> dict[str, str]:
+    """The text of each function, class, field of Args and constant of the script, by its name.
+
+    The text has the decorators and the comments above it. "header" is the import lines, and
+    "Args" is the first line of that class with its headings. A constant that several statements
+    build is one text.
+    """
+    source = body(name)
+    lines = source.splitlines(keepends=True)
+    found = {}
+    last = 0
+    for node in ast.parse(source, f"{name}.py").body:
+        if isinstance(node, ast.ClassDef) and node.name == "Args":
+            above = "".join(lines[last : node.lineno - 1])
+            found |= fields_of_args(node, lines)
+            found["Args"] = above + found["Args"]
+            last = node.end_lineno
+            continue
+        text = "".join(lines[last : node.end_lineno])  # with the comments before the node
+        last = node.end_lineno
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            key = node.name
+        elif isinstance(node, ast.Assign):
+            key = node.targets[0].id
+        elif isinstance(node, ast.AugAssign):
+            key = node.target.id
+        else:
+            key = "header"
+        found[key] = found.get(key, "") + text
+    return found
+
+
+def fields_of_args(node: ast.ClassDef, lines: list[str]) -> dict[str, str]:
+    """The text of each field of Args, by "Args." and its name, and of the headings, by "Args".
+
+    The text of a field has the comments above it and the docstring under it.
+    """
+    found = {"Args": lines[node.lineno - 1]}
+    last = node.lineno
+    for statement in node.body:
+        if isinstance(statement, ast.AnnAssign):
+            key = f"Args.{statement.target.id}"
+            found[key] = ""
+        for line in lines[last : statement.end_lineno]:
+            if line.startswith("    # ----"):
+                found["Args"] += line
+            else:
+                found[key] += line
+        last = statement.end_lineno
+    return found
+
+
+def differing_names(child: str) -> set[str]:
+    """The names whose text differs between the child and its parent, or that only one of them has."""
+    mine = parts(child)
+    theirs = parts(parent_of(child))
+    return {name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)}
+
+
+def changed_lines(child: str) -> tuple[int, int]:
+    """The number of lines that only the parent has, and of those that only the child has."""
+    before = body(parent_of(child)).splitlines()
+    after = body(child).splitlines()
+    diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # not the two names
+    removed = sum(line.startswith("-") for line in diff)
+    added = sum(line.startswith("+") for line in diff)
+    return removed, added
+
+
+def lesson() -> str:
+    """The diff that README.md shows: from grpo.py to dr_grpo.py, with blank lines between the places."""
+    before = body("grpo").splitlines()
+    after = body("dr_grpo").splitlines()
+    lines = []
+    for line in list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]:
+        lines.append("" if line.startswith("@@") else line)
+    return "\n".join(lines[1:])
+
+
+def table() -> str:
+    """The table of CONTRIBUTING.md: the size of each script and the changed lines."""
+    rows = [
+        "| script | parent | kB | lines removed | lines added |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in SCRIPTS:
+        size = f"{len(read_script(name).encode()) / 1000:.0f}"
+        if name in CHILDREN:
+            removed, added = changed_lines(name)
+            rows.append(f"| {name}.py | {parent_of(name)}.py | {size} | {removed} | {added} |")
+        else:
+            rows.append(f"| {name}.py | - | {size} | - | - |")
+    return "\n".join(rows)
+
+
+def replace_between(page: str, start: str, text: str, end: str) -> None:
+    """Replace the text that stands between the lines `start` and `end` of the page."""
+    path = ROOT / page
+    before, rest = path.read_text(encoding="utf-8").split(f"{start}\n", 1)
+    _, after = rest.split(f"\n{end}\n", 1)
+    path.write_text(f"{before}{start}\n{text}\n{end}\n{after}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="script", default=CHILDREN)
+    parser.add_argument("--write", action="store_true")
+    options = parser.parse_args()
+    children = [re.sub(r"\.py$", "", name) for name in options.names]
+    for child in children:
+        if child not in CHILDREN:
+            parser.error(f"{child} isn't one of {', '.join(CHILDREN)}")
+
+    for child in children:
+        removed, added = changed_lines(child)
+        print(f"# {child}.py against {parent_of(child)}.py: {removed} lines removed, {added} added")
+    print("PAIRS = {")
+    for child in children:
+        names = sorted(differing_names(child))
+        if not names:
+            print(f'    "{child}": set(),')
+            continue
+        print(f'    "{child}": {{')
+        for name in names:
+            print(f'        "{name}",')
+        print("    },")
+    print("}")
+    if options.write:
+        replace_between("CONTRIBUTING.md", "<!-- changed -->", table(), "<!-- end changed -->")
+        replace_between("README.md", "```diff", lesson(), "```")
+
+
+if __name__ == "__main__":
+    main()
