@@ -1,6 +1,7 @@
 """On-policy distillation, in one file: GKD (Agarwal et al. 2023, arXiv:2306.13649) with the reverse
-KL and all responses from the student (lambda = 1), and its form as a policy gradient ("On-Policy
-Distillation", Lu et al. 2025, thinkingmachines.ai/blog/on-policy-distillation).
+KL, where the student samples all responses (GKD's lambda = 1). By default its gradient is taken as
+a policy gradient ("On-Policy Distillation", Lu et al. 2025,
+thinkingmachines.ai/blog/on-policy-distillation).
 
 For every prompt q the student pi_theta samples a response o. A teacher pi_T with the same
 vocabulary scores the tokens of o. We minimize the reverse KL, from the student to the teacher, on
@@ -8,32 +9,37 @@ the responses that the student writes. No gradient flows through the sampling of
 
     L(theta) = E[ 1/|o| sum_t KL_t ]                                               (GKD, Section 3)
     KL_t     = sum_v pi_theta(v | q, o_<t) log( pi_theta(v | q, o_<t) / pi_T(v | q, o_<t) )
-    A_t      = log pi_T(o_t | q, o_<t) - log pi_old(o_t | q, o_<t)      its mean over o_t is -KL_t
+    A_t      = log pi_T(o_t | q, o_<t) - log pi_old(o_t | q, o_<t)
+
+pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of A_t over o_t is
+-KL_t.
 
 By default the script uses only the sampled tokens: A_t is the advantage of token t in the clipped
 loss of GRPO. The tokens after t have no part in A_t (a discount of 0). With --full-vocabulary the
-script takes the gradient of KL_t itself, without the noise of sampling o_t. The default has the
-same gradient on average over o_t, except that 1/|o| depends on o_t. The equation tags in the code
+script takes the gradient of KL_t itself, without the noise of sampling o_t. In the first
+update of a rollout the default has the same gradient on average over o_t, except that 1/|o| depends
+on o_t. In later updates it is an approximation. The equation tags in the code
 are those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
 
 Parent: grpo.py. Differences: (1) the reference is not the initial model but the teacher, loaded
-from --teacher; (2) the advantage of a token is a difference of two log-probabilities. There are no
-groups, and the rewards are only logged; (3) the loss has no KL term; kl/ref is the KL to the
+from --teacher; (2) the advantage of a token is a difference of two log-probabilities. No group is
+compared, and the rewards are only logged; (3) the loss has no KL term; kl/ref is the KL to the
 teacher; (4) with --full-vocabulary the loss is KL_t, without a ratio and a clip. The metrics of the
 ratio then say only how far the policy has moved since it sampled.
 
-Departures from the papers: the teacher's logits are divided by the temperature, too, so that the
-student can become the teacher at any temperature. From GKD: o never comes from a data set or from
-the teacher. From Lu et al.: the loss averages the tokens of a response, as in GKD, and doesn't sum
-them; and the ratio is clipped. In the first update of a rollout the ratio is 1.
+Departures from both papers: the teacher's logits are divided by the temperature, too, so that the
+loss is 0 when the student equals the teacher, at any temperature. Departure from GKD: o never comes
+from a data set or from the teacher. Departures from Lu et al.: the loss averages the tokens of a
+response, as in GKD, and doesn't sum them; and the ratio is clipped, which has no effect in the
+first update of a rollout.
 
 Cost: one forward pass of the teacher over each rollout. With --full-vocabulary every update adds a
 forward pass of the teacher and one of the student. The logits of both are in memory for one chunk
 of tokens at a time.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
-micro-batch has n <= N sequences, with T response tokens in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
+of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
     python distill.py                                          assets/adder, on a CPU
     python distill.py --model SmolLM2-360M --num-prompts 64    GSM8K, on one GPU
@@ -83,7 +89,7 @@ from utils.rewards import (
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # the reward is their sum; each is logged by its name
+REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -127,7 +133,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a run to resume, from the same working directory; takes no other flag"""
+    """folder of a run to resume; start in that run's working directory, with no other flag"""
     eval_every: int | None = None
     """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
@@ -150,7 +156,7 @@ class Args:
     system_prompt: str | None = None
     """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
     max_prompt_tokens: int | None = None
-    """longer prompts are skipped, counted and reported (P); None: 512, bundled 64"""
+    """longer prompts are skipped, counted and reported; None: 512, bundled 64"""
     # ---- sampling
     num_prompts: int = 16
     """prompts per step (B)"""
@@ -203,19 +209,19 @@ def reverse_kl(logprobs, ref_logprobs):
 
     logprobs (T, V) are the student's, ref_logprobs (T, V or more) the teacher's.
     """
-    # The teacher's head can have more rows than the student's: no token has these ids.
+    # The teacher's head may be padded with more rows than the student's: no token has these ids.
     ref_logprobs = ref_logprobs[:, : logprobs.shape[1]]  # (T, V)
     return (logprobs.exp() * (logprobs - ref_logprobs)).sum(1)
 
 
 def minibatches(args, num_seqs):
-    """Yield the indices of each update's sequences: every pass shuffles all and splits evenly."""
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
     for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
-    """The clipped loss, -J of Eq. 3 without its KL, of the n sequences of a micro-batch.
+    """The loss of grpo.py without its KL term, of the n sequences of a micro-batch.
 
     logprobs, old_logprobs, ref_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens
     that count. num_seqs is the number of sequences in the whole minibatch, so that the losses of
@@ -338,8 +344,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. With one update per step its own forward pass gives them (below). With several
-        # they are computed here, before the weights change.
+        # a little. The first update takes them from its own forward pass (below). Later updates
+        # need them from before the weights change, so they are computed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
         # mode, since load_config has removed the dropout.
@@ -371,7 +377,8 @@ def main(args: Args) -> dict:
                 with torch.set_grad_enabled(not args.full_vocabulary):
                     logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if update == 0:
-                    old_logprobs[rows] = logprobs.detach()  # same weights: the ratio is 1
+                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    old_logprobs[rows] = logprobs.detach()
                 advantages = compute_advantages(args, old_logprobs[rows], ref_logprobs[rows])
                 loss, stats = policy_loss(
                     args,
@@ -484,7 +491,7 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+# A first reading may skip what follows, except compute_reverse_kl (--full-vocabulary).
 
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
@@ -493,7 +500,7 @@ SEGMENT = {"cpu": 32, "cuda": 128}
 
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -527,14 +534,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Every layer counts its columns in a tensor; this
-    # is a view of the first layer's, so it moves on with each call of the model.
+    # The column of the cache that is written next. Each layer keeps the number of columns that it
+    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
     def decode():
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory.
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
         bias.index_fill_(3, next_column, 0.0)
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
@@ -568,7 +576,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        cache_is_full = t % segment == 0  # at t = 0 by the prompt
+        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -673,7 +682,7 @@ def rollout_logprobs(args, model, rollout, total_lengths):
 
 
 def micro_batches(sequences, lengths, max_tokens):
-    """Split sequence indices (n,) into lists of at most max_tokens tokens each, with padding.
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
 
     lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
     length are together, so that little is padded. One that is longer than max_tokens is alone.
@@ -810,7 +819,9 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.is_file():  # named by its folder, since a bare file name is taken for a hub id
+        if path.is_file():
+            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder, or id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
@@ -901,7 +912,9 @@ def exit_on_error(what, kinds=Exception):
     except kinds as error:
         # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
-        fail(f"{what}: {reason or type(error).__name__ + ', perhaps an empty file'}")
+        if not reason:  # such as torch.load's EOFError for an empty file
+            reason = f"{type(error).__name__}, perhaps an empty file"
+        fail(f"{what}: {reason}")
 
 
 class PipeSafeStream:
@@ -988,7 +1001,7 @@ def load_config(args):
     for part in (config, text_config):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)  # its noise would change ratios and KL
+                setattr(part, name, 0.0)  # its noise would change the ratios
     # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for name in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(text_config, name, None)
@@ -1098,8 +1111,8 @@ def check_model(model, not_supported):
 def find_eos_ids(args, model, tokenizer):
     """The ids of all tokens that end a response, sorted.
 
-    These are the EOS tokens of the tokenizer and of the model's generation config. The token with
-    which the chat template ends a turn may differ from both.
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
     """
     eos_ids = {tokenizer.eos_token_id}
     of_model = model.generation_config.eos_token_id
@@ -1110,7 +1123,7 @@ def find_eos_ids(args, model, tokenizer):
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after the answer must not end a response: only an added token does.
+        # Ordinary text after the answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     eos_ids -= {None}
     if not eos_ids:
@@ -1151,20 +1164,23 @@ def open_run(args, run_dir, saved, model):
 
 
 def catch_signals():
-    """A list that collects SIGINT, SIGTERM and SIGHUP; the same one again ends the run at once."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
     signals = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
         print(
             "\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now",
             file=sys.stderr,
         )
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    for number in numbers:
+        signal.signal(number, on_signal)
     return signals
 
 
@@ -1208,8 +1224,8 @@ def show_progress(args, progress, metrics, samples):
 def check_sampler(args, model, gap):
     """End the run if the log-probabilities of sampler and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same, so a large gap
-    means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
+    a large gap means that this kind of model is computed wrongly.
     """
     tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too
@@ -1247,8 +1263,9 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     for name, part in trained.items():
         content[name] = part.state_dict()
     path = run_dir / "checkpoint.tmp"
-    with exit_on_error(path), open(path, "wb", buffering=0) as file:
+    with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
+        file.flush()
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 
@@ -1256,7 +1273,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
 if __name__ == "__main__":
     sys.stdout, sys.stderr = PipeSafeStream(sys.stdout), PipeSafeStream(sys.stderr)
     out_of_memory = (
-        "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use grpo_lora.py"
+        "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use a smaller model"
     )
     with exit_on_error(out_of_memory, torch.OutOfMemoryError):
         main(tyro.cli(Args, description=__doc__.split("\n\n")[0]))

@@ -1,9 +1,10 @@
 """GRPO with low-rank adapters, in one file: grpo.py (DeepSeekMath, Shao et al. 2024,
 arXiv:2402.03300v3) with LoRA (Hu et al. 2021, arXiv:2106.09685). We calculate that a policy of
-1.7 B parameters then needs 14 GB of GPU memory instead of 38.
+1.7 B parameters then needs 14 GB of GPU memory instead of 38, and 10 of the 14 are for the keys and
+values of --sampling-tokens.
 
 Every linear layer of the model, except the output head, keeps its weights W (out, in) as they are.
-We add the product of two small matrices to its output, and train only these two:
+To its output we add the input times two small matrices, and train only these two:
 
     y = W x + (alpha / rank) B A x      A (rank, in), B (out, rank)   (Hu et al., Eq. 3 and 4.1)
 
@@ -11,29 +12,34 @@ A starts uniform within +-1/sqrt(in), and B at 0, so the policy starts as the re
 objective and its equations are those of grpo.py, where theta is all A and B:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
+    S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
+    rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
+               pi_old is the policy that sampled, not the reference
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 Parent: grpo.py. Differences: (1) only A and B are trained (--lora-rank, --lora-alpha); (2) the
 reference is the model without A and B, on the same weights in memory; (3) on a GPU the weights are
-in bf16, except those of the head, and A and B are in float32. The trained model itself samples.
-There is no merged copy of it, because a merge into bf16 would round small updates away; (4) a
-checkpoint holds A, B and their averages in Adam. At its end a run writes the adapters alone, in the
-format of peft, and the model with B A merged into its weights in float32; (5) the learning rate is
-three times that of grpo.py, and ten times with the bundled model. Schulman et al. (2025, "LoRA
-Without Regret", thinkingmachines.ai/blog/lora) found that the best rate of LoRA is about ten times
-that of full training; public sweeps of GRPO on MATH (github.com/gernim/lora-reward-density) found
-about three times.
+loaded in bf16, the head computes in float32, and A and B are in float32. The trained model itself
+samples. There is no merged copy of it, because a merge into bf16 would round small updates away;
+(4) a checkpoint holds A, B and their averages in Adam. At its end a run writes the adapters alone,
+in the format of peft, and the model with B A merged into its weights in float32; (5) the learning
+rate is three times that of grpo.py, and ten times with the bundled model. Schulman et al. (2025,
+"LoRA Without Regret", thinkingmachines.ai/blog/lora) found that the best rate of LoRA is about ten
+times that of full training; public sweeps of GRPO on MATH (github.com/gernim/lora-reward-density)
+found about three times.
 
-Departures from Hu et al.: the layers of the MLP have adapters, too, not only those of the
-attention; A is uniform, not Gaussian (both as in Schulman et al.); there is no dropout. Departures
+Departures from Hu et al.: the layers of the MLP have adapters, too, as in Schulman et al.; A is
+uniform, as there, and not Gaussian; there is no dropout. Departures
 from DeepSeekMath: those of grpo.py.
 
-Memory, in bytes per parameter of the model: 4 on a CPU. On a GPU 2, and 4 for each parameter of the
-head; a head that is tied to the embeddings takes its 4 besides their 2. Per parameter of A and B:
-4 for the weight, 4 for its gradient, 8 for Adam; and 12 in a checkpoint.
+Memory, in bytes per parameter of the model: on a CPU 4. On a GPU 2, but 4 in the head; if the head
+shares its weight with the embeddings, the weight is stored twice, in 2 and in 4 bytes. Per
+parameter of A and B: 4 for the weight, 4 for its gradient, 8 for Adam; and 12 in a checkpoint.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
-micro-batch has n <= N sequences, with T response tokens in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
+of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
     python grpo_lora.py                                            assets/adder, on a CPU
     python grpo_lora.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
@@ -84,7 +90,7 @@ from utils.rewards import (
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # the reward is their sum; each is logged by its name
+REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -128,7 +134,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a run to resume, from the same working directory; takes no other flag"""
+    """folder of a run to resume; start in that run's working directory, with no other flag"""
     eval_every: int | None = None
     """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
@@ -151,7 +157,7 @@ class Args:
     system_prompt: str | None = None
     """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
     max_prompt_tokens: int | None = None
-    """longer prompts are skipped, counted and reported (P); None: 512, bundled 64"""
+    """longer prompts are skipped, counted and reported; None: 512, bundled 64"""
     # ---- sampling
     num_prompts: int = 16
     """prompts per step (B)"""
@@ -192,12 +198,15 @@ class Args:
     lora_rank: int = 16
     """rank of B A: the number of rows of A, and of columns of B"""
     lora_alpha: int = 32
-    """B A is multiplied by alpha / rank before it's added to W"""
+    """B A x is multiplied by alpha / rank before it's added to W x"""
 
 
 # ==== algorithm ====
 def low_rank(args, x, A, B):
-    """What is added to W x: x (..., in), A (rank, in), B (out, rank) -> (..., out). LoRA, Eq. 3."""
+    """(alpha / rank) B A x (..., out), which is added to W x. Hu et al., Eq. 3 and 4.1.
+
+    x (..., in), A (rank, in), B (out, rank).
+    """
     A, B = A.to(x.dtype), B.to(x.dtype)  # on a GPU x is in bf16, A and B are in float32
     product = F.linear(F.linear(x, A), B)  # (..., out)
     return args.lora_alpha / args.lora_rank * product
@@ -207,13 +216,13 @@ def compute_advantages(args, rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
-    # reward makes equal rewards exactly 0, and then their advantages are exactly 0.
+    # reward changes no advantage, but makes equal rewards and their advantages exactly 0.
     rewards = rewards - rewards[:, :1]
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
 def minibatches(args, num_seqs):
-    """Yield the indices of each update's sequences: every pass shuffles all and splits evenly."""
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
     for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
@@ -298,7 +307,7 @@ def main(args: Args) -> dict:
         num_training_steps=args.num_steps * updates_per_step,
     )
     trained = {
-        "model": adapters,
+        "model": adapters,  # A and B alone: the weights of the model don't change
         "optimizer": optimizer,
         "scheduler": scheduler,
     }
@@ -339,8 +348,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. With one update per step its own forward pass gives them (below). With several
-        # they are computed here, before the weights change.
+        # a little. The first update takes them from its own forward pass (below). Later updates
+        # need them from before the weights change, so they are computed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -370,7 +379,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    old_logprobs[rows] = logprobs.detach()  # same weights: the ratio is 1
+                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
                     logprobs,
@@ -474,7 +484,7 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+# A first reading may skip what follows, except add_adapters.
 
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
@@ -483,7 +493,7 @@ SEGMENT = {"cpu": 32, "cuda": 128}
 
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -517,14 +527,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Every layer counts its columns in a tensor; this
-    # is a view of the first layer's, so it moves on with each call of the model.
+    # The column of the cache that is written next. Each layer keeps the number of columns that it
+    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
     def decode():
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory.
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
         bias.index_fill_(3, next_column, 0.0)
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
@@ -558,7 +569,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        cache_is_full = t % segment == 0  # at t = 0 by the prompt
+        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -642,7 +654,7 @@ def rollout_logprobs(args, model, rollout, total_lengths):
 
 
 def micro_batches(sequences, lengths, max_tokens):
-    """Split sequence indices (n,) into lists of at most max_tokens tokens each, with padding.
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
 
     lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
     length are together, so that little is padded. One that is longer than max_tokens is alone.
@@ -660,9 +672,9 @@ def micro_batches(sequences, lengths, max_tokens):
 
 
 def add_adapters(args, model):
-    """The policy: a second model on the same weights, which has A and B in its linear layers.
+    """Freeze the model, and return the policy: a copy that shares its weights and has adapters.
 
-    The given model gets no adapters. From here on the weights of both are frozen.
+    On a GPU this also replaces the given model's head by one in float32.
     """
     model.requires_grad_(False)
     if model.device.type == "cuda":
@@ -672,8 +684,8 @@ def add_adapters(args, model):
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         model.set_output_embeddings(head)
 
-    # deepcopy looks each object up, by its id, in a dict of the copies that exist already. In this
-    # dict each weight is its own copy, so that the policy shares the weights of the given model.
+    # deepcopy doesn't copy an object whose id is in this dict, and takes the dict's entry instead.
+    # Each weight stands for itself here, so the policy shares all weights of the given model.
     copies = {id(weight): weight for weight in model.parameters()}
     policy = copy.deepcopy(model, copies)
 
@@ -794,7 +806,9 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.is_file():  # named by its folder, since a bare file name is taken for a hub id
+        if path.is_file():
+            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder, or id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
@@ -888,7 +902,9 @@ def exit_on_error(what, kinds=Exception):
     except kinds as error:
         # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
-        fail(f"{what}: {reason or type(error).__name__ + ', perhaps an empty file'}")
+        if not reason:  # such as torch.load's EOFError for an empty file
+            reason = f"{type(error).__name__}, perhaps an empty file"
+        fail(f"{what}: {reason}")
 
 
 class PipeSafeStream:
@@ -975,7 +991,7 @@ def load_config(args):
     for part in (config, text_config):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)  # its noise would change ratios and KL
+                setattr(part, name, 0.0)  # its noise would change the ratios
     # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for name in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(text_config, name, None)
@@ -1050,8 +1066,8 @@ def check_model(model, not_supported):
 def find_eos_ids(args, model, tokenizer):
     """The ids of all tokens that end a response, sorted.
 
-    These are the EOS tokens of the tokenizer and of the model's generation config. The token with
-    which the chat template ends a turn may differ from both.
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
     """
     eos_ids = {tokenizer.eos_token_id}
     of_model = model.generation_config.eos_token_id
@@ -1062,7 +1078,7 @@ def find_eos_ids(args, model, tokenizer):
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after the answer must not end a response: only an added token does.
+        # Ordinary text after the answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     eos_ids -= {None}
     if not eos_ids:
@@ -1103,20 +1119,23 @@ def open_run(args, run_dir, saved, model):
 
 
 def catch_signals():
-    """A list that collects SIGINT, SIGTERM and SIGHUP; the same one again ends the run at once."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
     signals = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
         print(
             "\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now",
             file=sys.stderr,
         )
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    for number in numbers:
+        signal.signal(number, on_signal)
     return signals
 
 
@@ -1156,14 +1175,14 @@ def show_progress(args, progress, metrics, samples):
             f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
-        progress.write("    warning: in most groups all rewards are equal, which teaches nothing")
+        progress.write("    warning: in most groups all rewards are equal, so they teach nothing")
 
 
 def check_sampler(args, model, gap):
     """End the run if the log-probabilities of sampler and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same, so a large gap
-    means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
+    a large gap means that this kind of model is computed wrongly.
     """
     tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too
@@ -1239,8 +1258,9 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     for name, part in trained.items():
         content[name] = part.state_dict()
     path = run_dir / "checkpoint.tmp"
-    with exit_on_error(path), open(path, "wb", buffering=0) as file:
+    with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
+        file.flush()
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 

@@ -5,19 +5,26 @@ The objective and its equations are those of grpo.py:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
+    rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
+               pi_old is the policy that sampled, not the reference
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 Parent: grpo.py. Differences: (1) each of W processes samples for its share of the prompts, with its
 own noise. Then every process gets the whole rollout. Rank 0 computes the rewards for all, because a
-judge may cost money, or may not say the same twice. Every process computes the same advantages.
+reward may be a paid model, or differ from call to call. Every process computes the same advantages.
 (2) The processes share the micro-batches of an update: each takes every W-th. All have to call the
-sharded model equally often, so a process that has one micro-batch less repeats one, with a gradient
-of 0. The loss is divided by the number of sequences in the whole minibatch, so the update doesn't
-depend on the number of processes. (3) Weights, gradients and Adam's averages are sharded: each
-process holds 1/W of them. A layer is whole only while it is computed. (4) The copy that samples and
-the reference are whole on every process, so that sampling needs no communication. (5) Rank 0
-prints, logs, tracks, and saves whole checkpoints, which any number of processes can resume. With
-the same number, a resumed run on CPUs gets the bits of an uninterrupted one; with another number it
-samples with other noise.
+sharded model equally often, so a process that has one micro-batch less computes the first of all
+once more, with a gradient of 0. The loss is divided by the number of sequences in the whole
+minibatch, so the update doesn't depend on the number of processes, except for rounding. (3)
+Weights, gradients and Adam's averages are sharded: each process holds 1/W of them. A layer is whole
+only while it is computed. (4) The copy that samples and the reference are whole on every process,
+so that sampling needs no communication. (5) Rank 0 prints, logs, tracks, and saves whole
+checkpoints, which any number of processes can resume. With the same number, a resumed run on CPUs
+is bit-identical to an uninterrupted one; with another number it samples with other noise.
+
+To stop a run with a checkpoint, press Ctrl-C. torchrun kills the processes 30 s later, so start it
+with --shutdown_timeout 600 if a step takes longer.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W;
 2 for the copy that samples and 2 for the reference (none with --beta 0), but 4 for the head of each
@@ -27,17 +34,19 @@ copy. In GB:
     8 B on 8 x 80 GB       16.1 + 17.1 + 17.1 = 50.3    (Llama 3's shape)
 
 While the model is loaded, a process holds 8 bytes per parameter on its GPU and 4 on the host. For a
-checkpoint, rank 0 holds 12 on the host. Weights that are gathered take more GPU memory (embedding,
-head and two layers: 8 bytes per parameter, and 12 with their gradients), and so do keys and values
-(--sampling-tokens) and activations (--micro-batch-tokens). So 1.7 B on 2 x 24 GB needs --beta 0 and
+checkpoint, rank 0 holds 12 on the host. Gathered weights take more GPU memory: those of embedding,
+head and two layers at a time, 8 bytes per parameter in the buffer and in the weights copied out of
+it, and 4 for the gradients. So do keys and values (--sampling-tokens) and activations
+(--micro-batch-tokens). So 1.7 B on 2 x 24 GB needs --beta 0 and
 fewer sampling tokens.
 
 Communication per process, in bytes per parameter, times (W - 1) / W: 4 for each forward pass of a
 micro-batch, 8 for each backward pass (weights again, then gradients), and 4 for the sampling copy
 in each step. Within a machine that is little. Between machines with 12 GB/s (100 Gbit/s), 8 B
-parameters take 8 s for each micro-batch of each process, so --micro-batch-tokens should be as large
-as the memory allows. Python objects are sent over gloo, which takes the network to which the host's
-name resolves. If that is the loopback, name another one: GLOO_SOCKET_IFNAME=eth0.
+parameters take 8 s (8e9 * 12 bytes / 12e9 bytes per second) for each micro-batch of each process,
+so --micro-batch-tokens should be as large as the memory allows. Python objects are sent over gloo,
+which takes the network to which the host's name resolves. If that is the loopback, name another
+one: GLOO_SOCKET_IFNAME=eth0.
 
 Departures from the paper: those of grpo.py.
 
@@ -78,7 +87,7 @@ import transformers
 import tyro
 import wandb
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.checkpoint import state_dict as sharded_state
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -99,7 +108,7 @@ from utils.rewards import (
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # the reward is their sum; each is logged by its name
+REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -115,7 +124,7 @@ A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <answer>19</answer>"""
 # A checkpoint has whole weights and Adam's averages instead of shards. Rank 0 gets them in the
 # memory of the host; the other processes get nothing.
-WHOLE = dcp.StateDictOptions(full_state_dict=True, cpu_offload=True)
+WHOLE = sharded_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
 # Defaults for fields of Args that are None: (any model, the bundled model). The bundled model is
 # the default of --model.
 RECIPES = {
@@ -146,7 +155,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a run to resume, from the same working directory; takes no other flag"""
+    """folder of a run to resume; start in that run's working directory, with no other flag"""
     eval_every: int | None = None
     """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
@@ -169,7 +178,7 @@ class Args:
     system_prompt: str | None = None
     """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
     max_prompt_tokens: int | None = None
-    """longer prompts are skipped, counted and reported (P); None: 512, bundled 64"""
+    """longer prompts are skipped, counted and reported; None: 512, bundled 64"""
     # ---- sampling
     num_prompts: int = 16
     """prompts per step (B)"""
@@ -214,13 +223,13 @@ def compute_advantages(args, rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
-    # reward makes equal rewards exactly 0, and then their advantages are exactly 0.
+    # reward changes no advantage, but makes equal rewards and their advantages exactly 0.
     rewards = rewards - rewards[:, :1]
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
 def minibatches(args, num_seqs):
-    """Yield the indices of each update's sequences: every pass shuffles all and splits evenly."""
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
     for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
@@ -329,8 +338,10 @@ def main(args: Args) -> dict:
         state, metrics = saved["state"], saved["metrics"]
         with exit_on_error(f"--resume {run_dir}: a checkpoint of another version of {SCRIPT.name}"):
             # Each process reads the whole checkpoint, and keeps its shards. pop frees the memory.
-            dcp.set_model_state_dict(model, saved.pop("model"), options=WHOLE)
-            dcp.set_optimizer_state_dict(model, optimizer, saved.pop("optimizer"), options=WHOLE)
+            sharded_state.set_model_state_dict(model, saved.pop("model"), options=WHOLE)
+            sharded_state.set_optimizer_state_dict(
+                model, optimizer, saved.pop("optimizer"), options=WHOLE
+            )
             scheduler.load_state_dict(saved.pop("scheduler"))
         if saved["data_checksum"] != data_checksum:
             print("warning: the data has changed since this run started")
@@ -368,8 +379,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. With one update per step its own forward pass gives them (below). With several
-        # they are computed here, before the weights change.
+        # a little. The first update takes them from its own forward pass (below). Later updates
+        # need them from before the weights change, so they are computed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -409,7 +420,8 @@ def main(args: Args) -> dict:
                     (0.0 * logprobs.sum()).backward()
                     continue
                 if update == 0:
-                    old_logprobs[rows] = logprobs.detach()  # same weights: the ratio is 1
+                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
                     logprobs,
@@ -443,7 +455,7 @@ def main(args: Args) -> dict:
         refresh_sampler(sampler, model)
         if updates_per_step == 1:
             # Each row was computed by one process, and is 0 on the others, so the sum has all rows.
-            # With more updates all processes have all rows already.
+            # With more updates rollout_logprobs has given every process all rows.
             dist.all_reduce(old_logprobs, dist.ReduceOp.SUM)
         # Each process has the sums of its own micro-batches, which are added up here. This also
         # waits for the GPU, so that update_seconds is right.
@@ -512,11 +524,11 @@ def main(args: Args) -> dict:
         if stop_signals and step < args.num_steps:
             resume = f"torchrun ... '{SCRIPT}' --resume '{run_dir}'"
             print(f"stopped after step {step}; to go on: {resume}")
-            dist.barrier()  # when the first process ends, torchrun ends the others
+            dist.barrier()  # a process that ends with an error makes torchrun end the others
             sys.exit(128 + stop_signals[0])
 
     # Rank 0 gets the whole weights and writes them. The others don't wait for it.
-    weights = dcp.get_model_state_dict(model, options=WHOLE)
+    weights = sharded_state.get_model_state_dict(model, options=WHOLE)
     dist.destroy_process_group()
     if rank > 0:
         return metrics
@@ -537,7 +549,7 @@ SEGMENT = {"cpu": 32, "cuda": 128}
 
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -571,14 +583,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Every layer counts its columns in a tensor; this
-    # is a view of the first layer's, so it moves on with each call of the model.
+    # The column of the cache that is written next. Each layer keeps the number of columns that it
+    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
     def decode():
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory.
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
         bias.index_fill_(3, next_column, 0.0)
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
@@ -612,7 +625,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        cache_is_full = t % segment == 0  # at t = 0 by the prompt
+        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -703,7 +717,7 @@ def rollout_logprobs(args, model, rollout, total_lengths):
 
 
 def micro_batches(sequences, lengths, max_tokens):
-    """Split sequence indices (n,) into lists of at most max_tokens tokens each, with padding.
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
 
     lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
     length are together, so that little is padded. One that is longer than max_tokens is alone.
@@ -743,7 +757,11 @@ def own_micro_batches(args, sequences, lengths):
 
 
 class LogprobModel(torch.nn.Module):
-    """A model whose forward is compute_logprobs: FSDP gathers weights only around forward."""
+    """A model whose forward is compute_logprobs.
+
+    FSDP gathers weights only around the forward of a sharded module, and compute_logprobs calls the
+    decoder and the head apart. So both have to run inside one forward: this one.
+    """
 
     def __init__(self, model):
         super().__init__()
@@ -760,7 +778,7 @@ def shard(policy, mesh):
     """
     decoder = policy.model.get_decoder()
     module_lists = [x for x in decoder.modules() if isinstance(x, torch.nn.ModuleList)]
-    layers = module_lists[0]
+    layers = module_lists[0]  # the outermost ModuleList of a decoder is its list of layers
     for layer in layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(policy, mesh=mesh)  # what is left: embedding, last norm and head
@@ -925,7 +943,9 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.is_file():  # named by its folder, since a bare file name is taken for a hub id
+        if path.is_file():
+            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder, or id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
@@ -1016,8 +1036,8 @@ def num_processes():
 def fail(message):
     """End with one line, status 2 and no traceback."""
     if process_rank() > 0:
-        # Often all processes meet the same error. Then torchrun ends this one while it waits here,
-        # because rank 0 has ended, and the line is printed once.
+        # Often all processes meet the same error. Rank 0 prints it and ends, and then torchrun ends
+        # the others while they sleep here. So the line is printed once.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun sends SIGTERM
         time.sleep(5)
     print(f"error: {message}", file=sys.stderr)
@@ -1032,7 +1052,9 @@ def exit_on_error(what, kinds=Exception):
     except kinds as error:
         # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
-        fail(f"{what}: {reason or type(error).__name__ + ', perhaps an empty file'}")
+        if not reason:  # such as torch.load's EOFError for an empty file
+            reason = f"{type(error).__name__}, perhaps an empty file"
+        fail(f"{what}: {reason}")
 
 
 class PipeSafeStream:
@@ -1166,7 +1188,7 @@ def load_config(args):
     for part in (config, text_config):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)  # its noise would change ratios and KL
+                setattr(part, name, 0.0)  # its noise would change the ratios
     # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for name in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(text_config, name, None)
@@ -1238,8 +1260,8 @@ def check_model(model, not_supported):
 def find_eos_ids(args, model, tokenizer):
     """The ids of all tokens that end a response, sorted.
 
-    These are the EOS tokens of the tokenizer and of the model's generation config. The token with
-    which the chat template ends a turn may differ from both.
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
     """
     eos_ids = {tokenizer.eos_token_id}
     of_model = model.generation_config.eos_token_id
@@ -1250,7 +1272,7 @@ def find_eos_ids(args, model, tokenizer):
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after the answer must not end a response: only an added token does.
+        # Ordinary text after the answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     eos_ids -= {None}
     if not eos_ids:
@@ -1294,18 +1316,21 @@ def open_run(args, run_dir, saved, model):
 
 
 def catch_signals():
-    """A list that collects SIGINT, SIGTERM and SIGHUP; the same one again ends the run at once."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
     signals = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
-        # To stdout, because only rank 0 shows its own.
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
+        # To stdout, which goes to os.devnull in the other processes: the line is printed once.
         print("\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now")
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    for number in numbers:
+        signal.signal(number, on_signal)
     return signals
 
 
@@ -1345,14 +1370,14 @@ def show_progress(args, progress, metrics, samples):
             f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
-        progress.write("    warning: in most groups all rewards are equal, which teaches nothing")
+        progress.write("    warning: in most groups all rewards are equal, so they teach nothing")
 
 
 def check_sampler(args, model, gap):
     """End the run if the log-probabilities of sampler and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same, so a large gap
-    means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
+    a large gap means that this kind of model is computed wrongly.
     """
     tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too
@@ -1382,7 +1407,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
 
     All processes have to call it: they send their shards to rank 0, which writes.
     """
-    model_state, optimizer_state = dcp.get_state_dict(
+    model_state, optimizer_state = sharded_state.get_state_dict(
         trained["model"], trained["optimizer"], options=WHOLE
     )
     if process_rank() > 0:
@@ -1399,8 +1424,9 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
         "scheduler": trained["scheduler"].state_dict(),
     }
     path = run_dir / "checkpoint.tmp"
-    with exit_on_error(path), open(path, "wb", buffering=0) as file:
+    with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
+        file.flush()
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 

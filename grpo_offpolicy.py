@@ -10,34 +10,37 @@ maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]                o_i from pi_s
     w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )
-               from the sampler to the old policy
+               corrects for the engine: pi_s has sampled, and pi_old should have
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )            (DeepSeekMath, Eq. 3)
     C_it     = max(S_it, D A_it) if A_it < 0, else S_it                       dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
-               from the old to the new policy
+               corrects for the updates: pi_theta moves away from pi_old
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-A_it and KL_it (Eq. 4) are those of grpo.py. The weight w has no gradient, and the KL term is not
-weighted. Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies the advantages
-by the weights, and policy_loss needs no argument for them.
+The weight w has no gradient. The KL term is not weighted, as in TRL: it is estimated on the tokens
+that the engine sampled. Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies
+the advantages by the weights, and policy_loss needs no argument for them.
 
 Parent: grpo.py. Differences: (1) the weight w of each token corrects for the sampler. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. The
 ratio of a sequence is the product of its tokens' ratios, not truncated. With --sequence-cap, a
 sequence whose ratio is above the cap gets weight 0. (By default TRL does this at 3, and weights the
-other sequences with their ratio instead of w.) (2) For a negative advantage the clip range bounds a
-ratio below, but not above. The dual clip counts it as at most D (--dual-clip). (3) A separate copy
-of the model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets
-the trainer's weights every --staleness steps, rounded to --sampler-dtype. Evaluation uses the
-trainer's current weights and grpo.py's sampler. With the defaults on a CPU the engine has the
-trainer's weights and precision, and the script trains as grpo.py does.
+other sequences with the ratio of the whole sequence instead of w.) (2) If the advantage is
+negative, the minimum leaves a large ratio unclipped. The dual clip replaces a ratio above D by D
+(--dual-clip). (3) A separate copy of the model, the engine, samples the rollouts. It imitates a
+sampling engine on one device: it gets the trainer's weights every --staleness steps, rounded to
+--sampler-dtype. Evaluation uses the trainer's current weights (in bf16 on a GPU), not the engine.
+With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
+as grpo.py does.
 
-Departures from the papers: those of grpo.py. The gradient is not exactly that of pi_old's own
-samples. It only comes closer to it, because w corrects for the probability of a token, but not for
-the probabilities of the tokens before it. The w of Yao et al. is the same.
+Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
+reference stays the initial model. A limit that Yao et al. share: w corrects the probability of each
+token, but not of the tokens before it. So the gradient only approximates that of pi_old's samples.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
-micro-batch has n <= N sequences, with T response tokens in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
+of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
     python grpo_offpolicy.py --staleness 4 --num-minibatches 4          assets/adder, on a CPU
     python grpo_offpolicy.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
@@ -87,7 +90,7 @@ from utils.rewards import (
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # the reward is their sum; each is logged by its name
+REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -132,7 +135,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a run to resume, from the same working directory; takes no other flag"""
+    """folder of a run to resume; start in that run's working directory, with no other flag"""
     eval_every: int | None = None
     """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
@@ -155,7 +158,7 @@ class Args:
     system_prompt: str | None = None
     """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
     max_prompt_tokens: int | None = None
-    """longer prompts are skipped, counted and reported (P); None: 512, bundled 64"""
+    """longer prompts are skipped, counted and reported; None: 512, bundled 64"""
     # ---- sampling
     num_prompts: int = 16
     """prompts per step (B)"""
@@ -172,7 +175,7 @@ class Args:
     staleness: int = 1
     """steps between refreshes of the engine, the copy of the model that samples; 1: never stale"""
     sampler_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """the engine's weights are rounded to this; auto: bfloat16 on a GPU, float32 on a CPU"""
+    """precision of the engine's weights, except its head; auto: bfloat16 on a GPU, else float32"""
     # ---- optimization
     num_steps: int | None = None
     """steps in the whole run, each with a rollout and its updates; None: 200, bundled 60"""
@@ -198,11 +201,11 @@ class Args:
     beta: float | None = None
     """weight of the KL to the reference in the loss; 0: no reference; None: 0.04, bundled 0.01"""
     rollout_correction: float = 2.0
-    """a token's weight, from sampler to old policy, is truncated at this (W); 0: all are 1"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: no token weights"""
     sequence_cap: float = 0.0
-    """a sequence whose ratio, from sampler to old policy, is larger gets weight 0; 0: no cap"""
+    """leave out a sequence (weight 0) if its pi_old / pi_s is above this; 0: no cap"""
     dual_clip: float = 3.0
-    """a ratio counts as at most this where the advantage is negative (D); needs several updates"""
+    """with a negative advantage a ratio counts as at most D; no effect with one update a step"""
 
 
 # ==== algorithm ====
@@ -210,13 +213,13 @@ def compute_advantages(args, rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
-    # reward makes equal rewards exactly 0, and then their advantages are exactly 0.
+    # reward changes no advantage, but makes equal rewards and their advantages exactly 0.
     rewards = rewards - rewards[:, :1]
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
 def minibatches(args, num_seqs):
-    """Yield the indices of each update's sequences: every pass shuffles all and splits evenly."""
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
     for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
@@ -265,6 +268,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # Ratios outside the clip range, whatever the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
+    # These are not weighted by w: with a stale engine they are biased, because pi_s has sampled.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -362,9 +366,10 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. With one update per step its own forward pass gives them (below). With several
-        # they are computed here, before the weights change.
+        # pi_old is the trainer's policy, and the engine's weights and arithmetic may differ. So the
+        # old log-probabilities come from the trainer. The first update takes them from its own
+        # forward pass (below). Later updates need them from before the weights change, so they are
+        # computed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -394,7 +399,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    old_logprobs[rows] = logprobs.detach()  # same weights: the ratio is 1
+                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    old_logprobs[rows] = logprobs.detach()
                 # One weight for each token, (n, R).
                 sampler_weights = compute_sampler_weights(
                     args, old_logprobs[rows], rollout.sampled_logprobs[rows], response_mask[rows]
@@ -520,7 +526,7 @@ SEGMENT = {"cpu": 32, "cuda": 128}
 
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -554,14 +560,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Every layer counts its columns in a tensor; this
-    # is a view of the first layer's, so it moves on with each call of the model.
+    # The column of the cache that is written next. Each layer keeps the number of columns that it
+    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
     def decode():
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory.
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
         bias.index_fill_(3, next_column, 0.0)
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
@@ -595,7 +602,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        cache_is_full = t % segment == 0  # at t = 0 by the prompt
+        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -679,7 +687,7 @@ def rollout_logprobs(args, model, rollout, total_lengths):
 
 
 def micro_batches(sequences, lengths, max_tokens):
-    """Split sequence indices (n,) into lists of at most max_tokens tokens each, with padding.
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
 
     lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
     length are together, so that little is padded. One that is longer than max_tokens is alone.
@@ -819,7 +827,9 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.is_file():  # named by its folder, since a bare file name is taken for a hub id
+        if path.is_file():
+            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder, or id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
@@ -915,7 +925,9 @@ def exit_on_error(what, kinds=Exception):
     except kinds as error:
         # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
-        fail(f"{what}: {reason or type(error).__name__ + ', perhaps an empty file'}")
+        if not reason:  # such as torch.load's EOFError for an empty file
+            reason = f"{type(error).__name__}, perhaps an empty file"
+        fail(f"{what}: {reason}")
 
 
 class PipeSafeStream:
@@ -1002,7 +1014,7 @@ def load_config(args):
     for part in (config, text_config):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)  # its noise would change ratios and KL
+                setattr(part, name, 0.0)  # its noise would change the ratios
     # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for name in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(text_config, name, None)
@@ -1074,8 +1086,8 @@ def check_model(model, not_supported):
 def find_eos_ids(args, model, tokenizer):
     """The ids of all tokens that end a response, sorted.
 
-    These are the EOS tokens of the tokenizer and of the model's generation config. The token with
-    which the chat template ends a turn may differ from both.
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
     """
     eos_ids = {tokenizer.eos_token_id}
     of_model = model.generation_config.eos_token_id
@@ -1086,7 +1098,7 @@ def find_eos_ids(args, model, tokenizer):
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after the answer must not end a response: only an added token does.
+        # Ordinary text after the answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     eos_ids -= {None}
     if not eos_ids:
@@ -1127,20 +1139,23 @@ def open_run(args, run_dir, saved, model):
 
 
 def catch_signals():
-    """A list that collects SIGINT, SIGTERM and SIGHUP; the same one again ends the run at once."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
     signals = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
         print(
             "\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now",
             file=sys.stderr,
         )
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    for number in numbers:
+        signal.signal(number, on_signal)
     return signals
 
 
@@ -1180,7 +1195,7 @@ def show_progress(args, progress, metrics, samples):
             f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
-        progress.write("    warning: in most groups all rewards are equal, which teaches nothing")
+        progress.write("    warning: in most groups all rewards are equal, so they teach nothing")
 
 
 def check_sampler(args, model, engine, gap):
@@ -1227,8 +1242,9 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     for name, part in trained.items():
         content[name] = part.state_dict()
     path = run_dir / "checkpoint.tmp"
-    with exit_on_error(path), open(path, "wb", buffering=0) as file:
+    with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
+        file.flush()
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 

@@ -16,19 +16,20 @@ each token:
 Parent: grpo.py. Differences: (1) step_rewards finds the steps of a response and gives each of them
 a reward of 0 or 1. The last step is the whole response, and its reward is the accuracy. (2) The
 advantage of a token is the sum of the normalized rewards of the steps that end with this token or
-after it. With one step per response this is GRPO.
+after it. With one step per response this is GRPO with the accuracy as its reward.
 
-All rewards are 0 or 1 because they are normalized together. If the whole response got 1.4 for its
-accuracy and format, and a step got 1, a group of perfect responses would have a gradient, and a
-response that leaves out its steps would gain by it. So the format reward is logged, but the policy
-isn't trained on it. The accuracy needs the answer tags anyway.
+All rewards are 0 or 1 because they are normalized together. Suppose that the whole response could
+get 1.4, for accuracy and format, and a step only 1. Then a correct step would lie below the mean of
+a perfect group, and the policy would learn to leave steps out. So the format reward is only logged.
+The accuracy needs the answer tags anyway.
 
-As in the paper, the sum has no baseline for the token's position. If all steps are better than the
-mean, an early token has a larger advantage than a late one.
+As in the paper, the sum has no baseline for the token's position. If all steps of a response are
+better than the mean, an early token has a larger advantage than a late one.
 
 Departures from the paper: a rule rewards the steps, not a reward model. As in grpo.py, 1e-4 is
 added to the std, and the reference stays the initial model. step_rewards is written for column
-addition; for another task, write another one. A response in which it finds no sums has one step.
+addition, and doesn't compare the summands with the question. For another task, write another one:
+until then a response to GSM8K has one step.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
@@ -83,7 +84,8 @@ from utils.rewards import (
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # the reward is their sum; each is logged by its name
+# These are only logged, each by its name, and their sum. step_rewards has the rewards of the steps.
+REWARDS = [accuracy_reward, format_reward]
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -128,7 +130,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a run to resume, from the same working directory; takes no other flag"""
+    """folder of a run to resume; start in that run's working directory, with no other flag"""
     eval_every: int | None = None
     """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
@@ -151,7 +153,7 @@ class Args:
     system_prompt: str | None = None
     """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
     max_prompt_tokens: int | None = None
-    """longer prompts are skipped, counted and reported (P); None: 512, bundled 64"""
+    """longer prompts are skipped, counted and reported; None: 512, bundled 64"""
     # ---- sampling
     num_prompts: int = 16
     """prompts per step (B)"""
@@ -196,7 +198,7 @@ def compute_advantages(args, rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
-    # reward makes equal rewards exactly 0, and then their advantages are exactly 0.
+    # reward changes no advantage, but makes equal rewards and their advantages exactly 0.
     rewards = rewards - rewards[:, :1]
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -213,7 +215,8 @@ def step_rewards(completions, answers):
 
     The steps of a column addition are the sums between the think tags, one for each column, from
     the right. A sum's reward is 1 if the sum is true and its last digit is the answer's digit in
-    this column, else 0. The last step is the whole completion; its reward is the accuracy, 0 or 1.
+    this column, else 0. Each piece between commas is a step. The last step is the whole completion;
+    its reward is the accuracy, 0 or 1.
     """
     accuracies = accuracy_reward(completions, answers)  # N
     all_steps = []
@@ -222,7 +225,7 @@ def step_rewards(completions, answers):
         answer_digits = str(gold_number(answer))[::-1]  # from the right
         start = thought_start(completion)
         thought, closing_tag, _ = completion[start:].partition("</think>")
-        # Other text than sums has no steps.
+        # The thought has steps only if all of it is sums, such as 8+5=13,2+9+1=12.
         if closing_tag and re.fullmatch("[0-9+=,]+", thought):
             for column, column_sum in enumerate(thought.split(",")):
                 end = start + len(column_sum)
@@ -264,6 +267,7 @@ def step_tokens(tokenizer, ids, steps):
     last_tokens = []
     t = 0
     for step in steps[:-1]:
+        # The last token is the first one with which the text has step.end characters.
         while num_characters(t + 1) < step.end and t + 1 < len(ids):
             t += 1
         last_tokens.append(t)
@@ -278,6 +282,7 @@ def token_advantages(args, steps, last_tokens):
     For each response, steps has a list of Step, and last_tokens the indices of their last tokens.
     """
     rewards = [step.reward for response_steps in steps for step in response_steps]  # K
+    # All steps of the group are normalized together, as if they were K responses to one prompt.
     normalized = compute_advantages(args, torch.tensor([rewards]))[0]  # (K,)
     advantages = torch.zeros(len(steps), args.max_new_tokens)  # (G, R)
     k = 0  # counts the steps of all G responses
@@ -290,7 +295,7 @@ def token_advantages(args, steps, last_tokens):
 
 
 def minibatches(args, num_seqs):
-    """Yield the indices of each update's sequences: every pass shuffles all and splits evenly."""
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
     for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
@@ -413,8 +418,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. With one update per step its own forward pass gives them (below). With several
-        # they are computed here, before the weights change.
+        # a little. The first update takes them from its own forward pass (below). Later updates
+        # need them from before the weights change, so they are computed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -455,7 +460,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    old_logprobs[rows] = logprobs.detach()  # same weights: the ratio is 1
+                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
                     logprobs,
@@ -578,7 +584,7 @@ SEGMENT = {"cpu": 32, "cuda": 128}
 
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -612,14 +618,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Every layer counts its columns in a tensor; this
-    # is a view of the first layer's, so it moves on with each call of the model.
+    # The column of the cache that is written next. Each layer keeps the number of columns that it
+    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
     def decode():
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory.
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
         bias.index_fill_(3, next_column, 0.0)
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
@@ -653,7 +660,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        cache_is_full = t % segment == 0  # at t = 0 by the prompt
+        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -737,7 +745,7 @@ def rollout_logprobs(args, model, rollout, total_lengths):
 
 
 def micro_batches(sequences, lengths, max_tokens):
-    """Split sequence indices (n,) into lists of at most max_tokens tokens each, with padding.
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
 
     lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
     length are together, so that little is padded. One that is longer than max_tokens is alone.
@@ -874,7 +882,9 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.is_file():  # named by its folder, since a bare file name is taken for a hub id
+        if path.is_file():
+            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder, or id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
@@ -966,7 +976,9 @@ def exit_on_error(what, kinds=Exception):
     except kinds as error:
         # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
-        fail(f"{what}: {reason or type(error).__name__ + ', perhaps an empty file'}")
+        if not reason:  # such as torch.load's EOFError for an empty file
+            reason = f"{type(error).__name__}, perhaps an empty file"
+        fail(f"{what}: {reason}")
 
 
 class PipeSafeStream:
@@ -1053,7 +1065,7 @@ def load_config(args):
     for part in (config, text_config):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)  # its noise would change ratios and KL
+                setattr(part, name, 0.0)  # its noise would change the ratios
     # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for name in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(text_config, name, None)
@@ -1125,8 +1137,8 @@ def check_model(model, not_supported):
 def find_eos_ids(args, model, tokenizer):
     """The ids of all tokens that end a response, sorted.
 
-    These are the EOS tokens of the tokenizer and of the model's generation config. The token with
-    which the chat template ends a turn may differ from both.
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
     """
     eos_ids = {tokenizer.eos_token_id}
     of_model = model.generation_config.eos_token_id
@@ -1137,7 +1149,7 @@ def find_eos_ids(args, model, tokenizer):
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after the answer must not end a response: only an added token does.
+        # Ordinary text after the answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     eos_ids -= {None}
     if not eos_ids:
@@ -1178,20 +1190,23 @@ def open_run(args, run_dir, saved, model):
 
 
 def catch_signals():
-    """A list that collects SIGINT, SIGTERM and SIGHUP; the same one again ends the run at once."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
     signals = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
         print(
             "\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now",
             file=sys.stderr,
         )
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    for number in numbers:
+        signal.signal(number, on_signal)
     return signals
 
 
@@ -1231,14 +1246,14 @@ def show_progress(args, progress, metrics, samples):
             f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
-        progress.write("    warning: in most groups all rewards are equal, which teaches nothing")
+        progress.write("    warning: in most groups all rewards are equal, so they teach nothing")
 
 
 def check_sampler(args, model, gap):
     """End the run if the log-probabilities of sampler and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same, so a large gap
-    means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
+    a large gap means that this kind of model is computed wrongly.
     """
     tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too
@@ -1276,8 +1291,9 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     for name, part in trained.items():
         content[name] = part.state_dict()
     path = run_dir / "checkpoint.tmp"
-    with exit_on_error(path), open(path, "wb", buffering=0) as file:
+    with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
+        file.flush()
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 

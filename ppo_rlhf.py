@@ -12,6 +12,7 @@ response is a sequence of actions, one per token:
     A_t      = delta_t + gamma lambda A_t+1               advantages, then whitened    (PPO, Eq. 11)
     R_t      = A_t + V(s_t)                               returns, which the value network predicts
     L_pi     = -mean_t min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t)                   (PPO, Eq. 7)
+    rho_t    = pi(a_t | s_t) / pi_old(a_t | s_t)      s_t is the prompt and the tokens before a_t
     L_V      = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
 
 The means are over all tokens of the minibatch. Old values and old log-probabilities stay fixed
@@ -26,14 +27,15 @@ average over all tokens of the minibatch.
 
 Departures from the papers: the gradient of each network is clipped by its own norm; Huang et al.
 clip none. Nothing is subtracted from the scores; theirs have mean 0 on the demonstrations. An
-adaptive beta is multiplied by exp(K e), where e is the clipped error of the KL; Ziegler has
-1 + K e. A cut response loses the penalty; Huang sets its score to -1. Adam's epsilon is 1e-8; Huang
-has 1e-5. The score stands at the last token; in Huang's code it stands one slot later, where there
-is one more value. With --reward-model "" the rules of utils/rewards.py replace the reward model.
+adaptive beta is multiplied by exp(K e): e is the clipped error of the KL, and K is N /
+--kl-horizon. Ziegler multiplies it by 1 + K e. A cut response loses the penalty; Huang sets its
+score to -1. Adam's epsilon is 1e-8; Huang has 1e-5. The score is the reward of the last token;
+Huang's code gives it to the slot after that token, and uses the value of that slot, too. With
+--reward-model "" the rules of utils/rewards.py replace the reward model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
-micro-batch has n <= N sequences, with T response tokens in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
+of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
     python ppo_rlhf.py                          assets/adder, scored by adder-judge, on a CPU
     python ppo_rlhf.py --model SmolLM2-1.7B     GSM8K with rule-based rewards, on one GPU
@@ -83,7 +85,7 @@ from utils.rewards import (
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
-REWARDS = [accuracy_reward, format_reward]  # the reward is their sum; each is logged by its name
+REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -129,7 +131,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a run to resume, from the same working directory; takes no other flag"""
+    """folder of a run to resume; start in that run's working directory, with no other flag"""
     eval_every: int | None = None
     """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
@@ -152,7 +154,7 @@ class Args:
     system_prompt: str | None = None
     """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
     max_prompt_tokens: int | None = None
-    """longer prompts are skipped, counted and reported (P); None: 512, bundled 64"""
+    """longer prompts are skipped, counted and reported; None: 512, bundled 64"""
     # ---- sampling
     num_prompts: int = 128
     """prompts per step (B)"""
@@ -195,7 +197,7 @@ class Args:
     normalize_scores: bool = False
     """subtract the batch's mean from the scores and divide by their std"""
     whiten_rewards: bool = False
-    """divide the rewards of the tokens by their std; their mean stays"""
+    """scale the tokens' rewards around their mean to variance 1; a reward of 0 changes, too"""
     clip_eps: float = 0.2
     """the ratio is clipped to 1 - eps .. 1 + eps (eps in PPO's Eq. 7)"""
     beta: float | None = None
@@ -203,22 +205,22 @@ class Args:
     kl_target: float | None = None
     """adapt beta until the KL to the reference is this, in nats per response; None: beta stays"""
     kl_horizon: int = 10000
-    """episodes in which a KL that is off by 20 % or more changes beta by a factor of e^0.2"""
+    """beta changes by at most a factor of e^0.2 in this many episodes (responses)"""
     gamma: float = 1.0
     """discount of the rewards per token (gamma)"""
     gae_lambda: float = 0.95
     """a lower one gives less variance and more bias of the advantages (lambda in PPO's Eq. 11)"""
     vf_coef: float = 0.1
-    """weight of the value loss; has little effect: Adam and gradient clipping undo a factor"""
+    """weight of the value loss; little effect: Adam's step doesn't depend on the loss's scale"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
-    """start of the value network; policy, or no reward model: the policy, with a head of zeros"""
+    """start of the value network; policy, or no reward model: the policy, its head zeros"""
 
 
 # ==== algorithm ====
 def whiten(values, mask, shift_mean=True):
-    """Shift values (n, R) to mean 0 over the mask and scale them to variance 1; 0 where masked.
+    """Shift values of any shape to mean 0 over the mask, scale to variance 1; 0 where masked.
 
     With shift_mean False the mean stays.
     """
@@ -301,7 +303,7 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
 
 
 def explained_variance(values, returns, mask):
-    """1 - var(returns - values) / var(returns), over the tokens that count; all three (n, R).
+    """1 - var(returns - values) / var(returns) over the mask; all arguments are (n, R).
 
     1 if the values are the returns, 0 if a constant would do as well; not finite if all returns
     are equal.
@@ -315,7 +317,7 @@ def explained_variance(values, returns, mask):
 
 
 def minibatches(args, num_seqs):
-    """Yield the indices of each update's sequences: every pass shuffles all and splits evenly."""
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
     for _ in range(args.num_iterations):  # the PPO epochs
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
@@ -530,8 +532,9 @@ def main(args: Args) -> dict:
                 bad_updates_in_a_row += 1
                 if bad_updates_in_a_row == 3:
                     fail(
-                        f"--learning-rate {args.learning_rate}: three gradients in a row were not "
-                        "finite; lower it"
+                        f"--learning-rate {args.learning_rate}, --value-learning-rate "
+                        f"{args.value_learning_rate}: three gradients in a row were not finite; "
+                        "lower them"
                     )
             scheduler.step()
             optimizer.zero_grad()
@@ -550,6 +553,7 @@ def main(args: Args) -> dict:
         if args.beta > 0:
             kl = masked_sum(old_logprobs - ref_logprobs, response_mask, axis=1)  # (N,), k1
             state["kl/response"] = kl.mean().item()
+        # The accuracy is logged even if REWARDS doesn't contain it.
         accuracies = apply_reward(accuracy_reward, batch, rollout.completions)  # N
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -623,7 +627,7 @@ SEGMENT = {"cpu": 32, "cuda": 128}
 
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
-    """Sample num_samples responses for each left-padded prompt (B, P), all N in one batch.
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -657,14 +661,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Every layer counts its columns in a tensor; this
-    # is a view of the first layer's, so it moves on with each call of the model.
+    # The column of the cache that is written next. Each layer keeps the number of columns that it
+    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
     def decode():
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory.
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
         bias.index_fill_(3, next_column, 0.0)
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
@@ -698,7 +703,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        cache_is_full = t % segment == 0  # at t = 0 by the prompt
+        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -774,7 +780,7 @@ def compute_logprobs(model, rollout, temperature):
 def compute_values(value_model, rollout):
     """Values (n, R) float32 of n sequences; 0 where masked.
 
-    The value at a token is that of the state before it: of the prompt and the tokens before.
+    A token's value is predicted before it is sampled: from the prompt and the earlier tokens.
     """
     hidden = response_states(value_model, rollout)  # (T, D)
     values = value_model.score(hidden.float())[:, 0]  # (T,) float32
@@ -784,9 +790,9 @@ def compute_values(value_model, rollout):
 
 def compute_scores(reward_model, rollout):
     """The reward model's scores (n,) float32 of n whole responses."""
-    # The head reads the state after the last token, and response_states gives the states before the
-    # response tokens. So prompt and response together are the prompt here, and one more token
-    # follows them as the response. No state before it depends on it: it can be any token.
+    # response_states gives the state before each response token. The score needs the state after
+    # the last token. So the prompt and the response together become the prompt here, and one dummy
+    # token becomes the response. Its own state is never read, so any token will do.
     whole = rollout._replace(
         prompt_ids=torch.cat([rollout.prompt_ids, rollout.response_ids], 1),  # (n, P + R)
         prompt_mask=torch.cat([rollout.prompt_mask, rollout.response_mask], 1),  # (n, P + R)
@@ -833,7 +839,7 @@ def unpadded(values, mask):
 
 
 def micro_batches(sequences, lengths, max_tokens):
-    """Split sequence indices (n,) into lists of at most max_tokens tokens each, with padding.
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
 
     lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
     length are together, so that little is padded. One that is longer than max_tokens is alone.
@@ -971,7 +977,9 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        if path.is_file():  # named by its folder, since a bare file name is taken for a hub id
+        if path.is_file():
+            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
         else:  # a folder, or id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
@@ -1071,7 +1079,9 @@ def exit_on_error(what, kinds=Exception):
     except kinds as error:
         # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
-        fail(f"{what}: {reason or type(error).__name__ + ', perhaps an empty file'}")
+        if not reason:  # such as torch.load's EOFError for an empty file
+            reason = f"{type(error).__name__}, perhaps an empty file"
+        fail(f"{what}: {reason}")
 
 
 class PipeSafeStream:
@@ -1160,7 +1170,7 @@ def load_config(args, flag, source):
     for part in (config, text_config):
         for name, value in vars(part).items():
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
-                setattr(part, name, 0.0)  # its noise would change ratios and KL
+                setattr(part, name, 0.0)  # its noise would change the ratios
     # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for name in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(text_config, name, None)
@@ -1232,8 +1242,8 @@ def check_model(model, not_supported):
 def find_eos_ids(args, model, tokenizer):
     """The ids of all tokens that end a response, sorted.
 
-    These are the EOS tokens of the tokenizer and of the model's generation config. The token with
-    which the chat template ends a turn may differ from both.
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
     """
     eos_ids = {tokenizer.eos_token_id}
     of_model = model.generation_config.eos_token_id
@@ -1244,7 +1254,7 @@ def find_eos_ids(args, model, tokenizer):
             rendered = tokenizer.apply_chat_template(turns, tokenize=False)
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after the answer must not end a response: only an added token does.
+        # Ordinary text after the answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     eos_ids -= {None}
     if not eos_ids:
@@ -1326,20 +1336,23 @@ def open_run(args, run_dir, saved, model):
 
 
 def catch_signals():
-    """A list that collects SIGINT, SIGTERM and SIGHUP; the same one again ends the run at once."""
+    """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
     signals = []
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
     def on_signal(number, frame):
         signals.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
         print(
             "\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now",
             file=sys.stderr,
         )
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, on_signal)
+    for number in numbers:
+        signal.signal(number, on_signal)
     return signals
 
 
@@ -1379,14 +1392,14 @@ def show_progress(args, progress, metrics, samples):
             f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
-        progress.write("    warning: in most groups all rewards are equal, which teaches nothing")
+        progress.write("    warning: all rewards of this step are equal")
 
 
 def check_sampler(args, model, gap):
     """End the run if the log-probabilities of sampler and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same, so a large gap
-    means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
+    a large gap means that this kind of model is computed wrongly.
     """
     tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too
@@ -1430,8 +1443,9 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     for name, part in trained.items():
         content[name] = part.state_dict()
     path = run_dir / "checkpoint.tmp"
-    with exit_on_error(path), open(path, "wb", buffering=0) as file:
+    with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
+        file.flush()
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 

@@ -29,13 +29,14 @@ VARIED = """import signal, sys
 sys.path.insert(0, {root!r})
 import grpo, tyro
 grpo.SEGMENT["cuda"] = 8
-calls, respond = [], grpo.respond
-def stopped(*args):
+calls, sample_responses = [], grpo.sample_responses
+def stopped(*args, **kwargs):
     calls.append(args)
     if len(calls) == 2:
         signal.raise_signal(signal.SIGTERM)
-    return respond(*args)
-grpo.respond = stopped if "stop" in sys.argv[0] else respond
+    return sample_responses(*args, **kwargs)
+if "stop" in sys.argv[0]:
+    grpo.sample_responses = stopped
 grpo.main(tyro.cli(grpo.Args))
 """
 # Two processes, with a device each, as torchrun would start them.
@@ -64,11 +65,13 @@ import grpo, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(grpo.Args.model)
 torch.manual_seed(0)
 prompt, response = torch.randint(3, 20, (2, 4, 8))
-rollout = (prompt, torch.ones_like(prompt, dtype=torch.bool), response, torch.ones_like(response, dtype=torch.bool))
+mask, zeros = torch.ones_like(prompt, dtype=torch.bool), torch.zeros(4, 8)
+tensors = [prompt, mask, response, mask, zeros]
 with torch.no_grad():
-    exact = grpo.compute_logprobs(model, rollout, 1.0)
+    exact = grpo.compute_logprobs(model, grpo.Rollout(*tensors, [""] * 4), 1.0)
     model.cuda()
-    rounded = grpo.compute_logprobs(model, [x.cuda() for x in rollout], 1.0)
+    rollout = grpo.Rollout(*[x.cuda() for x in tensors], [""] * 4)
+    rounded = grpo.compute_logprobs(model, rollout, 1.0)
 error = (rounded.cpu() - exact).abs().max() / exact.abs().max()
 assert rounded.dtype == torch.float32 and 1e-5 < error < 0.02, error
 copied = grpo.inference_copy(model)
@@ -97,8 +100,9 @@ for x in trained:
 prompt = torch.randint(3, 20, (4, 8)).cuda()
 mask = torch.ones_like(prompt, dtype=torch.bool)
 ids, counts, sampled = grpo_lora.generate(args, model, prompt, mask, 1, 1.0, torch.tensor([2]).cuda())
-logprobs = grpo_lora.compute_logprobs(model, (prompt, mask, ids, counts), 1.0)
-without = grpo_lora.compute_logprobs(ref_model, (prompt, mask, ids, counts), 1.0)
+rollout = grpo_lora.Rollout(prompt, mask, ids, counts, sampled, [""] * 4)
+logprobs = grpo_lora.compute_logprobs(model, rollout, 1.0)
+without = grpo_lora.compute_logprobs(ref_model, rollout, 1.0)
 assert logprobs.dtype == torch.float32 and (logprobs - sampled).abs()[counts].mean() < 0.02
 assert (without - sampled).abs()[counts].mean() > 0.05, (without - sampled).abs()[counts].mean()
 logprobs.sum().backward()
@@ -155,7 +159,8 @@ for config, script in cases:
     allocated = held() - start - ids.nbytes - mask.nbytes
     for _ in range(2):  # in the second, gradients are there already
         before = held()
-        logprobs = script.compute_logprobs(model, (ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:]), 1.0)
+        rollout = script.Rollout(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:], None, None)
+        logprobs = script.compute_logprobs(model, rollout, 1.0)
         logprobs.sum().backward()
         del logprobs
     peak = torch.cuda.max_memory_allocated() - before

@@ -702,7 +702,9 @@ def test_a_mistake_in_the_code_shows_its_traceback(script, function, tmp_path, m
     """Never one line that blames a flag: the last line of the traceback is the mistake."""
     old, new, kind = MISTAKES[function]
     module = edited(script, tmp_path, old, new)
-    given = small_recipe(script) | SMALL | dict(runs_dir=str(tmp_path), device="cpu", beta=0.1)
+    # The edited copy has no assets beside it.
+    given = dict(model=script.Args.model, runs_dir=str(tmp_path), device="cpu", beta=0.1)
+    given |= small_recipe(script) | SMALL
     known = {field.name for field in dataclasses.fields(script.Args)}
     args = module.Args(**{name: value for name, value in given.items() if name in known})
     with pytest.raises(kind) as mistake:

@@ -6,6 +6,7 @@ A killed or interrupted run is a real process, forked from the tests' own, so th
 import dataclasses
 import fcntl
 import gc
+import io
 import json
 import multiprocessing
 import os
@@ -267,7 +268,7 @@ def test_metrics_are_the_documented_ones(script, finished):
         cells = line.split("|")
         if len(cells) < 4 or not line.startswith("|"):
             continue
-        metric = r"`((?:rollout|tool|policy|value|kl|optim|eval|time)/\w+|step|episodes|tokens)`"
+        metric = r"`((?:rollout|tool|policy|value|kl|optim|eval|time)/\w+|step|episodes|tokens|batches)`"
         keys = re.findall(metric, cells[1])
         if not keys or re.sub(metric, "", cells[1]).strip(" ,"):
             continue  # another table
@@ -748,6 +749,41 @@ def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch)
         ("replace", status.st_ino, status.st_size),
     ]
     assert torch.load(path)["metrics"]["step"] == 2
+
+
+class ShortWrites(io.RawIOBase):
+    """A file of which one call writes at most 1000 bytes, as the kernel's writes at most 2 GiB."""
+
+    def __init__(self, path):
+        self.file = open(path, "wb", buffering=0)
+
+    def writable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def write(self, data):
+        return self.file.write(memoryview(data).cast("B")[:1000])
+
+    def seek(self, *where):
+        return self.file.seek(*where)
+
+    def fileno(self):
+        return self.file.fileno()
+
+
+@pytest.mark.scripts("grpo")
+def test_a_tensor_of_more_than_2_gib_is_saved_whole(script, run, monkeypatch):
+    """A write that the system cuts short must not leave a checkpoint that cannot be read."""
+
+    def short_open(path, mode="r", buffering=-1, **options):
+        if "checkpoint" not in str(path):
+            return open(path, mode, buffering, **options)
+        return ShortWrites(path) if buffering == 0 else io.BufferedWriter(ShortWrites(path))
+
+    monkeypatch.setattr(script, "open", short_open, raising=False)
+    assert read_checkpoint(run(num_steps=1))["metrics"]["step"] == 1
 
 
 # ---- what goes wrong on the way
