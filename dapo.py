@@ -7,7 +7,8 @@ We maximize J, so the loss is -J:
     J(theta) = E[ 1/(sum_i |o_i|) sum_i sum_t S_it ]                                        (Eq. 8)
                over groups in which some responses are right and some are wrong
     S_it     = min(rho_it A_it, clip(rho_it, 1-eps_low, 1+eps_high) A_it)
-    rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)        pi_old sampled    (Eq. 9)
+    rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                          (Eq. 9)
+               pi_old is the policy that sampled
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t   (Eq. 9)
 
 Parent: grpo.py. Differences, marked in the code with their numbers: (1) Clip-Higher: the upper
@@ -28,10 +29,11 @@ those of grpo.py, accuracy and format, instead of 1 and -1.
 The rollout metrics count everything that was sampled, except logprob_gap, which counts the
 sequences that the step trains on.
 
-Shapes: B prompts per batch, G samples per prompt, N <= B*G sequences that a step trains on, in
-group order (sequence i belongs to group i//G), P prompt tokens, R response tokens, V vocabulary, D
-hidden units; a micro-batch has n <= N sequences, with T response tokens in all. num_sampled is the
-number of all sequences that a step samples.
+Shapes: B prompts per batch, G samples per prompt, N sequences in group order (sequence i belongs to
+group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. In the update N <=
+B*G is the number of sequences to train on; in a Rollout it is the number that the Rollout holds.
+num_sampled counts all sequences that a step samples. A micro-batch has n <= N sequences, with T
+response tokens in all.
 
     python dapo.py                                            assets/adder, on a CPU
     python dapo.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
@@ -173,7 +175,7 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
-    """updates per pass; each takes an equal share of the shuffled rollout"""
+    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -234,7 +236,8 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # Masked slots become 0 before exp: exp of garbage could be inf, and its gradient 0 * inf = NaN.
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)  # (n, R), DAPO (1)
@@ -287,8 +290,8 @@ class SampledGroups(NamedTuple):
 def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_ids):
     """DAPO (2): sample batch after batch, until B groups are mixed; keep these B groups.
 
-    batch_indices lists the batches that no step has sampled yet: for each, its examples' indices.
-    After --max-resample extra batches, keep the mixed groups that there are. If there
+    batch_indices holds the batches that no step has sampled yet, each as the indices (B,) of its
+    examples. After --max-resample extra batches, keep the mixed groups that there are. If there
     are none, keep the first B groups.
     """
     G = args.num_generations
@@ -417,7 +420,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    # The weights are still the old ones, so the ratio must be 1. With these values
+                    # it is exactly 1: in other micro-batches the rounding differs.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -434,9 +438,9 @@ def main(args: Args) -> dict:
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
             if torch.isfinite(grad_norm):
-                # A minibatch has no tokens if there are fewer sequences than minibatches, or if
-                # --overlong-filter leaves out its responses. In the second case its gradient is 0,
-                # and Adam would still move the weights, by its momentum.
+                # A minibatch has no tokens if --overlong-filter leaves out all its responses. Its
+                # gradient is then 0, but Adam's momentum would still move the weights. It is also
+                # empty if there are fewer sequences than minibatches: then there is no gradient.
                 if num_tokens > 0:
                     optimizer.step()
                 bad_updates_in_a_row = 0
@@ -577,8 +581,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -619,7 +623,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -747,7 +752,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -758,14 +764,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
 
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
         sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -860,10 +866,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1106,7 +1114,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")

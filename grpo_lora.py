@@ -1,7 +1,7 @@
 """GRPO with low-rank adapters, in one file: grpo.py (DeepSeekMath, Shao et al. 2024,
-arXiv:2402.03300v3) with LoRA (Hu et al. 2021, arXiv:2106.09685). We calculate that a policy of
-1.7 B parameters then needs 14 GB of GPU memory instead of 38, and 10 of the 14 are for the keys and
-values of --sampling-tokens.
+arXiv:2402.03300v3) with LoRA (Hu et al. 2021, arXiv:2106.09685). By our calculation, a policy of
+1.7 billion parameters needs 38 GB of GPU memory with grpo.py and 14 GB here. In both, 10 GB hold
+the keys and values of a sampling batch (--sampling-tokens).
 
 Every linear layer of the model, except the output head, keeps its weights W (out, in) as they are.
 To its output we add the input times two small matrices, and train only these two:
@@ -9,7 +9,8 @@ To its output we add the input times two small matrices, and train only these tw
     y = W x + (alpha / rank) B A x      A (rank, in), B (out, rank)   (Hu et al., Eq. 3 and 4.1)
 
 A starts uniform within +-1/sqrt(in), and B at 0, so the policy starts as the reference. The
-objective and its equations are those of grpo.py, where theta is all A and B:
+objective and its equations are those of grpo.py, where theta is all A and B. (A and B alone are
+these matrices. A_it is an advantage, and in shapes such as (B, G) B is the number of prompts.)
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
@@ -30,12 +31,13 @@ times that of full training; public sweeps of GRPO on MATH (github.com/gernim/lo
 found about three times.
 
 Departures from Hu et al.: the layers of the MLP have adapters, too, as in Schulman et al.; A is
-uniform, as there, and not Gaussian; there is no dropout. Departures
-from DeepSeekMath: those of grpo.py.
+uniform, as there, and not Gaussian; there is no dropout. Departures from DeepSeekMath: those of
+grpo.py.
 
-Memory, in bytes per parameter of the model: on a CPU 4. On a GPU 2, but 4 in the head; if the head
-shares its weight with the embeddings, the weight is stored twice, in 2 and in 4 bytes. Per
-parameter of A and B: 4 for the weight, 4 for its gradient, 8 for Adam; and 12 in a checkpoint.
+Memory for each parameter of the model: 4 bytes on a CPU, 2 bytes on a GPU. On a GPU the head takes
+4 bytes. A weight that head and embeddings share is stored twice there, and takes 2 + 4 bytes. For
+each parameter of A and B: 4 bytes for the weight, 4 for its gradient and 8 for Adam. A checkpoint
+holds 12 of these, without the gradient.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
@@ -183,7 +185,7 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
-    """updates per pass; each takes an equal share of the shuffled rollout"""
+    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -237,7 +239,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # Masked slots become 0 before exp: exp of garbage could be inf, and its gradient 0 * inf = NaN.
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
@@ -379,7 +382,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    # The weights are still the old ones, so the ratio must be 1. With these values
+                    # it is exactly 1: in other micro-batches the rounding differs.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -527,8 +531,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -569,7 +573,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -712,7 +717,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -723,14 +729,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
 
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
         sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -807,10 +813,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1050,7 +1058,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")
@@ -1181,8 +1189,8 @@ def show_progress(args, progress, metrics, samples):
 def check_sampler(args, model, gap):
     """End the run if the log-probabilities of sampler and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
-    a large gap means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. The weights are the same, so a large gap
+    means that this kind of model is computed wrongly.
     """
     tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too

@@ -34,11 +34,11 @@ copy. In GB:
     8 B on 8 x 80 GB       16.1 + 17.1 + 17.1 = 50.3    (Llama 3's shape)
 
 While the model is loaded, a process holds 8 bytes per parameter on its GPU and 4 on the host. For a
-checkpoint, rank 0 holds 12 on the host. Gathered weights take more GPU memory: those of embedding,
-head and two layers at a time, 8 bytes per parameter in the buffer and in the weights copied out of
-it, and 4 for the gradients. So do keys and values (--sampling-tokens) and activations
-(--micro-batch-tokens). So 1.7 B on 2 x 24 GB needs --beta 0 and
-fewer sampling tokens.
+checkpoint, rank 0 holds 12 on the host. More GPU memory is needed for gathered weights: those of
+embedding, head and two layers at a time. They take 12 bytes per parameter: 4 in the buffer, 4 in
+the weights copied out of it, and 4 for the gradients. Keys and values (--sampling-tokens) and
+activations (--micro-batch-tokens) need memory, too. So 1.7 B on 2 x 24 GB needs --beta 0 and fewer
+sampling tokens.
 
 Communication per process, in bytes per parameter, times (W - 1) / W: 4 for each forward pass of a
 micro-batch, 8 for each backward pass (weights again, then gradients), and 4 for the sampling copy
@@ -204,7 +204,7 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
-    """updates per pass; each takes an equal share of the shuffled rollout"""
+    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -244,7 +244,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # Masked slots become 0 before exp: exp of garbage could be inf, and its gradient 0 * inf = NaN.
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
@@ -420,7 +421,8 @@ def main(args: Args) -> dict:
                     (0.0 * logprobs.sum()).backward()
                     continue
                 if update == 0:
-                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    # The weights are still the old ones, so the ratio must be 1. With these values
+                    # it is exactly 1: in other micro-batches the rounding differs.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -524,7 +526,8 @@ def main(args: Args) -> dict:
         if stop_signals and step < args.num_steps:
             resume = f"torchrun ... '{SCRIPT}' --resume '{run_dir}'"
             print(f"stopped after step {step}; to go on: {resume}")
-            dist.barrier()  # a process that ends with an error makes torchrun end the others
+            # Wait until rank 0 has saved: torchrun ends all when one ends with a status above 0.
+            dist.barrier()
             sys.exit(128 + stop_signals[0])
 
     # Rank 0 gets the whole weights and writes them. The others don't wait for it.
@@ -583,8 +586,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -625,7 +628,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -751,7 +755,7 @@ def own_micro_batches(args, sequences, lengths):
     batches = []
     for rows in micro_batches(sequences, lengths, args.micro_batch_tokens):
         batches.append(MicroBatch(rows, is_repeat=False))
-    num_missing = -len(batches) % W
+    num_missing = -len(batches) % W  # with these, W divides the number of batches
     batches += [MicroBatch(batches[0].rows, is_repeat=True)] * num_missing
     return batches[process_rank() :: W]
 
@@ -774,7 +778,7 @@ class LogprobModel(torch.nn.Module):
 def shard(policy, mesh):
     """Shard the weights of a LogprobModel: from here on each process of the mesh holds its share.
 
-    The weights of each layer are gathered together, and so are all other weights.
+    FSDP gathers each layer on its own, and all other weights together.
     """
     decoder = policy.model.get_decoder()
     module_lists = [x for x in decoder.modules() if isinstance(x, torch.nn.ModuleList)]
@@ -790,7 +794,8 @@ def refresh_sampler(sampler, model):
 
     All processes have to call it. The weights are gathered one at a time, to save memory.
     """
-    # A head that is tied to the embedding is one weight of the model, but two of a bf16 sampler.
+    # A tied head shares the embedding's weight in the model, but is a copy in a bf16 sampler. So
+    # both names are needed: remove_duplicate=False.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         sampler.get_parameter(name).copy_(parameter.full_tensor())
 
@@ -821,7 +826,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     # Each process samples for its own share of the prompts.
@@ -838,14 +844,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     logprobs = gather_rows(logprobs)  # (N, R)
 
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
         sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -944,10 +950,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1038,7 +1046,8 @@ def fail(message):
     if process_rank() > 0:
         # Often all processes meet the same error. Rank 0 prints it and ends, and then torchrun ends
         # the others while they sleep here. So the line is printed once.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun sends SIGTERM
+        # torchrun sends SIGTERM. The handler of catch_signals would only note it.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
     print(f"error: {message}", file=sys.stderr)
     sys.exit(2)  # W&B marks a run as failed after sys.exit, but not after raise SystemExit
@@ -1148,7 +1157,9 @@ def hide_errors_of_peers():
     show = sys.excepthook
 
     def show_own_error(kind, error, traceback):
-        if "by peer" not in str(error):  # gloo: connection closed (or reset) by peer
+        # gloo raises a RuntimeError: connection closed (or reset) by peer. An OSError with these
+        # words comes from a reward's own network, and is shown.
+        if not (isinstance(error, RuntimeError) and "by peer" in str(error)):
             show(kind, error, traceback)
 
     sys.excepthook = show_own_error
@@ -1244,7 +1255,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")

@@ -10,7 +10,7 @@ maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]                o_i from pi_s
     w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )
-               corrects for the engine: pi_s has sampled, and pi_old should have
+               corrects for the engine: we need samples of pi_old, but pi_s has sampled
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )            (DeepSeekMath, Eq. 3)
     C_it     = max(S_it, D A_it) if A_it < 0, else S_it                       dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
@@ -22,17 +22,16 @@ The weight w has no gradient. The KL term is not weighted, as in TRL: it is esti
 that the engine sampled. Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies
 the advantages by the weights, and policy_loss needs no argument for them.
 
-Parent: grpo.py. Differences: (1) the weight w of each token corrects for the sampler. It is
-truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. The
-ratio of a sequence is the product of its tokens' ratios, not truncated. With --sequence-cap, a
-sequence whose ratio is above the cap gets weight 0. (By default TRL does this at 3, and weights the
-other sequences with the ratio of the whole sequence instead of w.) (2) If the advantage is
-negative, the minimum leaves a large ratio unclipped. The dual clip replaces a ratio above D by D
-(--dual-clip). (3) A separate copy of the model, the engine, samples the rollouts. It imitates a
-sampling engine on one device: it gets the trainer's weights every --staleness steps, rounded to
---sampler-dtype. Evaluation uses the trainer's current weights (in bf16 on a GPU), not the engine.
-With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
-as grpo.py does.
+Parent: grpo.py. Differences: (1) the weight w of each token corrects for the engine. It is
+truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
+--sequence-cap, all tokens of a response get w = 0 if the product of their ratios pi_old / pi_s (not
+truncated) is above the cap. (By default TRL does this at 3, and weights the other sequences with
+the ratio of the whole sequence instead of w.) (2) If the advantage is negative, the minimum leaves
+a large ratio unclipped. The dual clip replaces a ratio above D by D (--dual-clip). (3) A separate
+copy of the model, the engine, samples the rollouts. It imitates a sampling engine on one device: it
+gets the trainer's weights every --staleness steps, rounded to --sampler-dtype. Evaluation uses the
+trainer's current weights (in bf16 on a GPU), not the engine. With the defaults on a CPU the engine
+has the trainer's weights and precision, and the script trains as grpo.py does.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. A limit that Yao et al. share: w corrects the probability of each
@@ -95,7 +94,7 @@ SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
     "rollout/response_len",
-    "rollout/truncated_frac",
+    "rollout/truncated_frac",  # share of the tokens whose weight is truncated
     "kl/ref",
     "eval/accuracy",
     "optim/skipped",
@@ -188,7 +187,7 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
-    """updates per pass; each takes an equal share of the shuffled rollout"""
+    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -203,7 +202,7 @@ class Args:
     rollout_correction: float = 2.0
     """upper limit W of a token's weight pi_old / pi_s; 0: no token weights"""
     sequence_cap: float = 0.0
-    """leave out a sequence (weight 0) if its pi_old / pi_s is above this; 0: no cap"""
+    """a sequence whose pi_old / pi_s is above this gets weight 0 (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
     """with a negative advantage a ratio counts as at most D; no effect with one update a step"""
 
@@ -225,10 +224,11 @@ def minibatches(args, num_seqs):
 
 
 def compute_sampler_weights(args, old_logprobs, sampled_logprobs, mask):
-    """The weight w of each token, from the sampler to the old policy: (n, R) each -> (n, R).
+    """The weight w (n, R) of each token: pi_old / pi_s, at most args.rollout_correction.
 
-    It is truncated at args.rollout_correction, and has no gradient. Sequences whose ratio is above
-    args.sequence_cap get 0.
+    old_logprobs, sampled_logprobs (n, R); mask (n, R) bool. With args.rollout_correction 0, w is 1.
+    If args.sequence_cap is above 0, the tokens of a sequence whose whole ratio is above it get 0. w
+    has no gradient.
     """
     logratio = (old_logprobs - sampled_logprobs).detach().masked_fill(~mask, 0.0)  # (n, R)
     weights = torch.ones_like(logratio)  # (n, R)
@@ -250,7 +250,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     loss, and stats: each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
-    # Masked slots become 0 before exp: exp of garbage could be inf, and its gradient 0 * inf = NaN.
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
@@ -268,7 +269,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # Ratios outside the clip range, whatever the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # These are not weighted by w: with a stale engine they are biased, because pi_s has sampled.
+    # Plain means over the tokens that pi_s has sampled, not weighted by w. With a stale engine they
+    # are biased estimates for pi_old.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -292,7 +294,7 @@ class Rollout(NamedTuple):
     prompt_mask: Tensor  # (N, P) bool
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
-    sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
+    sampled_logprobs: Tensor  # (N, R) float32, as the engine computed them
     completions: list[str]  # N texts
 
     def select(self, rows):
@@ -338,12 +340,12 @@ def main(args: Args) -> dict:
                 part.load_state_dict(saved.pop(name))  # pop frees the memory
         if saved["data_checksum"] != data_checksum:
             print("warning: the data has changed since this run started")
-    # The sampler has the trainer's current weights, and serves only evaluation here.
-    sampler = inference_copy(model) if model.device.type == "cuda" else model
+    # Only the evaluation uses this copy of the current weights. The engine samples the rollouts.
+    eval_model = inference_copy(model) if model.device.type == "cuda" else model
     metrics_file, samples_file = open_run(args, run_dir, saved, model)
     signals = catch_signals()
     if not saved:
-        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        metrics = state | evaluate(args, eval_model, tokenizer, test_data, eos_ids)
         log_metrics(metrics_file, metrics, [])
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
@@ -399,7 +401,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    # The weights are still the old ones, so the ratio must be 1. With these values
+                    # it is exactly 1: in other micro-batches the rounding differs.
                     old_logprobs[rows] = logprobs.detach()
                 # One weight for each token, (n, R).
                 sampler_weights = compute_sampler_weights(
@@ -433,9 +436,9 @@ def main(args: Args) -> dict:
                     )
             scheduler.step()
             optimizer.zero_grad()
-        # On a GPU this rounds the new weights to the sampler's bf16. On a CPU the sampler is the
-        # model itself, and nothing changes.
-        sampler.load_state_dict(model.state_dict())
+        # On a GPU this rounds the new weights to bf16. On a CPU eval_model is the model itself, and
+        # nothing changes.
+        eval_model.load_state_dict(model.state_dict())
         if step % args.staleness == 0:
             engine.load_state_dict(model.state_dict())  # rounded to --sampler-dtype
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
@@ -478,7 +481,7 @@ def main(args: Args) -> dict:
         }
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
+            metrics |= evaluate(args, eval_model, tokenizer, test_data, eos_ids)
         samples = []
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
@@ -560,8 +563,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -602,7 +605,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -733,7 +737,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -744,14 +749,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
 
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
         sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -828,10 +833,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1070,7 +1077,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")
@@ -1199,10 +1206,10 @@ def show_progress(args, progress, metrics, samples):
 
 
 def check_sampler(args, model, engine, gap):
-    """End the run if the log-probabilities of sampler and trainer differ by too much.
+    """End the run if the log-probabilities of engine and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same, so a large gap
-    means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
+    a large gap means that this kind of model is computed wrongly.
     """
     # On a GPU the trainer computes in bf16, whatever --sampler-dtype is.
     in_bf16 = model.device.type == "cuda" or engine.dtype == torch.bfloat16

@@ -10,10 +10,14 @@ appended to the response. Then the policy samples again:
 
     J(theta) = E[ 1/G sum_i 1/|w_i| sum_{t in w_i} ( S_it - beta KL_it ) ]   (DeepSeekMath, Eq. 3)
     w_i      = the positions t of o_i that the policy wrote    (Search-R1, Eq. 3: I(y_t) = 1)
+    S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
+    rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
+               pi_old is the policy that sampled, not the reference
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-S, rho, A and KL are those of grpo.py. The probability of each token is conditioned on all tokens
-before it, including the tool's. The policy did not choose the tool's tokens, so they have no
-gradient.
+The probability of each token is conditioned on all tokens before it, including the tool's. The
+policy did not choose the tool's tokens, so they have no gradient.
 
 Parent: grpo.py. Differences: (1) sample_responses samples turn by turn, and each turn computes the
 keys and values of the prompt and the response so far again. The tool's answer is tokenized alone.
@@ -21,8 +25,8 @@ Sampled tokens are never decoded and tokenized again, because the same text can 
 (2) There are two masks. context_mask has all tokens of the response, which attention sees.
 response_mask has the tokens that the policy wrote, and only these count. (3) TOOL is a function
 from text to text. It answers at most --max-calls calls in a response. (4) --tool-cost is subtracted
-from the reward for each answered call. (5) The bundled model has to learn only to call, so its
-learning rate is doubled.
+from the reward for each answered call. (5) The bundled model can already use a call's result, and
+has to learn only to call. It learns with twice the learning rate of grpo.py.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
 without a <calc> is a call, too: its text is all of this turn up to the </calc>. The departures of
@@ -182,7 +186,7 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
-    """updates per pass; each takes an equal share of the shuffled rollout"""
+    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -224,7 +228,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # Masked slots become 0 before exp: exp of garbage could be inf, and its gradient 0 * inf = NaN.
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
@@ -374,7 +379,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    # The weights are still the old ones, so the ratio must be 1. With these values
+                    # it is exactly 1: in other micro-batches the rounding differs.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -437,8 +443,7 @@ def main(args: Args) -> dict:
             **{name: total / tokens_trained for name, total in token_sums.items()},
             "tool/calls": sum(num_calls) / N,
             "tool/error_frac": num_errors / max(1, sum(num_calls)),
-            # Without a call this is NaN, which is logged as null.
-            # The accuracy of the responses with an answered call.
+            # The accuracy of the responses with an answered call; NaN, logged as null, without one.
             "tool/call_accuracy": torch.tensor(caller_accuracies).mean(),
             "policy/loss": total_loss / updates_per_step,
             "optim/grad_norm": total_grad_norm / updates_per_step,
@@ -512,7 +517,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     device = prompt_ids.device
     segment = SEGMENT[device.type]
     num_rows = len(prompt_ids) * num_samples
-    # Filled with EOS, because a row that ends with a call has no EOS token of its own.
+    # Filled with EOS: response_mask ends at the first EOS, also in a row that a call has ended.
     response_ids = eos_ids[:1].repeat(num_rows, args.max_new_tokens)  # (N, R)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
@@ -537,8 +542,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -581,7 +586,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -778,7 +784,7 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     context_mask = pad_right(is_token, device)  # (N, R) bool: padding is False
     is_eos = torch.isin(response_ids, eos_ids) & response_mask  # (N, R): the policy's
     is_text = context_mask & ~is_eos  # (N, R)
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
@@ -786,7 +792,7 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
         response_mask=response_mask,
         context_mask=context_mask,
         sampled_logprobs=pad_right([response.logprobs for response in responses], device),
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
         tool_answers=[response.tool_answers for response in responses],
     )
 
@@ -798,7 +804,8 @@ def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_
     """
     prompt_ids, prompt_mask = pad_left(contexts, model.device)  # (B, P) each
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     turns = []
@@ -810,8 +817,9 @@ def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_
         )
         all_ids, all_masks, all_logprobs = [x.cpu() for x in sampled]  # (part of N, R) each
         for ids, mask, logprobs in zip(all_ids, all_masks, all_logprobs, strict=True):
-            ids, call = cut_at_call(tokenizer, ids[mask].tolist())
-            turns.append(Turn(ids, logprobs[: len(ids)].tolist(), call))
+            kept_ids, call = cut_at_call(tokenizer, ids[mask].tolist())
+            # The mask is True up to the end, so the kept ids are the first ones.
+            turns.append(Turn(kept_ids, logprobs[: len(kept_ids)].tolist(), call))
     return turns
 
 
@@ -919,10 +927,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1159,7 +1169,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")

@@ -9,14 +9,14 @@ response is a sequence of actions, one per token:
     r_t      = -beta (log pi_old(a_t | s_t) - log pi_ref(a_t | s_t)),
                plus the score at the last token                                    (Ziegler, Eq. 2)
     delta_t  = r_t + gamma V(s_t+1) - V(s_t)              V = 0 after the last token   (PPO, Eq. 12)
-    A_t      = delta_t + gamma lambda A_t+1               advantages, then whitened    (PPO, Eq. 11)
+    A_t      = delta_t + gamma lambda A_t+1               advantages                   (PPO, Eq. 11)
     R_t      = A_t + V(s_t)                               returns, which the value network predicts
     L_pi     = -mean_t min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t)                   (PPO, Eq. 7)
     rho_t    = pi(a_t | s_t) / pi_old(a_t | s_t)      s_t is the prompt and the tokens before a_t
     L_V      = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
 
-The means are over all tokens of the minibatch. Old values and old log-probabilities stay fixed
-during the epochs.
+After the returns are computed, the advantages are whitened. The means are over all tokens of the
+minibatch. Old values and old log-probabilities stay fixed during the epochs.
 
 Parent: grpo.py. Differences: (1) a reward model scores each response, and a response that was cut
 at the limit loses --missing-eos-penalty; (2) the KL to the reference is a part of each token's
@@ -182,7 +182,7 @@ class Args:
     num_iterations: int = 4
     """passes over each rollout (the PPO epochs)"""
     num_minibatches: int = 1
-    """updates per pass; each takes an equal share of the shuffled rollout"""
+    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -197,7 +197,7 @@ class Args:
     normalize_scores: bool = False
     """subtract the batch's mean from the scores and divide by their std"""
     whiten_rewards: bool = False
-    """scale the tokens' rewards around their mean to variance 1; a reward of 0 changes, too"""
+    """scale token rewards to variance 1 and keep their mean; a reward of 0 doesn't stay 0"""
     clip_eps: float = 0.2
     """the ratio is clipped to 1 - eps .. 1 + eps (eps in PPO's Eq. 7)"""
     beta: float | None = None
@@ -215,7 +215,7 @@ class Args:
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
-    """start of the value network; policy, or no reward model: the policy, its head zeros"""
+    """initial weights of the value network; without a reward model the policy's, its head zero"""
 
 
 # ==== algorithm ====
@@ -325,15 +325,16 @@ def minibatches(args, num_seqs):
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_tokens):
     """The PPO policy loss, L_pi, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, R), or (n, 1) where all tokens of a
-    response have the same; mask (n, R) bool, True for the tokens that count. num_tokens is the
-    number of tokens in the whole minibatch, so that the losses of its micro-batches add up to the
-    loss of the minibatch. ref_logprobs serve the metric kl/ref alone; with args.beta 0 they are
-    not used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
+    logprobs, old_logprobs, ref_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens
+    that count. num_tokens is the number of tokens in the whole minibatch, so that the losses of its
+    micro-batches add up to the loss of the minibatch. ref_logprobs serve the metric kl/ref alone;
+    with args.beta 0 they are not used. Returns the scalar loss, and stats: each metric summed over
+    the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
-    assert advantages.shape in (mask.shape, (len(mask), 1))
-    # Masked slots become 0 before exp: exp of garbage could be inf, and its gradient 0 * inf = NaN.
+    assert advantages.shape == mask.shape
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
     logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
@@ -559,6 +560,7 @@ def main(args: Args) -> dict:
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
+            # The critic is the baseline, so the step is one group: 1 if all its rewards are equal.
             "rollout/zero_std_frac": (rewards == rewards[0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": sum(accuracies) / N,
@@ -661,8 +663,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -703,7 +705,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -882,7 +885,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -893,14 +897,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
 
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
         sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -935,6 +939,8 @@ def load_data(args, tokenizer, split):
     if split == "test" and args.eval_dataset is not None:
         flag, source = "--eval-dataset", args.eval_dataset
     rows = read_rows(args, flag, source, split)
+    # With a reward model a problem needs no gold number, but its accuracy is then 0.
+    needs_gold = not args.reward_model
     examples = []
     num_too_long = num_unusable = 0
     for row in rows:
@@ -942,7 +948,6 @@ def load_data(args, tokenizer, split):
         with exit_on_error(about, ValueError):
             messages = cell_messages(row[args.question_column])
         answer = cell_text(row[args.answer_column])
-        needs_gold = not args.reward_model  # the rules compare with the gold number
         if not messages or (needs_gold and gold_number(answer) is None):
             num_unusable += 1
             continue
@@ -953,9 +958,10 @@ def load_data(args, tokenizer, split):
             num_too_long += 1
             continue
         examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row})
+    needed = f"a question or a number in {args.answer_column}" if needs_gold else "a question"
     counts = (
         f"{len(examples)} problems; skipped: {num_too_long} longer than --max-prompt-tokens, "
-        f"{num_unusable} without a question or a number in {args.answer_column}"
+        f"{num_unusable} without {needed}"
     )
     if not examples:
         fail(f"{flag} {source}: the {split} data has {counts}")
@@ -978,10 +984,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1226,7 +1234,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")

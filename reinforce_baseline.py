@@ -11,15 +11,16 @@ J, so the loss is -J:
                                                                                  the baseline
 
 The whole response is one action: log pi(o | q) is the sum over its tokens. A baseline that does not
-depend on the response leaves the gradient unbiased. It may lower the variance, but need not: that
-depends on how the return varies with the gradient.
+depend on the response leaves the gradient unbiased. It lowers the variance if it is near the mean
+return, and can raise the variance if it is far away.
 
 Parent: none. This is the root of the family: all other scripts are derived from it.
 
-Departures from the paper: the batch's mean contains the sample's own return. This scales the
-expected gradient by 1 - 1/N and does nothing else, because the other returns don't depend on the
-response. The moving average starts from the first batch's mean. With
---num-minibatches above 1 the later minibatches are off-policy, and nothing corrects for that:
+Departures from the paper: the batch's mean contains the sample's own return. In expectation this
+only scales the gradient, by 1 - 1/N: the other returns don't depend on the response. The moving
+average starts from the first batch's mean.
+
+With --num-minibatches above 1 the later minibatches are off-policy, and nothing corrects for that:
 policy/clip_frac and policy/approx_kl say how far off-policy they are.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
@@ -168,7 +169,7 @@ class Args:
     warmup_updates: int | None = None
     """updates over which the learning rate rises linearly from 0; None: 10, bundled 0"""
     num_minibatches: int = 1
-    """updates per rollout; each takes an equal share of the shuffled rollout"""
+    """updates per rollout; each takes a share of it, shuffled and as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -209,7 +210,7 @@ def update_average(average, returns):
 def compute_advantages(args, rewards, baseline):
     """(B, G) -> (B, G): each return minus the baseline, which is one number. Williams, Eq. 11.
 
-    rewards are the returns: rewards with the KL to the reference taken off.
+    The argument is named as in the other scripts; here it holds the returns.
     """
     assert rewards.ndim == 2 and torch.as_tensor(baseline).ndim == 0, rewards.shape
     return rewards - baseline
@@ -337,8 +338,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The returns need them if there is a reference, and so do later updates, whose
-        # weights have changed. Otherwise the first update's own forward pass gives them (below).
+        # a little. The returns need them for the KL. The metrics of later updates need them, too,
+        # from before the weights change. Otherwise the first update's forward pass gives them.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -357,6 +358,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # The returns (B, G) are the rewards with the KL to the reference taken off.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
+        # The average is kept in state, which is saved and logged, whatever --baseline is.
         average = state.get("rollout/return_average", returns.mean().item())
         baseline = compute_baseline(args, returns, average)
         state["rollout/return_average"] = update_average(average, returns)
@@ -373,7 +375,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    # The weights are still the old ones, so the ratio must be 1. With these values
+                    # it is exactly 1: in other micro-batches the rounding differs.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -420,7 +423,7 @@ def main(args: Args) -> dict:
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
-            # All samples of the step share the baseline: 1 if all their rewards are equal, else 0.
+            # The baseline is one for all, so the step is one group: 1 if all its rewards are equal.
             "rollout/zero_std_frac": (rewards == rewards[0, 0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": sum(accuracies) / N,
@@ -522,8 +525,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -564,7 +567,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -692,7 +696,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -703,14 +708,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
 
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
         sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -787,10 +792,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1023,7 +1030,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")
@@ -1148,7 +1155,7 @@ def show_progress(args, progress, metrics, samples):
             f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
-        progress.write("    warning: all rewards of this step are equal, so they teach little")
+        progress.write("    warning: all rewards of this step are equal")
 
 
 def check_sampler(args, model, gap):

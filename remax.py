@@ -16,9 +16,9 @@ the greedy response.
 Parent: reinforce_baseline.py. Difference: the baseline is one number per prompt, the reward of a
 greedy response that each step decodes for it. It needs no state.
 
-Departures from the paper: it has one sample per prompt; here G samples share one greedy response.
-The return has the KL of the whole response, and b has no KL. The authors' code instead gives each
-token its own KL.
+Departures from the paper: with --num-generations above 1 the samples of a prompt share its greedy
+response; the paper has one sample, which is the default. The return has the KL of the whole
+response, and b has no KL. The authors' code instead gives each token its own KL.
 
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing
 corrects for that: policy/clip_frac and policy/approx_kl say how far off-policy they are.
@@ -175,7 +175,7 @@ class Args:
     warmup_updates: int | None = None
     """updates over which the learning rate rises linearly from 0; None: 10, bundled 0"""
     num_minibatches: int = 1
-    """updates per rollout; each takes an equal share of the shuffled rollout"""
+    """updates per rollout; each takes a share of it, shuffled and as equal as possible"""
     micro_batch_tokens: int = 2048
     """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
     gradient_checkpointing: bool | None = None
@@ -197,7 +197,7 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 def compute_advantages(args, rewards, greedy_rewards):
     """(B, G) -> (B, G): each return minus b(q), the prompt's entry of greedy_rewards (B,). Li 2023.
 
-    rewards are the returns: rewards with the KL to the reference taken off.
+    The argument is named as in the other scripts; here it holds the returns.
     """
     assert rewards.ndim == 2 and greedy_rewards.shape == rewards.shape[:1], rewards.shape
     return rewards - greedy_rewards[:, None]
@@ -318,7 +318,8 @@ def main(args: Args) -> dict:
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
-        # One greedy response to each prompt, for the baselines. This draws no random numbers.
+        # One greedy response to each prompt, for the baselines. It draws no random numbers, so the
+        # other draws stay as they are.
         greedy_rollout = sample_responses(
             args, sampler, tokenizer, batch, num_samples=1, temperature=0.0, eos_ids=eos_ids
         )
@@ -329,8 +330,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The returns need them if there is a reference, and so do later updates, whose
-        # weights have changed. Otherwise the first update's own forward pass gives them (below).
+        # a little. The returns need them for the KL. The metrics of later updates need them, too,
+        # from before the weights change. Otherwise the first update's forward pass gives them.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -349,8 +350,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # The returns (B, G) are the rewards with the KL to the reference taken off.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        # b(q). The scores are added in the same order as above, so that equal scores have sums that
-        # are exactly equal.
+        # b(q), added up in the order of the rewards, because zero_std_frac compares them exactly.
         greedy_rewards = torch.zeros(len(batch), device=model.device)  # (B,) float32
         for reward in REWARDS:
             values = apply_reward(reward, batch, greedy_rollout.completions)  # B
@@ -368,7 +368,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones. With these values the ratio is exactly 1.
+                    # The weights are still the old ones, so the ratio must be 1. With these values
+                    # it is exactly 1: in other micro-batches the rounding differs.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -406,10 +407,10 @@ def main(args: Args) -> dict:
 
         # ---- 4. log
         num_tokens = int(response_lengths.sum())
-        num_sampled_tokens = num_tokens + int(greedy_rollout.response_mask.sum())
+        num_generated_tokens = num_tokens + int(greedy_rollout.response_mask.sum())
         state["step"] = step
         state["episodes"] += N + len(batch)
-        state["tokens"] += num_sampled_tokens
+        state["tokens"] += num_generated_tokens
         # The accuracy is logged even if REWARDS doesn't contain it.
         accuracies = apply_reward(accuracy_reward, batch, rollout.completions)  # N
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
@@ -417,7 +418,7 @@ def main(args: Args) -> dict:
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
             "rollout/greedy_reward": greedy_rewards.mean(),
-            # The share of prompts with samples that are all rewarded like the greedy response.
+            # The share of prompts whose samples all have the reward of the greedy response.
             "rollout/zero_std_frac": (rewards == greedy_rewards[:, None]).all(1).float().mean(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": sum(accuracies) / N,
@@ -432,7 +433,7 @@ def main(args: Args) -> dict:
             "optim/skipped": num_skipped,
             "time/rollout_s": rollout_seconds,
             "time/update_s": update_seconds,
-            "time/tokens_per_s": num_sampled_tokens / rollout_seconds,
+            "time/tokens_per_s": num_generated_tokens / rollout_seconds,
             "time/peak_mem_gb": peak_memory_gb(model.device),
         }
         metrics = state | {name: float(value) for name, value in metrics.items()}
@@ -519,8 +520,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer keeps the number of columns that it
-    # has filled in a tensor, and adds to it in place. This is a view of the first layer's.
+    # The column of the cache that is written next. Each layer counts its filled columns in a
+    # tensor, which it changes in place. This is a view of the first layer's count.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -561,7 +562,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         finished |= torch.isin(token, eos_ids)
 
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        # P + t columns are filled: all of them at t = 0, and then again after every segment.
+        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
+        # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
@@ -689,7 +691,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Sample for as many prompts at a time as --sampling-tokens allows if no response ends early.
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -700,14 +703,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
 
     is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    texts = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
         sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(texts),
+        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -784,10 +787,12 @@ def read_rows(args, flag, source, split):
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
-            # load_dataset takes a bare file name for a hub id, so it gets the folder and the file.
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
             splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
-        else:  # a folder, or id or id:config of the hub
+        elif path.is_dir():
+            splits = datasets.load_dataset(source)
+        else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
@@ -1020,7 +1025,7 @@ def check_model(model, not_supported):
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
         head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
-        # Two steps as in generate: prefill, make room, decode.
+        # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:
             raise ValueError("it keeps no keys and values")

@@ -385,7 +385,7 @@ def test_the_token_that_ends_a_turn_ends_a_response(script, tmp_path, template, 
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "</s>"], special_tokens=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
-    found = set(script.find_eos_ids(model, tokenizer))
+    found = set(script.find_eos_ids(script.Args(), model, tokenizer))
     assert found == {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))}
 
 

@@ -1,7 +1,8 @@
 """variants/: each patch applies to today's parent without fuzz, and the script that it makes is right.
 
-As in test_equations.py: by numbers worked by hand, against slow float64 loops with gradients worked out on paper, and
-by identities; against TRL's own losses where TRL is installed; and in two steps of main.
+The formulas are tested as in test_equations.py: by numbers worked by hand, against slow float64 loops with gradients
+worked out on paper, and by identities. Where TRL is installed, losses are compared with its own. Each variant also runs
+two steps of main.
 """
 
 import difflib
@@ -21,7 +22,8 @@ import make_variants
 import pytest
 import torch
 from conftest import ROOT, SCRIPTS, small_recipe
-from test_equations import make_args, ragged_batch
+from test_equations import loss_of, make_args, ragged_batch
+from test_errors import numbers
 
 import dr_grpo
 import grpo
@@ -29,7 +31,7 @@ import rloo
 from utils.rewards import accuracy_reward, format_reward
 
 VARIANTS = sorted(path.stem for path in (ROOT / "variants").glob("*.diff"))
-# Those with a policy_loss of their own; the others have their own advantages.
+# The variants that change policy_loss. The others change the advantages.
 LOSSES = ["cispo", "dppo", "gmpo", "luspo", "mdpo", "sapo", "topr", "vespo"]
 
 
@@ -40,7 +42,7 @@ def parent_of(name):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Outside of git: the patched scripts, what the bundled task needs, and utils from the repository."""
+    """A folder for the patched scripts, with the bundled model and a few problems; utils/ is the repository's."""
     folder = tmp_path_factory.mktemp("variants")
     shutil.copytree(ROOT / "assets" / "adder", folder / "assets" / "adder")
     with (ROOT / "assets" / "addition" / "train.jsonl").open() as lines:
@@ -50,7 +52,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def load(folder):
-    """A function that gives the module of a variant."""
+    """A function that returns the module of a variant."""
 
     def module(name):
         if name not in sys.modules:
@@ -70,7 +72,7 @@ def load(folder):
 
 
 def changed(name):
-    """Lines taken away and added, of the docstring at the top and of the rest."""
+    """The number of changed lines, removed and added, in the docstring at the top and in the code."""
     lines = (ROOT / "variants" / f"{name}.diff").read_text(encoding="utf-8").splitlines()[2:]
     counts, in_docstring = [0, 0], True
     for line in lines:
@@ -84,7 +86,7 @@ def changed(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_applies_and_says_what_it_is(name, load):
-    """Without fuzz, as load demands. The first lines name paper and parent; no line is longer than a script's."""
+    """The patch needs no fuzz, as load demands. The docstring names paper and parent. No line is too long."""
     source = Path(load(name).__file__).read_text(encoding="utf-8")
     docstring = source[: source.index('"""\n\nimport')]
     assert "arXiv:" in docstring[:250] and f"Parent: {parent_of(name)}.py" in docstring
@@ -94,7 +96,19 @@ def test_it_applies_and_says_what_it_is(name, load):
     theirs = (ROOT / f"{parent_of(name)}.py").read_text(encoding="utf-8").splitlines()
     patch = list(difflib.unified_diff(theirs, ours, n=0, lineterm=""))[2:]
     assert sum(line[:1] in "+-" for line in patch) == sum(changed(name))
-    assert 1 <= changed(name)[1] <= 40
+    assert 1 <= changed(name)[1] <= 55
+    assert not re.search(r"^\s*\)  #", source, re.MULTILINE)  # a comment stands above its code
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_number_has_bounds(name, load):
+    """As in test_errors.py. The default is within the bounds."""
+    script = load(name)
+    assert set(script.BOUNDS) == set(numbers(script))
+    for field, (lowest, highest) in script.BOUNDS.items():
+        default = getattr(script.Args, field)
+        assert lowest < highest
+        assert default is None or lowest <= default <= highest, field
 
 
 @pytest.fixture
@@ -121,7 +135,7 @@ def applied(folder, name, fuzz=0):
 
 
 def test_patches_are_made_anew_when_shared_text_changed(make, tmp_path):
-    """Also beside a changed line. Where the changed line itself is another, its patch waits for a hand."""
+    """Shared text may change beside a changed line. If a changed line itself changes, the patch waits for a person."""
     make.main([])
     assert applied(tmp_path, "cispo") == applied(tmp_path, "cispo", fuzz=3)
     before = applied(tmp_path, "cispo")
@@ -144,19 +158,18 @@ def test_patches_are_made_anew_when_shared_text_changed(make, tmp_path):
 
 def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
     logprobs = logprobs.detach().clone().requires_grad_()
-    loss, _ = script.policy_loss(
-        args, logprobs, old, ref, advantages, mask, len(mask), int(mask.sum())
-    )
+    sizes = (len(mask), int(mask.sum()))
+    loss, _ = loss_of(script, args, logprobs, old, ref, advantages, mask, *sizes)
     loss.backward()
     return loss.item(), logprobs.grad
 
 
 HAND = [
-    # Two tokens with ratios 1.5 and 0.5, probabilities 0.3 and 0.2 under the old policy; advantage; fields; the loss
-    # and its gradient with respect to the two log-probabilities. L, the constant of dr_grpo.py, is 10.
+    # Two tokens have the ratios 1.5 and 0.5, and under the old policy the probabilities 0.3 and 0.2. Each row has the
+    # variant, the advantage, the fields, the loss, and its gradient by the two log-probabilities. dr_grpo.py's L is 10.
     ("cispo", 2.0, dict(clip_eps_high=0.2), None, (-1.2 * 2 / 2, -0.5 * 2 / 2)),
     ("cispo", -2.0, dict(clip_eps_high=0.2), None, (1.2 * 2 / 2, 0.5 * 2 / 2)),
-    ("dppo", 2.0, dict(delta=0.12), -0.5, (0.0, -0.5)),  # 0.3 -> 0.45 is too far up, 0.2 -> 0.1 free
+    ("dppo", 2.0, dict(delta=0.12), -0.5, (0.0, -0.5)),  # 0.3 -> 0.45 is too far up, 0.2 -> 0.1 is free
     ("dppo", 2.0, dict(delta=0.16), -2.0, (-1.5, -0.5)),
     ("dppo", -2.0, dict(delta=0.09), 1.5, (1.5, 0.0)),
     # The geometric mean of min(1.5, e^0.2) and 0.5; its gradient is the mean times A / 2 where nothing is cut.
@@ -181,7 +194,8 @@ HAND = [
         -2 * (2 / (1 + math.exp(-1)) + 2 / (1 + math.exp(1))) / 2,
         tuple(-4 * r / (1 + math.exp(-1)) / (1 + math.exp(1)) for r in (1.5, 0.5)),
     ),
-    ("topr", 2.0, {}, None, (-0.2, -0.2)),  # good: all of it, though 0.75 times as likely as before
+    # A good response has weight 1, although it is only 0.75 times as likely as before.
+    ("topr", 2.0, {}, None, (-0.2, -0.2)),
     ("topr", -2.0, {}, None, (0.15, 0.15)),
     # phi(0.75) = 0.75^2 e^(3/4) for A > 0, 0.75^3 e^(1/2) for A < 0.
     ("vespo", 2.0, {}, None, (-(0.75**2) * math.exp(0.75),) * 2),
@@ -198,7 +212,7 @@ def test_losses_by_hand(name, advantage, fields, loss, gradient, load):
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
     value, slope = loss_and_gradient(load(name), args, logprobs, old, None, advantages, mask)
     assert slope.tolist()[0] == pytest.approx([*gradient, 0.0], abs=1e-12)
-    if loss is not None:  # else it is the gradient alone that means something
+    if loss is not None:  # with a weight without gradient, only the gradient has a meaning
         assert value == pytest.approx(loss, abs=1e-12)
 
 
@@ -207,7 +221,7 @@ FIELDS |= dict(k_pos=1.5, lambda_pos=2.5, k_neg=2.0, lambda_neg=1.0, beta=0.0)
 
 
 def slow_gradient(name, args, logprobs, old, advantages, mask):
-    """d loss / d logprobs, one token at a time, with derivatives worked out on paper; and what the clip left out."""
+    """d loss / d logprobs, one token at a time, by derivatives worked out on paper; and how much the clip left out."""
     n, total = len(mask), int(mask.sum())
     gradient, left_out = torch.zeros(mask.shape, dtype=torch.float64), 0
     for i in range(n):
@@ -252,27 +266,65 @@ def slow_gradient(name, args, logprobs, old, advantages, mask):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_against_a_slow_loop(name, seed, load):
-    """Of a ragged batch with garbage in the masked slots, with advantages of responses and with the same of tokens."""
+    """The batch is ragged, with garbage in its masked slots."""
     script = load(name)
     logprobs, old, _, advantages, mask = ragged_batch(seed)
     args = make_args(script, **FIELDS)
     expected, left_out = slow_gradient(name, args, logprobs, old, advantages, mask)
     assert left_out > 0 or name in ("mdpo", "sapo", "vespo")
-    for given in (advantages, advantages.expand(mask.shape)):
-        _, gradient = loss_and_gradient(script, args, logprobs, old, None, given, mask)
-        assert torch.allclose(gradient, expected, atol=1e-12, rtol=1e-10)
+    _, gradient = loss_and_gradient(script, args, logprobs, old, None, advantages, mask)
+    assert torch.allclose(gradient, expected, atol=1e-12, rtol=1e-10)
     if name in ("cispo", "dppo"):  # what they log as clipped
         sizes = (len(mask), int(mask.sum()))
-        _, stats = script.policy_loss(args, logprobs, old, None, advantages, mask, *sizes)
-        assert stats["policy/clip_frac"] == left_out and stats["tokens"] == mask.sum()
-    if name == "dppo":  # where nothing pulls, nothing is held
-        _, stats = script.policy_loss(args, logprobs, old, None, 0 * advantages, mask, *sizes)
+        _, stats = loss_of(script, args, logprobs, old, None, advantages, mask, *sizes)
+        assert stats["policy/clip_frac"] == left_out
+    if name == "dppo":  # with an advantage of 0, nothing is left out
+        _, stats = loss_of(script, args, logprobs, old, None, 0 * advantages, mask, *sizes)
         assert stats["policy/clip_frac"] == 0
 
 
 @pytest.mark.parametrize("name", LOSSES)
+def test_stats_are_sums_over_tokens_that_count(name, load):
+    """By hand, as in test_equations.py: log-ratios 0.5, -0.5, 0.1 and -0.1, 0.0."""
+    logprobs = torch.tensor([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    script, old = load(name), torch.zeros_like(logprobs)
+    args = make_args(script, **FIELDS | dict(clip_eps=0.4, clip_eps_high=0.2))
+    _, stats = loss_of(script, args, logprobs, old, None, torch.ones(2, 1), mask, 2, 5)
+    ratios = [math.exp(x) for x in (0.5, -0.5, 0.1, -0.1, 0.0)]
+    if name == "luspo":
+        ratios = 3 * [math.exp(0.1 / 3)] + 2 * [math.exp(-0.05)]
+    assert stats["policy/approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
+    assert stats["policy/ratio_mean"].item() == pytest.approx(sum(ratios))
+    assert stats["policy/entropy"].item() == pytest.approx(0.0)
+    clipped = {
+        # exp(0.5) is above 1.2.
+        "cispo": dict(clip_frac=1),
+        # exp(0.5) and exp(0.1) are more than 0.1 above 1.
+        "dppo": dict(clip_frac=2),
+        # 0.5 and -0.5 are beyond 0.4.
+        "gmpo": dict(clip_frac_low=1, clip_frac_high=1, clip_frac=2),
+        # Both ratios of sequences are within 0.7 .. 1.2.
+        "luspo": dict(clip_frac_low=0, clip_frac_high=0, clip_frac=0),
+    }.get(name, {})
+    logged = {key: value for key, value in stats.items() if "clip_frac" in key}
+    assert logged == {f"policy/{key}": value for key, value in clipped.items()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_shapes_that_would_broadcast_silently_are_refused(name, load):
+    script, values = load(name), torch.zeros(3, 3)
+    args, mask = make_args(script, beta=0.0), torch.ones(3, 3, dtype=torch.bool)
+    for bad in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 2), torch.zeros(3, 3)):
+        with pytest.raises(AssertionError):
+            loss_of(script, args, values, values, None, bad, mask, 3, 9)
+    with pytest.raises(AssertionError):
+        loss_of(script, args, values, values[:1], None, torch.zeros(3, 1), mask, 3, 9)
+
+
+@pytest.mark.parametrize("name", LOSSES)
 def test_the_losses_of_slices_add_up(name, load):
-    """The memory budget changes no gradient. With a KL term, which is GRPO's, divided as the policy term is."""
+    """The memory budget changes no gradient. The KL term is that of GRPO, divided as the policy term is."""
     script = load(name)
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     args = make_args(script, **FIELDS | dict(beta=0.3))
@@ -281,7 +333,7 @@ def test_the_losses_of_slices_add_up(name, load):
     for rows in slices:
         part = logprobs[rows].detach().clone().requires_grad_()
         given = (old[rows], ref[rows], advantages[rows], mask[rows])
-        loss, _ = script.policy_loss(args, part, *given, len(mask), int(mask.sum()))
+        loss, _ = loss_of(script, args, part, *given, len(mask), int(mask.sum()))
         (slope,) = torch.autograd.grad(loss, part)
         parts.append((loss.item(), slope))
     assert math.fsum(loss for loss, _ in parts) == pytest.approx(whole, abs=1e-12)
@@ -306,11 +358,8 @@ def test_at_the_old_policy_the_gradient_is_the_stated_multiple_of_grpos(name, lo
     given = (make_args(plain, beta=0.0), same, same, None, advantages, mask)
     _, expected = loss_and_gradient(plain, *given)
     lengths = mask.sum(1, keepdim=True)  # (n, 1)
-    if name in (
-        "cispo",
-        "dppo",
-        "vespo",
-    ):  # the mean over all tokens instead of that over responses
+    if name in ("cispo", "dppo", "vespo"):
+        # They take the mean over all tokens, and GRPO the mean over each response.
         expected = expected * lengths * len(mask) / mask.sum()
     elif name == "luspo":
         expected = expected * lengths
@@ -322,8 +371,8 @@ def test_at_the_old_policy_the_gradient_is_the_stated_multiple_of_grpos(name, lo
 
 @pytest.fixture(scope="module")
 def trl():
-    """TRL's trainers, of which the loss alone is used, on log-probabilities that are given."""
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # a warning of what may change
+    """TRL's trainers. Only their loss is used, on given log-probabilities."""
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # no warning that they may change
     pytest.importorskip("trl", reason="benchmark/requirements.txt has TRL")
     from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -332,14 +381,14 @@ def trl():
 
 
 class Lists(dict):
-    """TRL's metrics, which nobody reads."""
+    """TRL's metrics. No test reads them."""
 
     def __missing__(self, name):
         return self.setdefault(name, [])
 
 
 def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
-    """What _compute_loss of TRL 1.16 returns in evaluation, where nothing is accumulated."""
+    """What _compute_loss of TRL 1.16 returns in evaluation, which accumulates nothing."""
     trainer = trainer_class.__new__(trainer_class)
     args = dict(delta=None, use_bias_correction_kl=False)
     args |= dict(sapo_temperature_pos=1.3, sapo_temperature_neg=1.9)
@@ -366,7 +415,7 @@ def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("cispo", dict(epsilon_high=1.5)),  # TRL's is the bound itself
+        ("cispo", dict(epsilon_high=1.5)),  # in TRL this is the bound itself
         ("sapo", {}),
         ("luspo", dict(epsilon_low=0.3, epsilon_high=0.5, importance_sampling_level="sequence")),
         ("vespo", {}),
@@ -374,7 +423,7 @@ def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
     ],
 )
 def test_losses_against_trl(name, given, load, trl):
-    """Value and gradient, on random tensors. TRL multiplies by the mask, so that there is no garbage under it."""
+    """Value and gradient, on random tensors. TRL multiplies by the mask, so masked slots must not hold garbage."""
     logprobs, old, _, advantages, mask = ragged_batch(4)
     logprobs, old = (x.detach().masked_fill(~mask, -1.0) for x in (logprobs, old))
     args = make_args(load(name), **FIELDS)
@@ -382,7 +431,7 @@ def test_losses_against_trl(name, given, load, trl):
     logprobs.requires_grad_()
     loss = trl_loss(trl.get(name, trl["grpo"]), name, given, logprobs, old, advantages, mask)
     loss.backward()
-    assert mine[0] == pytest.approx(loss.item(), abs=1e-6)  # TRL has its temperatures in float32
+    assert mine[0] == pytest.approx(loss.item(), abs=1e-6)  # TRL's temperatures are float32
     assert torch.allclose(mine[1], logprobs.grad, atol=1e-6)
 
 
@@ -396,7 +445,8 @@ def test_advantages_by_hand(load):
     maxrl = load("maxrl").compute_advantages(make_args(load("maxrl")), rewards)
     expected = [[3.0, -1.0, -1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]
     assert maxrl.tolist() == expected
-    # Centred: 3/4, -1/4 three times; 1/2, -1/2 twice each; 0. Their squares add up to 3/4 + 1, over 16 - 1.
+    # Centred: 3/4 once and -1/4 three times; 1/2 and -1/2 twice each; 0. The squares add up to 3/4 + 1. The std
+    # divides them by 16 - 1.
     std = (1.75 / 15) ** 0.5 + 1e-4
     plus = load("reinforce_pp").compute_advantages(make_args(load("reinforce_pp")), rewards)
     centred = [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4]
@@ -441,7 +491,8 @@ def test_advantages_against_slow_loops(seed, load):
 
 
 def test_advantages_where_they_are_those_of_the_parent(load):
-    """Equal lengths: OPO is Dr. GRPO. One group: REINFORCE++ is GRPO, and so is GDPO with one reward, but for 1e-4."""
+    """With equal lengths OPO is Dr. GRPO. With one group REINFORCE++ is GRPO. GDPO is, too, with one reward, except
+    for its second 1e-4."""
     rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     opo = load("opo").compute_advantages(make_args(load("opo")), rewards, torch.full((3, 4), 7))
     assert torch.allclose(opo, dr_grpo.compute_advantages(make_args(dr_grpo), rewards), atol=1e-12)
@@ -451,13 +502,15 @@ def test_advantages_where_they_are_those_of_the_parent(load):
     assert torch.allclose(plus, expected, atol=1e-12)
     gdpo = load("gdpo").compute_advantages(make_args(load("gdpo")), one[None])
     assert torch.allclose(gdpo, expected, atol=1e-3) and not torch.equal(gdpo, expected)
-    for name, given in (("reinforce_pp", one), ("gdpo", one[None])):  # rounding is no signal
+    for name, given in (("reinforce_pp", one), ("gdpo", one[None])):
+        # Equal rewards give exactly 0, whatever the rounding of their mean.
         equal = torch.full_like(given, 0.1, dtype=torch.float32)
         assert (load(name).compute_advantages(make_args(load(name)), equal) == 0).all()
 
 
 def test_maxrl_is_unbiased_for_the_series_of_log_p(load):
-    """Every group of G responses, weighted with its probability: the mean gradient is that of the first G - 1 terms."""
+    """The mean gradient over all groups of G responses, weighted with their probabilities, is that of the first G - 1
+    terms."""
     script, p = load("maxrl"), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     for G in (2, 3, 5):
         expected = torch.tensor(0.0, dtype=torch.float64)
@@ -476,12 +529,12 @@ def test_maxrl_is_unbiased_for_the_series_of_log_p(load):
 
 
 def test_clip_cov_by_hand(load):
-    """Of two responses, advantages 3 and -1 (mean 1), log-probabilities -1, -5 and -3, -3 (mean -3)."""
+    """Two responses have the advantages 3 and -1 (mean 1), and the log-probabilities -1, -5 and -3, -3 (mean -3)."""
     logprobs = torch.tensor([[-1.0, -5.0, math.nan], [-3.0, -3.0, math.inf]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False]] * 2)
     advantages = torch.tensor([[3.0], [-1.0]], dtype=torch.float64)
     script = load("clip_cov")
-    # Covariances 2 * 2 = 4, -2 * 2 = -4, and 0 twice.
+    # The covariances are 2 * 2 = 4, -2 * 2 = -4, and 0 twice.
     for low, high, left in (
         (1.0, 5.0, (0, 0)),
         (-5.0, -1.0, (0, 1)),
@@ -494,7 +547,7 @@ def test_clip_cov_by_hand(load):
         if left:
             expected[left] = 0.0
         assert torch.equal(kept, expected)
-    assert advantages.tolist() == [[3.0], [-1.0]]  # not changed in place
+    assert advantages.tolist() == [[3.0], [-1.0]]  # they were not changed in place
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.5, None), (0.1, 2), (1e-6, 1)])
@@ -517,11 +570,11 @@ def test_clip_cov_leaves_out_so_many_tokens_between_the_bounds(share, count, loa
         out = {(i, t) for i, t in (kept != advantages).nonzero().tolist()}
         assert len(out) == count and out <= between and all(kept[place] == 0 for place in out)
         seen |= out
-    assert seen == between  # at random: each of them some time
+    assert seen == between  # they are drawn at random, so each is drawn some time
 
 
 def test_copg_descends_the_regression_on_pairs(load):
-    """One group: the gradient of the script's three functions is that of L, by autograd, at any policy."""
+    """The gradient of the script's three functions is that of L, by autograd, for one group and any policy."""
     script, beta, G = load("copg"), 0.3, 6
     logprobs, old, ref, _, mask = ragged_batch(5)
     rewards = torch.rand(1, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -534,7 +587,8 @@ def test_copg_descends_the_regression_on_pairs(load):
     pairs = [(R[i] - R[j]) ** 2 for i in range(G) for j in range(i)]
     (expected,) = torch.autograd.grad(sum(pairs) / (2 * beta * G * (G - 1)), clean)
     assert torch.allclose(gradient, expected, atol=1e-12) and gradient.abs().max() > 0.01
-    given = (args, rewards, logprobs.detach(), ref, mask)  # of the policy that sampled: RLOO's
+    # For the policy that sampled these are the returns of RLOO.
+    given = (args, rewards, logprobs.detach(), ref, mask)
     assert torch.equal(returns, rloo.compute_returns(*given))
 
 
@@ -545,23 +599,24 @@ SMALL |= dict(learning_rate=1e-3, micro_batch_tokens=150, device="cpu")
 
 
 def run(script, folder, name, num_steps=1, **given):
-    """On the bundled task; gives the samples, and the lengths of the responses of each step (B, G)."""
-    rollouts, respond, evaluate = [], script.respond, script.evaluate
+    """Run the small task. Returns the metrics, the samples, and the lengths of the responses of each step (B, G)."""
+    rollouts, sample_responses, evaluate = [], script.sample_responses, script.evaluate
 
     def recorded(*call):
-        rollout = respond(*call)
+        rollout = sample_responses(*call)
         rollouts.append(rollout.response_mask.sum(1).view(-1, call[4]).tolist())
         return rollout
 
-    script.respond = recorded
-    script.evaluate = lambda *call: {"eval/accuracy": 0.0}  # half of the time, and all shared text
+    script.sample_responses = recorded
+    # The evaluation is shared text, and takes half of the time.
+    script.evaluate = lambda *call: {"eval/accuracy": 0.0}
     try:
         given |= dict(num_steps=num_steps, runs_dir=str(folder), run_name=name)
         args = make_args(script, **small_recipe(script) | SMALL | given)
         args.dataset = str(folder / "few.jsonl")
         metrics = script.main(args)
     finally:
-        script.respond, script.evaluate = respond, evaluate
+        script.sample_responses, script.evaluate = sample_responses, evaluate
     samples = [json.loads(line) for line in (folder / name / "samples.jsonl").open()]
     return metrics, samples, rollouts
 
@@ -575,7 +630,10 @@ def same_weights(one, other):
 
 
 def expected_advantages(name, samples, lengths):
-    """What a step's records say that the advantages are, (B, G), by the formulas of the docstrings; None: in parts."""
+    """The advantages (B, G) of a step, by the formulas of the docstrings and the rewards in its records.
+
+    None for copg, whose returns are not in the records.
+    """
     rewards = torch.tensor([sample["rewards"] for sample in samples], dtype=torch.float64)
     mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
     if name == "gdpo":
@@ -617,7 +675,7 @@ def test_two_steps(name, load, folder):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """The runs of the scripts with which some variants agree, in the same folder: their weights."""
+    """The runs of grpo.py and rloo.py, with which some variants agree, and the weights that they end in."""
     return {
         script: (run(script, folder, script.__name__, **given), weights(folder, script.__name__))
         for script, given in ((grpo, dict(num_minibatches=2)), (rloo, dict(num_minibatches=1)))
@@ -630,7 +688,8 @@ def test_copg_with_one_update_is_rloo(load, folder, plain):
 
 
 def test_copg_computes_the_returns_of_the_policy_that_learns(load, folder, monkeypatch):
-    """Before each update those of all sequences, by the weights of that moment, and the update has their advantages."""
+    """Before each update it computes the returns of all sequences, by the weights of that moment. The update uses
+    their advantages."""
     script, seen, used = load("copg"), [], []
     compute_returns, policy_loss = script.compute_returns, script.policy_loss
     rollout_logprobs, fresh = script.rollout_logprobs, []
@@ -644,9 +703,9 @@ def test_copg_computes_the_returns_of_the_policy_that_learns(load, folder, monke
         seen.append((returns, logprobs.clone(), ref_logprobs, mask))
         return returns
 
-    def recorded_loss(*call):
+    def recorded_loss(*call, **count):
         used.append((len(seen), call[4].flatten()))
-        return policy_loss(*call)
+        return policy_loss(*call, **count)
 
     monkeypatch.setattr(script, "rollout_logprobs", recorded_logprobs)
     monkeypatch.setattr(script, "compute_returns", recorded_returns)
@@ -676,8 +735,10 @@ def test_clip_cov_of_no_token_is_grpo_and_of_all_learns_nothing(load, folder, pl
 def test_clip_cov_measures_over_the_minibatch_by_the_weights_of_that_moment(
     load, folder, monkeypatch
 ):
+    """The loss gets the advantages that clip_cov has returned, each in the row of its sequence."""
     script, calls, clip_cov = load("clip_cov"), [], load("clip_cov").clip_cov
     minibatches, drawn = script.minibatches, []
+    micro_batches, policy_loss, rows_seen, used = script.micro_batches, script.policy_loss, [], []
 
     def recorded_minibatches(*call):
         for minibatch in minibatches(*call):
@@ -685,20 +746,41 @@ def test_clip_cov_measures_over_the_minibatch_by_the_weights_of_that_moment(
             yield minibatch
 
     def recorded(args, logprobs, advantages, mask):
-        calls.append((logprobs.clone(), advantages, mask))
-        return clip_cov(args, logprobs, advantages, mask)
+        kept = clip_cov(args, logprobs, advantages, mask)
+        calls.append((logprobs.clone(), advantages, mask, kept))
+        return kept
+
+    def recorded_micro_batches(*call):
+        for rows in micro_batches(*call):
+            rows_seen.append(rows)
+            yield rows
+
+    def recorded_loss(*call, **count):
+        used.append((len(calls) - 1, rows_seen[-1], call[4]))
+        return policy_loss(*call, **count)
 
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
     monkeypatch.setattr(script, "clip_cov", recorded)
-    _, _, rollouts = run(script, folder, "clip_cov-seen", num_iterations=2, num_minibatches=2)
+    monkeypatch.setattr(script, "micro_batches", recorded_micro_batches)
+    monkeypatch.setattr(script, "policy_loss", recorded_loss)
+    given = dict(num_iterations=2, num_minibatches=2, cov_low=0.0, cov_high=9.0, cov_share=0.1)
+    _, samples, rollouts = run(script, folder, "clip_cov-seen", **given)
     lengths = [length for group in rollouts[0] for length in group]
-    for minibatch, (_, advantages, mask) in zip(drawn, calls, strict=True):
-        assert mask.sum(1).tolist() == [n if i in minibatch else 0 for i, n in enumerate(lengths)]
-        assert advantages.shape == (12, 1)
-    # A sequence of the first minibatch comes again, in the second pass: the policy has moved in between.
-    row = drawn[0][0]
-    again = 2 if row in drawn[2] else 3
-    assert not torch.equal(calls[0][0][row], calls[again][0][row])
+    expected = [advantage for sample in samples for advantage in sample["advantages"]]
+    for minibatch, (_, advantages, mask, kept) in zip(drawn, calls, strict=True):
+        assert mask.sum(1).tolist() == [lengths[i] for i in minibatch]
+        assert advantages.shape == (6, 1)
+        assert advantages.flatten().tolist() == [expected[i] for i in minibatch]
+        assert (kept != advantages).any() and (kept == advantages).any()
+    for update, rows, advantages in used:
+        places = [drawn[update].index(i) for i in rows]
+        assert torch.equal(advantages, calls[update][3][places])
+    assert {update for update, _, _ in used} == {0, 1, 2, 3}
+    # A sequence of the first minibatch comes again in the second pass. The policy has moved in between.
+    sequence = drawn[0][0]
+    again = 2 if sequence in drawn[2] else 3
+    first, second = calls[0][0][0], calls[again][0][drawn[again].index(sequence)]
+    assert not torch.equal(first, second)
 
 
 # ---- what the page says
