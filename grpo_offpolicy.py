@@ -12,26 +12,26 @@ maximize J, so the loss is -J:
     w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )
                corrects for the engine: we need samples of pi_old, but pi_s has sampled
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )            (DeepSeekMath, Eq. 3)
-    C_it     = max(S_it, D A_it) if A_it < 0, else S_it                       dual clip
+    C_it     = max(S_it, c A_it) if A_it < 0, else S_it                       dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
                corrects for the updates: pi_theta moves away from pi_old
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term is not weighted, as in TRL: it is estimated on the tokens
-that the engine sampled. Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies
-the advantages by the weights, and policy_loss needs no argument for them.
+The weight w has no gradient. As in TRL, the KL term gets no weight: it averages over the engine's
+tokens, and so is slightly biased. Multiplying A by a weight w >= 0 also multiplies C by w. So main
+multiplies the advantages by the weights, and policy_loss needs no argument for them.
 
 Parent: grpo.py. Differences: (1) the weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
 --sequence-cap, all tokens of a response get w = 0 if the product of their ratios pi_old / pi_s (not
-truncated) is above the cap. (By default TRL does this at 3, and weights the other sequences with
-the ratio of the whole sequence instead of w.) (2) If the advantage is negative, the minimum leaves
-a large ratio unclipped. The dual clip replaces a ratio above D by D (--dual-clip). (3) A separate
-copy of the model, the engine, samples the rollouts. It imitates a sampling engine on one device: it
-gets the trainer's weights every --staleness steps, rounded to --sampler-dtype. Evaluation uses the
-trainer's current weights (in bf16 on a GPU), not the engine. With the defaults on a CPU the engine
-has the trainer's weights and precision, and the script trains as grpo.py does.
+truncated) is above the cap. (TRL's default is a cap of 3. Below the cap it gives each token the
+product of the whole sequence as its weight, not w.) (2) If the advantage is negative, the minimum
+leaves a large ratio unclipped. The dual clip replaces a ratio above c by c (--dual-clip). (3) A
+separate copy of the model, the engine, samples the rollouts. It imitates a sampling engine on one
+device: it gets the trainer's weights every --staleness steps, rounded to --sampler-dtype.
+Evaluation uses the trainer's current weights (in bf16 on a GPU), not the engine. With the defaults
+on a CPU the engine has the trainer's weights and precision, and the script trains as grpo.py does.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. A limit that Yao et al. share: w corrects the probability of each
@@ -204,7 +204,7 @@ class Args:
     sequence_cap: float = 0.0
     """a sequence whose pi_old / pi_s is above this gets weight 0 (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
-    """with a negative advantage a ratio counts as at most D; no effect with one update a step"""
+    """upper limit c of the ratio where the advantage is negative; a large value is no limit"""
 
 
 # ==== algorithm ====
@@ -227,8 +227,8 @@ def compute_sampler_weights(args, old_logprobs, sampled_logprobs, mask):
     """The weight w (n, R) of each token: pi_old / pi_s, at most args.rollout_correction.
 
     old_logprobs, sampled_logprobs (n, R); mask (n, R) bool. With args.rollout_correction 0, w is 1.
-    If args.sequence_cap is above 0, the tokens of a sequence whose whole ratio is above it get 0. w
-    has no gradient.
+    With args.sequence_cap above 0, a sequence gets w = 0 if the product of its tokens' ratios
+    pi_old / pi_s is above the cap. w has no gradient.
     """
     logratio = (old_logprobs - sampled_logprobs).detach().masked_fill(~mask, 0.0)  # (n, R)
     weights = torch.ones_like(logratio)  # (n, R)
@@ -269,8 +269,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # Ratios outside the clip range, whatever the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # Plain means over the tokens that pi_s has sampled, not weighted by w. With a stale engine they
-    # are biased estimates for pi_old.
+    # main averages these over the tokens that the engine sampled, without the weights w. If the
+    # engine is stale, the averages differ from those over pi_old's own samples.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -401,8 +401,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones, so the ratio must be 1. With these values
-                    # it is exactly 1: in other micro-batches the rounding differs.
+                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
+                    # values of this very pass: rollout_logprobs rounds differently.
                     old_logprobs[rows] = logprobs.detach()
                 # One weight for each token, (n, R).
                 sampler_weights = compute_sampler_weights(
@@ -604,10 +604,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         # P + t columns are filled. The cache has P columns at first, and gets a segment more each
         # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -1196,10 +1196,11 @@ def show_progress(args, progress, metrics, samples):
     progress.write(f"step {step}: {progress.postfix}")
     progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
     if metrics["rollout/eos_frac"] < 0.5:
-        answered = sum("</answer>" in text for text in sample["completions"])
+        texts = [text for sample in samples for text in sample["completions"]]
+        answered = sum("</answer>" in text for text in texts)
         progress.write(
-            f"    warning: most responses are cut off; {answered} of the last "
-            f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
+            f"    warning: most responses are cut off; {answered} of {len(texts)} had answered. "
+            "Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
         progress.write("    warning: in most groups all rewards are equal, so they teach nothing")

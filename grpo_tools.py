@@ -379,8 +379,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones, so the ratio must be 1. With these values
-                    # it is exactly 1: in other micro-batches the rounding differs.
+                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
+                    # values of this very pass: rollout_logprobs rounds differently.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -585,10 +585,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         # P + t columns are filled. The cache has P columns at first, and gets a segment more each
         # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         # Look for the end of a call in the text, because different tokens can spell it. The last
@@ -1288,10 +1288,11 @@ def show_progress(args, progress, metrics, samples):
     progress.write(f"step {step}: {progress.postfix}")
     progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
     if metrics["rollout/eos_frac"] < 0.5:
-        answered = sum("</answer>" in text for text in sample["completions"])
+        texts = [text for sample in samples for text in sample["completions"]]
+        answered = sum("</answer>" in text for text in texts)
         progress.write(
-            f"    warning: most responses are cut off; {answered} of the last "
-            f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
+            f"    warning: most responses end without EOS; {answered} of {len(texts)} had "
+            "answered. Raise --max-new-tokens or --max-calls for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
         progress.write("    warning: in most groups all rewards are equal, so they teach nothing")

@@ -704,10 +704,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         # P + t columns are filled. The cache has P columns at first, and gets a segment more each
         # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -1394,10 +1394,11 @@ def show_progress(args, progress, metrics, samples):
     progress.write(f"step {step}: {progress.postfix}")
     progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
     if metrics["rollout/eos_frac"] < 0.5:
-        answered = sum("</answer>" in text for text in sample["completions"])
+        texts = [text for sample in samples for text in sample["completions"]]
+        answered = sum("</answer>" in text for text in texts)
         progress.write(
-            f"    warning: most responses are cut off; {answered} of the last "
-            f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
+            f"    warning: most responses are cut off; {answered} of {len(texts)} had answered. "
+            "Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
         progress.write("    warning: all rewards of this step are equal")

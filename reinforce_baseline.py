@@ -1,8 +1,8 @@
 """REINFORCE with a baseline, in one file. Williams 1992, "Simple Statistical Gradient-Following
 Algorithms for Connectionist Reinforcement Learning", Machine Learning 8.
 
-For every prompt q the policy samples a response o, which gets a reward r. We ascend the gradient of
-J, so the loss is -J:
+For every prompt q the policy samples a response o, which gets a reward r. We maximize J = E[R]. The
+gradient of the loss is -grad J:
 
     grad J   = E[ (R - b) grad log pi_theta(o | q) ]                            (Williams, Eq. 11)
     R        = r - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
@@ -11,14 +11,14 @@ J, so the loss is -J:
                                                                                  the baseline
 
 The whole response is one action: log pi(o | q) is the sum over its tokens. A baseline that does not
-depend on the response leaves the gradient unbiased. It lowers the variance if it is near the mean
-return, and can raise the variance if it is far away.
+depend on the response leaves the gradient unbiased. It may lower the variance or raise it: that
+depends on how the return and the size of the gradient vary together.
 
 Parent: none. This is the root of the family: all other scripts are derived from it.
 
-Departures from the paper: the batch's mean contains the sample's own return. In expectation this
-only scales the gradient, by 1 - 1/N: the other returns don't depend on the response. The moving
-average starts from the first batch's mean.
+Departures from the paper: the batch's mean contains the sample's own return, as R/N. The other
+returns don't depend on the response. So in expectation the gradient is scaled by 1 - 1/N, and its
+direction stays. The moving average starts from the first batch's mean.
 
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing corrects for that:
 policy/clip_frac and policy/approx_kl say how far off-policy they are.
@@ -210,7 +210,7 @@ def update_average(average, returns):
 def compute_advantages(args, rewards, baseline):
     """(B, G) -> (B, G): each return minus the baseline, which is one number. Williams, Eq. 11.
 
-    The argument is named as in the other scripts; here it holds the returns.
+    `rewards` holds the returns here: the name is the same in all scripts.
     """
     assert rewards.ndim == 2 and torch.as_tensor(baseline).ndim == 0, rewards.shape
     return rewards - baseline
@@ -222,7 +222,7 @@ def minibatches(args, num_seqs):
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
-    """The REINFORCE loss, -J, of the n sequences of a micro-batch.
+    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient is that of -J.
 
     logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
     tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
@@ -238,7 +238,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -advantages * logprobs.masked_fill(~mask, 0.0)  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the return has k1
+        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3, for the log; the return has k1
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
@@ -337,9 +337,9 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The returns need them for the KL. The metrics of later updates need them, too,
-        # from before the weights change. Otherwise the first update's forward pass gives them.
+        # The trainer computes the old log-probabilities, because the sampler's arithmetic differs a
+        # little. Two things need them before the first update: the KL in the returns, and the
+        # metrics of later updates. If there is neither, the first update fills them in (below).
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -358,7 +358,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # The returns (B, G) are the rewards with the KL to the reference taken off.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        # The average is kept in state, which is saved and logged, whatever --baseline is.
+        # The average is kept for every --baseline, so that the log always has it.
         average = state.get("rollout/return_average", returns.mean().item())
         baseline = compute_baseline(args, returns, average)
         state["rollout/return_average"] = update_average(average, returns)
@@ -375,8 +375,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones, so the ratio must be 1. With these values
-                    # it is exactly 1: in other micro-batches the rounding differs.
+                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
+                    # values of this very pass: rollout_logprobs rounds differently.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -423,7 +423,7 @@ def main(args: Args) -> dict:
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
-            # The baseline is one for all, so the step is one group: 1 if all its rewards are equal.
+            # All share one baseline, so the step is one group: 1 if all rewards are equal, else 0.
             "rollout/zero_std_frac": (rewards == rewards[0, 0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": sum(accuracies) / N,
@@ -566,10 +566,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         # P + t columns are filled. The cache has P columns at first, and gets a segment more each
         # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -1149,10 +1149,11 @@ def show_progress(args, progress, metrics, samples):
     progress.write(f"step {step}: {progress.postfix}")
     progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
     if metrics["rollout/eos_frac"] < 0.5:
-        answered = sum("</answer>" in text for text in sample["completions"])
+        texts = [text for sample in samples for text in sample["completions"]]
+        answered = sum("</answer>" in text for text in texts)
         progress.write(
-            f"    warning: most responses are cut off; {answered} of the last "
-            f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
+            f"    warning: most responses are cut off; {answered} of {len(texts)} had answered. "
+            "Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
         progress.write("    warning: all rewards of this step are equal")

@@ -1,7 +1,7 @@
 """ReMax: REINFORCE with a greedy baseline, in one file. Li et al. 2023, arXiv:2310.10505.
 
-For every prompt q the policy samples a response o, which gets a reward r(q, o). We ascend the
-gradient of J, so the loss is -J:
+For every prompt q the policy samples a response o, which gets a reward r(q, o). We maximize
+J = E[R]. The gradient of the loss is -grad J:
 
     grad J   = E[ (R - b(q)) grad log pi_theta(o | q) ]
     R        = r(q, o) - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
@@ -17,8 +17,8 @@ Parent: reinforce_baseline.py. Difference: the baseline is one number per prompt
 greedy response that each step decodes for it. It needs no state.
 
 Departures from the paper: with --num-generations above 1 the samples of a prompt share its greedy
-response; the paper has one sample, which is the default. The return has the KL of the whole
-response, and b has no KL. The authors' code instead gives each token its own KL.
+response; the paper has one sample, which is the default. Here each token's advantage has the KL of the whole
+response. In the authors' code it has that token's KL alone. Neither puts a KL into b.
 
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing
 corrects for that: policy/clip_frac and policy/approx_kl say how far off-policy they are.
@@ -197,7 +197,7 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 def compute_advantages(args, rewards, greedy_rewards):
     """(B, G) -> (B, G): each return minus b(q), the prompt's entry of greedy_rewards (B,). Li 2023.
 
-    The argument is named as in the other scripts; here it holds the returns.
+    `rewards` holds the returns here (the name is the same in all scripts); greedy_rewards doesn't.
     """
     assert rewards.ndim == 2 and greedy_rewards.shape == rewards.shape[:1], rewards.shape
     return rewards - greedy_rewards[:, None]
@@ -209,7 +209,7 @@ def minibatches(args, num_seqs):
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
-    """The REINFORCE loss, -J, of the n sequences of a micro-batch.
+    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient is that of -J.
 
     logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
     tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
@@ -225,7 +225,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -advantages * logprobs.masked_fill(~mask, 0.0)  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the return has k1
+        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3, for the log; the return has k1
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
@@ -319,7 +319,7 @@ def main(args: Args) -> dict:
         batch = [train_data[i] for i in batch_indices[step - 1]]
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
         # One greedy response to each prompt, for the baselines. It draws no random numbers, so the
-        # other draws stay as they are.
+        # minibatches are shuffled as in the parent.
         greedy_rollout = sample_responses(
             args, sampler, tokenizer, batch, num_samples=1, temperature=0.0, eos_ids=eos_ids
         )
@@ -329,9 +329,9 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The returns need them for the KL. The metrics of later updates need them, too,
-        # from before the weights change. Otherwise the first update's forward pass gives them.
+        # The trainer computes the old log-probabilities, because the sampler's arithmetic differs a
+        # little. Two things need them before the first update: the KL in the returns, and the
+        # metrics of later updates. If there is neither, the first update fills them in (below).
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -350,7 +350,8 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # The returns (B, G) are the rewards with the KL to the reference taken off.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        # b(q), added up in the order of the rewards, because zero_std_frac compares them exactly.
+        # b(q): sums over REWARDS in the same order as `rewards`. Another order could round
+        # differently, and zero_std_frac tests whether the two are equal.
         greedy_rewards = torch.zeros(len(batch), device=model.device)  # (B,) float32
         for reward in REWARDS:
             values = apply_reward(reward, batch, greedy_rollout.completions)  # B
@@ -368,8 +369,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones, so the ratio must be 1. With these values
-                    # it is exactly 1: in other micro-batches the rounding differs.
+                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
+                    # values of this very pass: rollout_logprobs rounds differently.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -561,10 +562,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         # P + t columns are filled. The cache has P columns at first, and gets a segment more each
         # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -1144,10 +1145,11 @@ def show_progress(args, progress, metrics, samples):
     progress.write(f"step {step}: {progress.postfix}")
     progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
     if metrics["rollout/eos_frac"] < 0.5:
-        answered = sum("</answer>" in text for text in sample["completions"])
+        texts = [text for sample in samples for text in sample["completions"]]
+        answered = sum("</answer>" in text for text in texts)
         progress.write(
-            f"    warning: most responses are cut off; {answered} of the last "
-            f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
+            f"    warning: most responses are cut off; {answered} of {len(texts)} had answered. "
+            "Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
         progress.write("    warning: most rewards equal the greedy response's, and teach little")

@@ -3,7 +3,7 @@ Baseline for Free!"); for language models Ahmadian et al. 2024, "Back to Basics"
 arXiv:2402.14740v2.
 
 For every prompt q the policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
-ascend the gradient of J, so the loss is -J:
+maximize J = E[R]. The gradient of the loss is -grad J:
 
     grad J   = E[ 1/G sum_i (R_i - 1/(G-1) sum_{j != i} R_j) grad log pi_theta(o_i | q) ]
                                                                                     (Kool et al.)
@@ -189,7 +189,7 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 def compute_advantages(args, rewards):
     """(B, G) -> (B, G): each return minus the mean return of the prompt's other samples. Kool 2019.
 
-    The argument is named as in the other scripts; here it holds the returns.
+    `rewards` holds the returns here: the name is the same in all scripts.
     """
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # The computed mean of equal returns can be off by a rounding error. Subtracting the first
@@ -205,7 +205,7 @@ def minibatches(args, num_seqs):
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
-    """The REINFORCE loss, -J, of the n sequences of a micro-batch.
+    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient is that of -J.
 
     logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
     tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
@@ -221,7 +221,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -advantages * logprobs.masked_fill(~mask, 0.0)  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the return has k1
+        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3, for the log; the return has k1
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
@@ -320,9 +320,9 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The returns need them for the KL. The metrics of later updates need them, too,
-        # from before the weights change. Otherwise the first update's forward pass gives them.
+        # The trainer computes the old log-probabilities, because the sampler's arithmetic differs a
+        # little. Two things need them before the first update: the KL in the returns, and the
+        # metrics of later updates. If there is neither, the first update fills them in (below).
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
@@ -354,8 +354,8 @@ def main(args: Args) -> dict:
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # The weights are still the old ones, so the ratio must be 1. With these values
-                    # it is exactly 1: in other micro-batches the rounding differs.
+                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
+                    # values of this very pass: rollout_logprobs rounds differently.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -544,10 +544,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         # P + t columns are filled. The cache has P columns at first, and gets a segment more each
         # time that it is full. So it is full whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
             continue
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
@@ -1127,10 +1127,11 @@ def show_progress(args, progress, metrics, samples):
     progress.write(f"step {step}: {progress.postfix}")
     progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
     if metrics["rollout/eos_frac"] < 0.5:
-        answered = sum("</answer>" in text for text in sample["completions"])
+        texts = [text for sample in samples for text in sample["completions"]]
+        answered = sum("</answer>" in text for text in texts)
         progress.write(
-            f"    warning: most responses are cut off; {answered} of the last "
-            f"{len(sample['completions'])} had answered. Raise --max-new-tokens for the others"
+            f"    warning: most responses are cut off; {answered} of {len(texts)} had answered. "
+            "Raise --max-new-tokens for the others"
         )
     if metrics["rollout/zero_std_frac"] > 0.9:
         progress.write("    warning: in most groups all rewards are equal, so they teach nothing")

@@ -464,7 +464,9 @@ def test_gsm8k(script, tmp_path, capsys):
     args = script.Args(dataset=str(SHARED / "data" / "gsm8k"), max_prompt_tokens=300)
     for split, count in (("train", 7473), ("test", 1319)):
         examples = script.load_data(args, tokenizer, split)
-        pattern = rf"{split} data: (\d+) problems; skipped: (\d+) longer than .*, 0 without a question"
+        pattern = (
+            rf"{split} data: (\d+) problems; skipped: (\d+) longer than .*, 0 without a question"
+        )
         usable, too_long = map(int, re.search(pattern, capsys.readouterr().out).groups())
         assert usable + too_long == count and usable > 0.9 * count and too_long > 0
         assert len(examples) == (usable if split == "train" else args.eval_size)

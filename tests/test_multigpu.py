@@ -310,13 +310,16 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
     folder = several(2, num_steps=2)
     before, seen = read_checkpoint(folder), []
     shutil.rmtree(folder / "model")
-    dcp, load = grpo_multigpu.dcp, grpo_multigpu.dcp.set_optimizer_state_dict
+    sharded_state, load = (
+        grpo_multigpu.sharded_state,
+        grpo_multigpu.sharded_state.set_optimizer_state_dict,
+    )
 
     def load_and_look(model, optimizer, state, **given):  # the model is loaded already
         load(model, optimizer, state, **given)
-        seen.append(dcp.get_state_dict(model, optimizer, options=grpo_multigpu.WHOLE))
+        seen.append(sharded_state.get_state_dict(model, optimizer, options=grpo_multigpu.WHOLE))
 
-    monkeypatch.setattr(dcp, "set_optimizer_state_dict", load_and_look)
+    monkeypatch.setattr(sharded_state, "set_optimizer_state_dict", load_and_look)
     grpo_multigpu.main(grpo_multigpu.Args(resume=str(folder)))
     assert set(before["model"]) - set(seen[0][0]) <= {"lm_head.weight"}  # which is tied
     weights = {name: before["model"][name] for name in seen[0][0]}

@@ -96,7 +96,7 @@ def test_it_applies_and_says_what_it_is(name, load):
     theirs = (ROOT / f"{parent_of(name)}.py").read_text(encoding="utf-8").splitlines()
     patch = list(difflib.unified_diff(theirs, ours, n=0, lineterm=""))[2:]
     assert sum(line[:1] in "+-" for line in patch) == sum(changed(name))
-    assert 1 <= changed(name)[1] <= 55
+    assert changed(name)[1] >= 1
     assert not re.search(r"^\s*\)  #", source, re.MULTILINE)  # a comment stands above its code
 
 

@@ -5,7 +5,7 @@ paid for odd inputs will find them. So run_tool turns every fault of a tool into
 
 - The answer is ERROR if the tool raises, takes too long or returns something that isn't text.
 - The answer is ERROR if the call has more than MAX_CHARS characters.
-- A longer answer than MAX_CHARS characters is cut.
+- run_tool cuts an answer after MAX_CHARS characters.
 """
 
 import ast
@@ -17,8 +17,10 @@ from fractions import Fraction
 from threading import Thread
 
 ERROR = "=error"
-MAX_CHARS = 500  # of a call, and of what a tool returns
-SECONDS = 5.0  # for all calls of a turn together, because they run at the same time
+# The limit for a call, and for the text that a tool returns.
+MAX_CHARS = 500
+# All calls of a turn run at the same time and share this limit.
+SECONDS = 5.0
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -30,11 +32,11 @@ OPERATORS = {
 
 
 def calculator(call: str) -> str:
-    """The value, to 15 digits, of Python's numbers with + - * / and brackets.
+    """The value, to 15 digits, of an expression with Python's numbers, + - * / and brackets.
 
-    Raises for everything else. Python's ast parses the text, and nothing of it is ever executed.
-    Fractions are exact, so 100.1-100 is 0.1. There are no powers, so MAX_CHARS characters can't
-    make a number that takes long to compute.
+    Any other text raises an error. Python's ast parses the text and never executes it. Fractions
+    are exact, so 100.1-100 is 0.1. There are no powers, so MAX_CHARS characters can't make a number
+    that takes long to compute.
     """
     expression = ast.parse(call.strip(), mode="eval").body
     # float raises if the value is too large for it.
@@ -42,13 +44,13 @@ def calculator(call: str) -> str:
 
 
 def exact_value(node: ast.expr) -> Fraction:
-    """The value of a parsed expression; raises KeyError for any other operator than OPERATORS."""
+    """The value of a parsed expression. An operator that isn't in OPERATORS raises KeyError."""
     if isinstance(node, ast.Constant):
-        # Not isinstance: True is an int, too.
+        # isinstance would accept True, which is an int, too.
         if type(node.value) not in (int, float):
             raise ValueError(f"{node.value!r} is not a number")
-        # Fraction(0.1) would be the binary fraction next to 0.1. The text "0.1" is exact. Fraction
-        # raises for "inf", which is how Python reads 1e999.
+        # Fraction(0.1) would be the binary fraction next to 0.1. The text "0.1" is exact. Python
+        # reads 1e999 as inf, and Fraction raises an error for the text "inf".
         return Fraction(repr(node.value))
     if isinstance(node, ast.UnaryOp):
         return OPERATORS[type(node.op)](exact_value(node.operand))
@@ -60,8 +62,8 @@ def exact_value(node: ast.expr) -> Fraction:
 def run_tool(tool: Callable[[str], str], calls: list[str]) -> list[str]:
     """The answer to each call: "=" and what the tool returns, or ERROR.
 
-    Each call runs in a thread. Python can't stop a thread, so a late one goes on in the background,
-    and what it returns is lost. A tool that may compute forever should start a process, for which
+    Each call runs in a thread. Python can't stop a thread, so a late thread goes on in the
+    background, and its answer is lost. A tool that may compute forever should start a process:
     subprocess.run has a timeout.
     """
     answers = [ERROR] * len(calls)
@@ -72,11 +74,12 @@ def run_tool(tool: Callable[[str], str], calls: list[str]) -> list[str]:
         with suppress(Exception):  # answers[k] stays ERROR
             answers[k] = "=" + tool(calls[k])[:MAX_CHARS]
 
-    # A daemon thread doesn't keep the program alive at its end.
+    # The program can end while a daemon thread still runs.
     threads = [Thread(target=answer, args=[k], daemon=True) for k in range(len(calls))]
     deadline = time.monotonic() + SECONDS
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=max(0.0, deadline - time.monotonic()))
-    return list(answers)  # a copy, which a late thread can't change
+    # A late thread can't change the copy.
+    return list(answers)
