@@ -26,14 +26,14 @@ group of 10 tokens and one of 100 have the weights 0.09 and 0.91 here, and 0.5 e
 the mixed groups that it has. If it has none, it trains on its first B groups. (d) The rewards are
 those of grpo.py, accuracy and format, instead of 1 and -1.
 
-The rollout metrics count everything that was sampled, except logprob_gap, which counts the
-sequences that the step trains on.
+The rollout metrics count everything that was sampled, except logprob_gap: it counts the kept
+groups.
 
 Shapes: B prompts per batch, G samples per prompt, N sequences in group order (sequence i belongs to
-group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. In the update N <=
-B*G is the number of sequences to train on; in a Rollout it is the number that the Rollout holds.
-num_sampled counts all sequences that a step samples. A micro-batch has n <= N sequences, with T
-response tokens in all.
+group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. In main, N <= B*G
+counts the sequences that a step trains on, and num_sampled counts all that it samples. In the other
+functions and in Rollout, N is the number of sequences at hand. A micro-batch has n <= N sequences,
+with T response tokens in all.
 
     python dapo.py                                            assets/adder, on a CPU
     python dapo.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
@@ -190,7 +190,7 @@ class Args:
     max_resample: int = 10
     """maximum number of extra batches that a step samples to find B mixed groups"""
     overlong_cache: int | None = None
-    """tokens before the limit over which the penalty grows to 1 (L_cache); None: 60, bundled 8"""
+    """the penalty grows to 1 over this many last tokens (L_cache); None: 60, bundled 8"""
     overlong_filter: bool = False
     """leave responses that were cut at --max-new-tokens out of the loss"""
 
@@ -288,7 +288,7 @@ class SampledGroups(NamedTuple):
 
 
 def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_ids):
-    """DAPO (2): sample batch after batch, until B groups are mixed; keep these B groups.
+    """DAPO (2): sample batch after batch, until B groups are mixed. Returns SampledGroups.
 
     batch_indices holds the batches that no step has sampled yet, each as the indices (B,) of its
     examples. After --max-resample extra batches, keep the mixed groups that there are. If there
@@ -1161,9 +1161,10 @@ def open_run(args, run_dir, saved, model):
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            file.truncate(min(size, file.tell()))
             files.append(file)
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)

@@ -14,17 +14,20 @@ Parent: grpo.py. Differences: (1) each of W processes samples for its share of t
 own noise. Then every process gets the whole rollout. Rank 0 computes the rewards for all, because a
 reward may be a paid model, or differ from call to call. Every process computes the same advantages.
 (2) The processes share the micro-batches of an update: each takes every W-th. All have to call the
-sharded model equally often, so a process that has one micro-batch less computes the first of all
-once more, with a gradient of 0. The loss is divided by the number of sequences in the whole
-minibatch, so the update doesn't depend on the number of processes, except for rounding. (3)
-Weights, gradients and Adam's averages are sharded: each process holds 1/W of them. A layer is whole
-only while it is computed. (4) The copy that samples and the reference are whole on every process,
-so that sampling needs no communication. (5) Rank 0 prints, logs, tracks, and saves whole
-checkpoints, which any number of processes can resume. With the same number, a resumed run on CPUs
-is bit-identical to an uninterrupted one; with another number it samples with other noise.
+sharded model equally often, so a process that has one micro-batch less repeats the first
+micro-batch of the update, which rank 0 counts. Its gradient is multiplied by 0. The loss is divided
+by the number of sequences in the whole minibatch, so the update doesn't depend on the number of
+processes, except for rounding. (3) Weights, gradients and Adam's averages are sharded: each process
+holds 1/W of them. A layer is whole only while it is computed. (4) The copy that samples and the
+reference are whole on every process, so that sampling needs no communication. (5) Rank 0 prints,
+logs, tracks, and saves whole checkpoints, which any number of processes can resume. Every process
+reads the checkpoint, so several machines need --runs-dir on a file system that they share. With the
+same number, a resumed run on CPUs is bit-identical to an uninterrupted one; with another number it
+samples with other noise.
 
-To stop a run with a checkpoint, press Ctrl-C. torchrun kills the processes 30 s later, so start it
-with --shutdown_timeout 600 if a step takes longer.
+To stop a run with a checkpoint, press Ctrl-C. torchrun then ends with status 1 and a traceback of
+its own. It kills the processes 30 s later, so start it with --shutdown_timeout 600 if a step takes
+longer.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W;
 2 for the copy that samples and 2 for the reference (none with --beta 0), but 4 for the head of each
@@ -35,10 +38,10 @@ copy. In GB:
 
 While the model is loaded, a process holds 8 bytes per parameter on its GPU and 4 on the host. For a
 checkpoint, rank 0 holds 12 on the host. More GPU memory is needed for gathered weights: those of
-embedding, head and two layers at a time. They take 12 bytes per parameter: 4 in the buffer, 4 in
-the weights copied out of it, and 4 for the gradients. Keys and values (--sampling-tokens) and
-activations (--micro-batch-tokens) need memory, too. So 1.7 B on 2 x 24 GB needs --beta 0 and fewer
-sampling tokens.
+embedding, head and two layers at a time. They take 12 bytes per parameter: 4 in the buffer into
+which FSDP gathers them, 4 in the whole weights copied out of it, and 4 for their gradients. Keys
+and values (--sampling-tokens) and activations (--micro-batch-tokens) need memory, too. So 1.7 B on
+2 x 24 GB needs --beta 0 and fewer sampling tokens.
 
 Communication per process, in bytes per parameter, times (W - 1) / W: 4 for each forward pass of a
 micro-batch, 8 for each backward pass (weights again, then gradients), and 4 for the sampling copy
@@ -390,7 +393,7 @@ def main(args: Args) -> dict:
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, policy, rollout, total_lengths)  # (N, R)
         if ref_model is not None:
-            reference = LogprobModel(ref_model)
+            reference = LogprobModel(ref_model)  # not sharded, but called in the same way
             ref_logprobs = rollout_logprobs(args, reference, rollout, total_lengths)  # (N, R)
 
         # ---- 2. reward and advantage
@@ -457,7 +460,7 @@ def main(args: Args) -> dict:
         refresh_sampler(sampler, model)
         if updates_per_step == 1:
             # Each row was computed by one process, and is 0 on the others, so the sum has all rows.
-            # With more updates rollout_logprobs has given every process all rows.
+            # With more updates, rollout_logprobs has already added them up.
             dist.all_reduce(old_logprobs, dist.ReduceOp.SUM)
         # Each process has the sums of its own micro-batches, which are added up here. This also
         # waits for the GPU, so that update_seconds is right.
@@ -517,7 +520,8 @@ def main(args: Args) -> dict:
             check_sampler(args, model, gap.mean())
 
         # ---- 5. save
-        # A signal that one process has got stops all. A later signal is for the next step.
+        # A signal to one process stops all of them. One that comes after this line waits for the
+        # next step.
         stop_signals = [number for part in gather_objects(signals) for number in part]
         is_due = args.save_every and step % args.save_every == 0
         # The first step is saved, too, so that a folder that can't be written is noticed early.
@@ -1044,9 +1048,10 @@ def num_processes():
 def fail(message):
     """End with one line, status 2 and no traceback."""
     if process_rank() > 0:
-        # Often all processes meet the same error. Rank 0 prints it and ends, and then torchrun ends
-        # the others while they sleep here. So the line is printed once.
-        # torchrun sends SIGTERM. The handler of catch_signals would only note it.
+        # Often all processes meet the same error. Rank 0 prints it and ends, and torchrun ends the
+        # others with SIGTERM while they sleep here. So the line is printed once. A process that is
+        # still alive after 5 s is the only one with this error, and prints it.
+        # Without the next line, the handler of catch_signals would only note the SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
     print(f"error: {message}", file=sys.stderr)
@@ -1305,9 +1310,10 @@ def open_run(args, run_dir, saved, model):
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            file.truncate(min(size, file.tell()))
             files.append(file)
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)

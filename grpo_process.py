@@ -18,18 +18,18 @@ a reward of 0 or 1. The last step is the whole response, and its reward is the a
 advantage of a token is the sum of the normalized rewards of the steps that end with this token or
 after it. With one step per response this is GRPO with the accuracy as its reward.
 
-All rewards are 0 or 1 because they are normalized together. Suppose that the whole response could
-get 1.4, for accuracy and format, and a step only 1. Then a correct step would lie below the mean of
-a perfect group, and the policy would learn to leave steps out. So the format reward is only logged.
-The accuracy needs the answer tags anyway.
+All step rewards are 0 or 1, because they are normalized together. Suppose that the whole response
+could get 1.4, for accuracy and format, and a step only 1. Then a correct step would lie below the
+mean of a perfect group, and the policy would learn to leave steps out. So the format reward is only
+logged. The accuracy needs the answer tags anyway.
 
 As in the paper, the sum has no baseline for the token's position. If all steps of a response are
 better than the mean, an early token has a larger advantage than a late one.
 
 Departures from the paper: a rule rewards the steps, not a reward model. As in grpo.py, 1e-4 is
 added to the std, and the reference stays the initial model. step_rewards is written for column
-addition, and doesn't compare the summands with the question. For another task, write another one:
-until then a response to GSM8K has one step.
+addition, and doesn't compare the summands with the question. Replace it for another task. With this
+one, a response to GSM8K usually has one step: its thought has words.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
@@ -94,7 +94,7 @@ SHOWN = [  # metrics beside the progress bar
     "eval/accuracy",
     "optim/skipped",
 ]
-COLUMN_SUM = re.compile(r"([0-9](?:\+[0-9])+)=([0-9]+)")  # of the digits of a column: 4+3+1=8
+COLUMN_SUM = re.compile(r"([0-9](?:\+[0-9])+)=([0-9]+)")  # the sum of one column, as 4+3+1=8
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
 </think>, and then the final number alone between <answer> and </answer>. For example:
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
@@ -214,9 +214,9 @@ def step_rewards(completions, answers):
     """The steps of each completion, N lists of Step in the order of their ends.
 
     The thought of a column addition is one sum for each column, from the right, with commas between
-    them. Each piece between commas is a step, also one that is not a sum. Its reward is 1 if it is
-    a true sum and its last digit is the answer's digit in this column, else 0. The last step is the
-    whole completion; its reward is the accuracy, 0 or 1.
+    them. If </think> closes it and it has only digits, +, = and commas, each piece is a step. The
+    reward of a step is 1 if it is a true sum and its last digit is the answer's digit in this
+    column, else 0. The last step is the whole completion; its reward is the accuracy, 0 or 1.
     """
     accuracies = accuracy_reward(completions, answers)  # N
     all_steps = []
@@ -1175,9 +1175,10 @@ def open_run(args, run_dir, saved, model):
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            file.truncate(min(size, file.tell()))
             files.append(file)
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)

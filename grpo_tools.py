@@ -29,8 +29,9 @@ from the reward for each answered call. (5) The bundled model can already use a 
 has to learn only to call. It learns with twice the learning rate of grpo.py.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
-without a <calc> is a call, too: its text is all of this turn up to the </calc>. The departures of
-grpo.py from DeepSeekMath are here, too.
+without a <calc> is a call, too: its text is all of this turn up to the </calc>. Departures from
+DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal rewards would give 0/0, and the
+reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
@@ -165,7 +166,7 @@ class Args:
     num_generations: int = 8
     """samples per prompt (G)"""
     max_new_tokens: int | None = None
-    """maximum response length in tokens (R); None: 300, bundled 32"""
+    """maximum response length in tokens, with the tool's tokens; None: 300, bundled 32"""
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
     max_calls: int = 4
@@ -517,7 +518,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     device = prompt_ids.device
     segment = SEGMENT[device.type]
     num_rows = len(prompt_ids) * num_samples
-    # Filled with EOS: response_mask ends at the first EOS, also in a row that a call has ended.
+    # A row that a call has ended is not sampled to the end. Its other slots hold EOS, so that its
+    # response_mask, which ends at the first EOS, ends there.
     response_ids = eos_ids[:1].repeat(num_rows, args.max_new_tokens)  # (N, R)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
@@ -782,7 +784,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     response_mask = pad_right([response.by_policy for response in responses], device)  # (N, R)
     is_token = [[True] * len(response.ids) for response in responses]
     context_mask = pad_right(is_token, device)  # (N, R) bool: padding is False
-    is_eos = torch.isin(response_ids, eos_ids) & response_mask  # (N, R): the policy's
+    # EOS tokens of the policy are left out of the text. The tool's are ordinary text.
+    is_eos = torch.isin(response_ids, eos_ids) & response_mask  # (N, R) bool
     is_text = context_mask & ~is_eos  # (N, R)
     text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
@@ -818,7 +821,7 @@ def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_
         all_ids, all_masks, all_logprobs = [x.cpu() for x in sampled]  # (part of N, R) each
         for ids, mask, logprobs in zip(all_ids, all_masks, all_logprobs, strict=True):
             kept_ids, call = cut_at_call(tokenizer, ids[mask].tolist())
-            # The mask is True up to the end, so the kept ids are the first ones.
+            # The mask is True, then False, so the kept ids and their logprobs are the first ones.
             turns.append(Turn(kept_ids, logprobs[: len(kept_ids)].tolist(), call))
     return turns
 
@@ -1216,9 +1219,10 @@ def open_run(args, run_dir, saved, model):
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            file.truncate(min(size, file.tell()))
             files.append(file)
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)

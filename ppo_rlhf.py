@@ -15,23 +15,25 @@ response is a sequence of actions, one per token:
     rho_t    = pi(a_t | s_t) / pi_old(a_t | s_t)      s_t is the prompt and the tokens before a_t
     L_V      = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
 
-After the returns are computed, the advantages are whitened. The means are over all tokens of the
-minibatch. Old values and old log-probabilities stay fixed during the epochs.
+After the returns are computed, the advantages are whitened over the whole rollout. mean_t is the
+mean over all tokens of the minibatch. Old values and old log-probabilities stay fixed during the
+epochs.
 
-Parent: grpo.py. Differences: (1) a reward model scores each response, and a response that was cut
-at the limit loses --missing-eos-penalty; (2) the KL to the reference is a part of each token's
-reward (k1) and not of the loss, with a fixed or an adaptive coefficient; (3) a value network and
-GAE replace the group's mean and std, so that one sample per prompt is enough; (4) the value network
-has a clipped loss, and its own learning rate; (5) one rollout serves several epochs, and the losses
-average over all tokens of the minibatch.
+Parent: grpo.py. Differences: (1) a reward model scores each response, and --missing-eos-penalty is
+subtracted from the score of a response that was cut at the limit; (2) the KL to the reference is a
+part of each token's reward (k1) and not of the loss, with a fixed or an adaptive coefficient; (3) a
+value network and GAE replace the group's mean and std, so that one sample per prompt is enough; (4)
+the value network has a clipped loss, and its own learning rate; (5) one rollout serves several
+epochs, and the losses average over all tokens of the minibatch.
 
 Departures from the papers: the gradient of each network is clipped by its own norm; Huang et al.
-clip none. Nothing is subtracted from the scores; theirs have mean 0 on the demonstrations. An
-adaptive beta is multiplied by exp(K e): e is the clipped error of the KL, and K is N /
---kl-horizon. Ziegler multiplies it by 1 + K e. A cut response loses the penalty; Huang sets its
-score to -1. Adam's epsilon is 1e-8; Huang has 1e-5. The score is the reward of the last token;
-Huang's code gives it to the slot after that token, and uses the value of that slot, too. With
---reward-model "" the rules of utils/rewards.py replace the reward model.
+clip none. By default no mean is subtracted from the scores; theirs have mean 0 on the
+demonstrations. An adaptive beta is multiplied by exp(K e): e is the clipped error of the KL, and K
+is N / --kl-horizon. Ziegler multiplies it by 1 + K e. The penalty is subtracted from the score of a
+cut response; Huang sets that score to -1. Adam's epsilon is 1e-8; Huang has 1e-5. The score is
+added to the reward of the last token. Huang's code adds it one slot later, in the padding, and so
+also keeps the value predicted there. With --reward-model "" the rules of utils/rewards.py replace
+the reward model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
@@ -191,7 +193,7 @@ class Args:
     """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     reward_model: str | None = None
-    """classifier of one label, folder or hub id; "": the rules; None: "", bundled adder-judge"""
+    """classifier of one label, folder or hub id; "" uses REWARDS; None: "", bundled adder-judge"""
     missing_eos_penalty: float = 1.0
     """taken off the score of a response that was cut at --max-new-tokens"""
     normalize_scores: bool = False
@@ -203,7 +205,7 @@ class Args:
     beta: float | None = None
     """weight of the KL to the reference in the reward; 0: no reference; None: 0.04, bundled 0.05"""
     kl_target: float | None = None
-    """adapt beta until the KL to the reference is this, in nats per response; None: beta stays"""
+    """adapt beta at every step, towards this KL in nats per response; None: beta stays"""
     kl_horizon: int = 10000
     """beta changes by at most a factor of e^0.2 in this many episodes (responses)"""
     gamma: float = 1.0
@@ -215,7 +217,7 @@ class Args:
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
-    """initial weights of the value network; without a reward model the policy's, its head zero"""
+    """start of the value network; "policy", or no reward model: the policy, with a head of zeros"""
 
 
 # ==== algorithm ====
@@ -560,7 +562,7 @@ def main(args: Args) -> dict:
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
-            # The critic is the baseline, so the step is one group: 1 if all its rewards are equal.
+            # 1 if all rewards of the step are equal, else 0: the value network compares no groups.
             "rollout/zero_std_frac": (rewards == rewards[0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": sum(accuracies) / N,
@@ -1322,9 +1324,10 @@ def open_run(args, run_dir, saved, model):
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            file.truncate(min(size, file.tell()))
             files.append(file)
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)

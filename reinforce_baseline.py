@@ -1077,9 +1077,10 @@ def open_run(args, run_dir, saved, model):
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            file.truncate(min(size, file.tell()))
             files.append(file)
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)

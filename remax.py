@@ -17,8 +17,8 @@ Parent: reinforce_baseline.py. Difference: the baseline is one number per prompt
 greedy response that each step decodes for it. It needs no state.
 
 Departures from the paper: with --num-generations above 1 the samples of a prompt share its greedy
-response; the paper has one sample, which is the default. Here each token's advantage has the KL of the whole
-response. In the authors' code it has that token's KL alone. Neither puts a KL into b.
+response; the paper has one sample, which is the default. Here each token's advantage has the KL of
+the whole response. In the authors' code it has that token's KL alone. Neither puts a KL into b.
 
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing
 corrects for that: policy/clip_frac and policy/approx_kl say how far off-policy they are.
@@ -1073,9 +1073,10 @@ def open_run(args, run_dir, saved, model):
         for name in ("metrics.jsonl", "samples.jsonl"):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            # A resumed run repeats the steps after its checkpoint, so their lines are cut off.
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
             size = saved["log_sizes"].get(name, 0) if saved else 0
-            file.truncate(min(size, file.tell()))  # min: a file must not get longer
+            file.truncate(min(size, file.tell()))
             files.append(file)
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)

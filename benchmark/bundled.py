@@ -1,16 +1,17 @@
-"""Run every script with no argument but the seed, and record what it reached: python benchmark/bundled.py
+"""Run every script with its defaults, and record what it reached: python benchmark/bundled.py
 
-grpo_multigpu.py runs as two processes of one thread each (on GPUs, as one for each, two at most), the others as one of
-all threads. Needs an idle machine, half an hour of two cores. benchmark/records/bundled.jsonl gets one line for each
-run: script, seed, commit (and "dirty", if the tree had changes), versions, wall time of the whole command, the
-process's peak of memory, responses sampled, accuracies on the held-out additions, greedy, and the sampled accuracy at
-every step. A record of the same script and seed is replaced, and all others stay. benchmark/readme.py writes them into
-README.md.
+The runs need an idle machine, and take half an hour of two cores. grpo_multigpu.py runs as two processes of one thread
+each. On GPUs it runs as one process per GPU, at most two. The other scripts run as one process that uses all threads.
 
-    python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   of variants/
+benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit (and "dirty", if the tree had changes),
+versions, wall time of the whole command, peak memory of the process, number of responses sampled, greedy accuracies on
+the held-out additions, and the sampled accuracy at every step. A new record replaces the old one of the same script and
+seed. All other records stay. benchmark/readme.py writes the records into README.md.
+
+    python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   scripts of variants/
     python benchmark/bundled.py --task sums --scripts grpo --seeds 1 2 3     assets/sums; bundled-sums.jsonl
     python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
-    python benchmark/bundled.py --device emulated   in a GPU's precision, without one: tests/emulated_cuda
+    python benchmark/bundled.py --device emulated   a GPU's precision on a CPU: tests/emulated_cuda
 """
 
 import argparse
@@ -32,7 +33,7 @@ from scripts import MULTI_PROCESS, SCRIPTS  # noqa: E402
 
 @contextmanager
 def in_place(script: str):
-    """A variant is made of its parent and its patch, beside its parent, and taken away again."""
+    """For a variant: make its script from its parent and its patch, beside the parent, and delete it at the end."""
     patch, path = ROOT / "variants" / f"{script}.diff", ROOT / f"{script}.py"
     if not patch.is_file():
         yield
@@ -82,10 +83,12 @@ def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
         "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3),
         "episodes": metrics[-1]["episodes"],
         "device": device,
-        "logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:]),  # the worst step's
+        # The gap of the worst step.
+        "logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:]),
     }
     for name in ("accuracy", "accuracy_lenient"):
-        record[name] = [metrics[step][f"eval/{name}"] for step in (0, -1)]  # before, after
+        # Before and after the training.
+        record[name] = [metrics[step][f"eval/{name}"] for step in (0, -1)]
     if task != "adder":
         evaluated = [line for line in metrics if "eval/accuracy" in line]
         record["task"] = task

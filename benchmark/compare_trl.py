@@ -6,22 +6,23 @@
     python benchmark/compare_trl.py --workload W3  SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
     python benchmark/compare_trl.py --workload W4  SmolLM2-1.7B's shape, 32 x 8 samples of 512 tokens: needs a GPU
 
-Both train the same model in float32, W4 in bf16 autocast with recomputed activations, on the same prompts, all of them
-in every step: GRPO with its std, temperature 1, no top-k and no top-p, no KL term, one update per rollout, Adam, the
-same reward and the same number of threads. They draw from the same distribution, so their lengths agree but for chance.
-Runs alternate, each in a process of its own. (On W4 TRL samples with the float32 weights, rounded anew at each use.)
+Both trainers train the same model on the same prompts, with all prompts in every step. The model is in float32; in W4
+it has bf16 autocast and recomputed activations. Both use GRPO with its std, temperature 1, no top-k and no top-p, no KL
+term, one update per rollout, Adam, the same reward and the same number of threads. They draw from the same
+distribution, so their lengths differ only by chance. The runs alternate, and each run has a process to itself. (In W4,
+TRL samples with the float32 weights, which it rounds again at each use.)
 
-- seconds per step: the whole wall time of a step (rollout, reward, update, logging), the first step left out as
-  warm-up; the median over the steps of all rounds. TRL's is from its on_step_begin to its on_step_end.
-- CPU seconds per step: the time that all threads together were on a core in it; with --threads 1 this is the fairer
-  number on a machine that others use as well, where threads that wait for each other make wall times jump.
+- seconds per step: the whole wall time of a step (rollout, reward, update, logging), as the median over the steps of all
+  rounds. The first step is the warm-up and isn't counted. TRL's time is from its on_step_begin to its on_step_end.
+- CPU seconds per step: the time that all threads together spent on a core. If others use the machine as well, threads
+  wait for each other and the wall times jump. Then this number with --threads 1 is fairer.
 - tokens per second: response tokens of these steps over their wall seconds.
-- peak memory: the highest resident set of the process, less what it had after its imports, before any model was loaded;
-  on a GPU the most that torch had allocated there.
+- peak memory: the highest resident set of the process, minus the resident set after its imports, before any model was
+  loaded. On a GPU: the most memory that torch allocated there.
 
-TRL's batch is the whole rollout, which is its fastest; --trl-batch-size 16, say, accumulates gradients instead, which
-is its way to save memory, and W4's default. grpo.py cuts its updates by --micro-batch-tokens; its value per
-workload stands in WORKLOADS. It samples the whole rollout at once, too (--sampling-tokens 262144).
+By default, TRL's batch is the whole rollout, which is fastest. --trl-batch-size 16, for example, makes TRL accumulate
+gradients, which saves memory; 16 is the default of W4. grpo.py splits its updates by --micro-batch-tokens, whose value
+for each workload is in WORKLOADS. grpo.py, too, samples the whole rollout at once (--sampling-tokens 262144).
 """
 
 import argparse
@@ -41,7 +42,8 @@ from records import ROOT, memory
 
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 STORY_PROMPTS = ROOT.parent / "shared" / "data" / "stories" / "prompts.jsonl"
-WORKLOADS = {  # prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py
+# Prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py.
+WORKLOADS = {
     "W1": dict(num_prompts=16, num_generations=8, max_new_tokens=32, micro_batch_tokens=2048),
     "W2": dict(num_prompts=16, num_generations=8, max_new_tokens=384, micro_batch_tokens=2048),
     "W3": dict(num_prompts=4, num_generations=4, max_new_tokens=64, micro_batch_tokens=1024),
@@ -57,14 +59,15 @@ LEARNING_RATE = 1e-5
 
 
 def length_reward(completions: list[str], *args, **kwargs) -> list[float]:
-    """Characters / 100: costs nothing, and hardly ever the same for a whole group, so that no group is without signal.
+    """The number of characters / 100. It costs no time, and a group rarely has equal rewards and so no signal.
 
-    Both trainers call it: grpo.py with the gold answers as second argument, TRL with keywords."""
+    Both trainers call this function: grpo.py with the gold answers as second argument, TRL with keywords.
+    """
     return [len(completion) / 100 for completion in completions]
 
 
 def peak_memory(options, imported: int) -> int:
-    """Bytes, see above."""
+    """The peak memory in bytes, as the docstring of this file defines it."""
     import torch
 
     return (
@@ -79,7 +82,7 @@ def now() -> tuple[float, float]:
 
 
 def prepare(options, folder: Path) -> None:
-    """Write the workload's prompts to folder/data and, where it has none on disk, its model to folder/model."""
+    """Write the prompts of the workload to folder/data. Write its model to folder/model if none is on disk."""
     sys.path.insert(0, str(ROOT))
     import torch
     from transformers import (
@@ -98,7 +101,7 @@ def prepare(options, folder: Path) -> None:
         lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines()
         questions = [json.loads(line)["question"] for line in lines[:B]]
     elif options.workload == "W2":
-        # Stories that the model told to their end, cut at a random token: what is left is anything from short to long.
+        # Finished stories of the model, cut at a random token, so the rest of a story can have any length.
         model, tokenizer = (
             AutoModelForCausalLM.from_pretrained(STORIES),
             AutoTokenizer.from_pretrained(STORIES),
@@ -119,7 +122,8 @@ def prepare(options, folder: Path) -> None:
             prompt, story = example["prompt_ids"], example["prompt_ids"] + response[mask].tolist()
             if story[-1] in eos_ids and len(questions) < B:
                 cut = rng.randrange(len(prompt), len(story))
-                start = max(1, cut - 120)  # without the first token, which is BOS
+                # The first token is BOS.
+                start = max(1, cut - 120)
                 questions.append(tokenizer.decode(story[start:cut]))
     else:
         words = ["<pad>", "</s>"] + [f"w{i}" for i in range(49150)]
@@ -177,7 +181,7 @@ def run_plainrl(options, folder: Path) -> dict:
     starts = []
     sample_responses = grpo.sample_responses
 
-    # A step lasts until the next one starts to sample, and the last one until the evaluation does.
+    # A step ends when the next step starts to sample. The last step ends when the evaluation starts to sample.
     def timed(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
         starts.append((now(), num_samples))
         return sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
@@ -198,7 +202,7 @@ def run_plainrl(options, folder: Path) -> dict:
     args |= dict(
         num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, system_prompt=""
     )
-    # The whole rollout is sampled at a time.
+    # grpo.py samples the whole rollout at once.
     args |= dict(max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18)
     args |= dict(
         model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run"
@@ -209,7 +213,8 @@ def run_plainrl(options, folder: Path) -> dict:
     )
     times = [moment for moment, _ in starts[first : first + 2 + options.steps]]
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    tokens = [json.loads(line)["tokens"] for line in lines]  # so far, at steps 0, 1, ..
+    # The tokens so far, at steps 0, 1, ...
+    tokens = [json.loads(line)["tokens"] for line in lines]
     return dict(
         seconds=[b[0] - a[0] for a, b in zip(times[1:], times[2:], strict=False)],
         cpu_seconds=[b[1] - a[1] for a, b in zip(times[1:], times[2:], strict=False)],
@@ -245,7 +250,7 @@ def run_trl(options, folder: Path) -> dict:
     batch_size = options.trl_batch_size or num_sequences
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
-        # the algorithm, as grpo.py has it
+        # The same algorithm as in grpo.py.
         num_generations=options.num_generations,
         max_completion_length=options.max_new_tokens,
         temperature=1.0,
@@ -256,11 +261,11 @@ def run_trl(options, folder: Path) -> dict:
         num_iterations=1,
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
-        # one rollout and one update per step
+        # One rollout and one update per step.
         per_device_train_batch_size=batch_size,
         gradient_accumulation_steps=num_sequences // batch_size,
         max_steps=1 + options.steps,
-        # nothing beside the training
+        # Only the training, without logs or checkpoints.
         use_cpu=not on_gpu,
         bf16=on_gpu,
         gradient_checkpointing=on_gpu,
@@ -298,29 +303,33 @@ def run_trl(options, folder: Path) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description="grpo.py against TRL's GRPOTrainer")
     parser.add_argument("--workload", choices=WORKLOADS, default="W1")
-    parser.add_argument("--threads", type=int, default=2, help="threads of torch, for both")
     parser.add_argument(
-        "--steps", type=int, default=3, help="training steps per run, after one of warm-up"
+        "--threads", type=int, default=2, help="threads of torch, for both trainers"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each, alternating")
-    parser.add_argument("--micro-batch-tokens", type=int, help="of grpo.py; default: by workload")
+    parser.add_argument(
+        "--steps", type=int, default=3, help="training steps per run, after one warm-up step"
+    )
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each trainer, alternating")
+    parser.add_argument(
+        "--micro-batch-tokens", type=int, help="for grpo.py; default: see WORKLOADS"
+    )
     parser.add_argument(
         "--trl-batch-size",
         type=int,
-        help="sequences per backward pass of TRL; default: the rollout",
+        help="sequences per backward pass of TRL; default: the rollout, in W4 16",
     )
     parser.add_argument(
-        "--one", choices=("prepare", "plainrl", "trl"), help="run only this one, in --folder"
+        "--one", choices=("prepare", "plainrl", "trl"), help="run this part alone, in --folder"
     )
-    parser.add_argument("--folder", type=Path, help="folder of --one")
+    parser.add_argument("--folder", type=Path, help="folder for --one")
     options = parser.parse_args()
     for name, value in WORKLOADS[options.workload].items():
         setattr(options, name, getattr(options, name, None) or value)
     if options.workload == "W2" and not (STORIES.is_dir() and STORY_PROMPTS.is_file()):
-        print(f"W2 is skipped: it needs the model {STORIES} and the prompts {STORY_PROMPTS}")
+        print(f"W2 skipped: it needs the model {STORIES} and the prompts {STORY_PROMPTS}")
         return
     if options.workload == "W4" and shutil.which("nvidia-smi") is None:
-        print("W4 is skipped: it needs a GPU")
+        print("W4 skipped: it needs a GPU")
         return
 
     if options.one is not None:

@@ -1,7 +1,7 @@
 """The worked examples of docs/algorithms.md, in numbers and pictures: python benchmark/explain.py
 
-Every number comes from the scripts' own functions. The tables stand in the page between <!-- name --> and
-<!-- end name -->; tests/test_docs.py says that they are what these functions give.
+Every number comes from the scripts' own functions. The tables are between <!-- name --> and <!-- end name --> in the
+page. tests/test_docs.py checks that these functions still give the same tables.
 """
 
 import sys
@@ -21,19 +21,22 @@ import rloo  # noqa: E402
 
 PAGE = ROOT / "docs" / "algorithms.md"
 PICTURES = ROOT / "docs" / "algorithms"
-REWARDS = [1.4, 1.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.0]  # of a group of 8
-LENGTHS, LIMIT = [2, 8], 10  # of a right and a wrong response, and of the longest that is allowed
-POLICY, REFERENCE = [0.7, 0.2, 0.1], [0.4, 0.4, 0.2]  # the next token's probabilities
+# The rewards of a group of 8.
+REWARDS = [1.4, 1.4, 0.4, 0.4, 0.4, 0.4, 0.4, 0.0]
+# The lengths of a right and of a wrong response, and the longest length allowed.
+LENGTHS, LIMIT = [2, 8], 10
+# The probabilities of the next token.
+POLICY, REFERENCE = [0.7, 0.2, 0.1], [0.4, 0.4, 0.2]
 
 
 def number(value, digits=3):
-    """With a sign, and no minus before zero."""
+    """The number as text, without a minus before zero."""
     text = f"{float(value):+.{digits}f}"
     return text[1:] if float(text) == 0 else text
 
 
 def token_gradients(script, advantages, lengths, **fields):
-    """The loss of a group at a ratio of 1, and its gradient by each token's log-probability (n, R)."""
+    """The loss of a group at a ratio of 1, and its gradient with respect to each log-probability (n, R)."""
     args = script.Args(max_new_tokens=LIMIT, **fields)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (n, R)
     logprobs = torch.full(mask.shape, -1.0, requires_grad=True)  # (n, R)
@@ -55,16 +58,18 @@ def token_gradients(script, advantages, lengths, **fields):
 
 
 def baseline_table() -> str:
-    """The variance of one response's gradient for three baselines, where there are two responses, right and wrong.
+    """The variance of one response's gradient for three baselines. There are two responses, one right and one wrong.
 
-    The policy is right with probability p = sigmoid(theta), the reward is 1 or 0, the gradient is by theta.
+    The policy is right with probability p = sigmoid(theta), and the reward is 1 or 0. The gradient is with respect to
+    theta.
     """
     rows = []
     for p in (0.1, 0.5, 0.9):
         probabilities = torch.tensor([p, 1 - p])  # (2,)
         rewards = torch.tensor([[1.0, 0.0]])  # (1, 2)
 
-        def gradients(baseline, p=p, rewards=rewards):  # (2,): of the right, of the wrong response
+        # (2,): the gradients of the right and of the wrong response.
+        def gradients(baseline, p=p, rewards=rewards):
             advantages = reinforce_baseline.compute_advantages(None, rewards, baseline)[0]  # (2,)
             theta = torch.tensor([p, p]).logit().requires_grad_()  # (2,)
             logprobs = torch.stack([theta[0], -theta[1]]).sigmoid().log()[:, None]  # (2, 1)
@@ -74,9 +79,11 @@ def baseline_table() -> str:
             loss, _ = reinforce_baseline.policy_loss(
                 args, logprobs, old_logprobs, old_logprobs, advantages[:, None], mask, num_seqs=1
             )
-            return -torch.autograd.grad(loss, theta)[0]  # of the mean reward, not of the loss
+            # The minus turns the gradient of the loss into that of the mean reward.
+            return -torch.autograd.grad(loss, theta)[0]
 
-        score = gradients(torch.tensor(0.0)) - gradients(torch.tensor(1.0))  # (2,): of log pi
+        # The gradients of log pi.
+        score = gradients(torch.tensor(0.0)) - gradients(torch.tensor(1.0))  # (2,)
         weights = probabilities * score**2  # (2,)
         best = (weights * rewards[0]).sum() / weights.sum()
         cells = [f"{p}"]
@@ -91,7 +98,7 @@ def baseline_table() -> str:
 
 
 def gae_table() -> str:
-    """A response of four tokens that earns 1 at its end, with a critic's values for each token."""
+    """A response of four tokens that earns 1 at its end. A critic gives a value to each token."""
     values, rewards = torch.tensor([[0.5, 0.6, 0.2, 0.7]]), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     mask = torch.ones(1, 4, dtype=torch.bool)
     rows = [["reward", *(f"{x:g}" for x in rewards[0])], ["V", *(f"{x:.1f}" for x in values[0])]]
@@ -107,13 +114,18 @@ def gae_table() -> str:
 
 
 def kl_table() -> str:
-    """The three estimators for a vocabulary of three tokens: mean, std, and expected gradients by the logits."""
+    """The three estimators for a vocabulary of three tokens: mean, std, and expected gradients.
+
+    The gradients are with respect to the logits.
+    """
     policy, reference = torch.tensor(POLICY), torch.tensor(REFERENCE)
     logits = policy.log().requires_grad_()
-    logprobs = logits.log_softmax(0)[:, None]  # (3, 1): each token as a response of its own
+    # Each token is one response.
+    logprobs = logits.log_softmax(0)[:, None]  # (3, 1)
     ref_logprobs, mask = reference.log()[:, None], torch.ones(3, 1, dtype=torch.bool)
 
-    def expected(values):  # over tokens of the policy, which are taken as given
+    # The mean over the policy's tokens. No gradient goes through their probabilities.
+    def expected(values):
         return (policy * values).sum()
 
     def gradient(values):
@@ -124,7 +136,7 @@ def kl_table() -> str:
     old = logprobs.detach()
     args = ppo_rlhf.Args(beta=1.0)
     k1 = -ppo_rlhf.kl_rewards(args, torch.zeros(3), logprobs, ref_logprobs, mask)[:, 0]  # (3,)
-    # With an advantage of 0, the loss of GRPO is its KL, k3.
+    # With an advantage of 0, the loss of GRPO is only its KL term, k3.
     k3 = []
     for i in range(3):
         one = slice(i, i + 1)
@@ -176,7 +188,7 @@ def group_table() -> str:
 
 
 def division_table() -> str:
-    """What one token of a right and of a wrong response adds to the gradient, with advantages of 1 and -1."""
+    """The gradient of one token of a right and of a wrong response, whose advantages are 1 and -1."""
     rows = []
     for script, how in (
         (rloo, "1 / G"),
@@ -211,7 +223,7 @@ RATIOS = torch.linspace(0.5, 1.5, 101)
 
 
 def surrogates(advantage):
-    """The clipped objective of one token at these ratios, by grpo.py."""
+    """The clipped objective of one token at these ratios, computed by grpo.py."""
     args = grpo.Args(beta=0.0)
     old = torch.zeros(1, 1)
     mask = torch.ones(1, 1, dtype=torch.bool)
@@ -247,7 +259,8 @@ def draw_clip():
     save(figure, PICTURES / "clip.svg", drawn_from())
 
 
-BOXES = {  # name: column, row, heading, shapes
+# name: column, row, heading, shapes
+BOXES = {
     "question": (0, 1, "B questions", "prompt_ids (B, P)"),
     "sample": (1, 1, "G responses to each", "response_ids (N, R)\nresponse_mask (N, R)"),
     "reward": (2, 1, "each scored", "rewards (B, G)"),
@@ -262,7 +275,7 @@ ARROWS += [("sample", "rows"), ("rows", "logprobs"), ("logprobs", "loss"), ("adv
 
 
 def draw_step():
-    """The data's way through one step of grpo.py, with its shapes."""
+    """How the data go through one step of grpo.py, with their shapes."""
     figure, axes = panels(1, 1, figsize=(12, 4.2))
     ax = axes[0, 0]
     ax.set_axis_off()
@@ -288,7 +301,7 @@ def draw_step():
             arrow((x + width, y), (to_x - width, y))
         else:
             arrow((x, y - height), (x, to_y + height))
-    # Back: the gradient of the loss changes the weights, below all boxes.
+    # The arrow back, below all boxes: the gradient of the loss changes the weights.
     ax.plot([3, 3, 0], [-height, -0.55, -0.55], color="C0", linewidth=1.5)
     arrow((0, -0.55), (0, -height), "C0")
     ax.text(

@@ -1,16 +1,18 @@
-"""What share of a GPU's limits grpo.py reaches: decoding against its memory bandwidth, the update against its matmuls.
+"""How close grpo.py comes to a GPU's limits: decoding against memory bandwidth, the update against matrix products.
 
     python benchmark/gpu.py                  random weights in the shape of SmolLM2-1.7B, one CUDA device, some minutes
-    python benchmark/gpu.py --profile        and where the time goes, kernel by kernel
-    python benchmark/gpu.py --tiny           a tiny shape, on a CPU if need be: exercises this file, measures nothing
+    python benchmark/gpu.py --profile        also where the time goes, kernel by kernel
+    python benchmark/gpu.py --tiny           a tiny shape, also on a CPU: tests this file, measures nothing
 
-Decoding a token must read every weight once and the keys and values of all rows: these bytes over the bandwidth of a
-device-to-device copy (read + write) are the limit. generate here runs all tokens of all rows (no EOS id is ever drawn).
-An update takes 6 FLOP per parameter and token run (forward 2, backward 4; recomputed activations and attention are not
-counted, nor the head for tokens of prompts): that over the seconds is the FLOP/s, and MFU is its share of the peak.
+To decode a token, a GPU must read every weight once, and the keys and values of all rows. The limit is these bytes over
+the bandwidth of a device-to-device copy (read + write). generate runs all tokens of all rows here, because the EOS id
+is never drawn.
 
-Two more answers that only a GPU can give: whether its attention kernels ignore whole blocks of masked keys, and whether
-a replayed graph computes what single steps do.
+An update takes 6 FLOP per parameter and token (forward 2, backward 4). Recomputed activations, attention, and the head
+for tokens of prompts aren't counted. This number over the seconds is the FLOP/s, and MFU is its share of the peak.
+
+The file answers two more questions that need a GPU. Do the attention kernels ignore whole blocks of masked keys? Does a
+replayed graph compute the same as single steps?
 """
 
 import argparse
@@ -24,11 +26,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo
 
-NOMINAL_FLOPS = 989e12  # dense bf16 of an H100 or H200 SXM
+# Dense bf16 on an H100 or H200 SXM.
+NOMINAL_FLOPS = 989e12
 
 
 def seconds(function, device: torch.device, repeats: int = 1) -> float:
-    """The least wall seconds of a call, the device's work included."""
+    """The fewest wall seconds of a call, including the work on the device."""
     times = []
     for _ in range(repeats):
         if device.type == "cuda":
@@ -42,7 +45,7 @@ def seconds(function, device: torch.device, repeats: int = 1) -> float:
 
 
 def peak_gb(device: torch.device) -> float:
-    """GB at most since the last call; 0 on a CPU."""
+    """The most GB allocated since the last call; 0 on a CPU."""
     if device.type == "cpu":
         return 0.0
     peak = torch.cuda.max_memory_allocated() / 1e9
@@ -62,7 +65,7 @@ def device_limits(device: torch.device, dtype: torch.dtype, tiny: bool) -> tuple
 
 
 def attention_error(device: torch.device, dtype: torch.dtype) -> float:
-    """One query over 320 keys of which the first 200 are masked, as generate masks them, against the last 120 alone."""
+    """One query over 320 keys with the first 200 masked, as in generate, against the last 120 keys alone."""
     query, key, value = torch.randn(3, 8, 32, 320, 64, device=device, dtype=dtype)
     bias = torch.zeros(8, 1, 1, 320, device=device, dtype=dtype)
     bias[..., :200] = torch.finfo(dtype).min
@@ -77,7 +80,7 @@ def attention_error(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def profiled(label: str, function, device: torch.device) -> None:
-    """Print the operators and kernels of a call by the time they take on the device."""
+    """Print the operators and kernels of a call, sorted by their time on the device."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
     with torch.profiler.profile(activities=activities) as profile:
@@ -90,7 +93,7 @@ def profiled(label: str, function, device: torch.device) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="grpo.py against the limits of a GPU")
-    parser.add_argument("--tiny", action="store_true", help="self-test, on a CPU too")
+    parser.add_argument("--tiny", action="store_true", help="self-test, also on a CPU")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -99,10 +102,10 @@ def main() -> None:
     parser.add_argument(
         "--cudnn",
         action="store_true",
-        help="leave cuDNN's attention on, which the scripts turn off",
+        help="use cuDNN's attention, which the scripts turn off",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="of 16 decode steps and of an update"
+        "--profile", action="store_true", help="profile 16 decode steps and an update"
     )
     parser.add_argument(
         "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True
@@ -110,13 +113,14 @@ def main() -> None:
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
         print(
-            "error: torch finds no CUDA device; give --tiny for a self-test on the CPU",
+            "error: torch finds no CUDA device; --tiny runs a self-test on the CPU",
             file=sys.stderr,
         )
         raise SystemExit(2)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # of the sampling copy
+    # The dtype of the sampling copy.
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     B, G, P, R = options.prompts, options.samples, options.prompt_tokens, options.new_tokens
     shape = dict(
         num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192
@@ -146,7 +150,7 @@ def main() -> None:
 
     peak_gb(device)
 
-    # ---- the model and its sampling copy, as main in grpo.py has them; no EOS id, so that every row runs to the end
+    # ---- the model and its sampling copy, as in grpo.py's main, but without EOS, so every row runs to the end
     config = LlamaConfig(
         **shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None
     )
@@ -155,7 +159,8 @@ def main() -> None:
     peak_gb(device)
     num_parameters = sum(p.numel() for p in model.parameters())
     sampler = grpo.inference_copy(model)
-    eos_ids = torch.tensor([config.vocab_size], device=device)  # of no token
+    # No token has this id.
+    eos_ids = torch.tensor([config.vocab_size], device=device)
     prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
     print(
@@ -167,7 +172,8 @@ def main() -> None:
     head_bytes = sampler.get_output_embeddings().weight.nbytes
     trunk_bytes = sum(p.nbytes for p in sampler.base_model.layers.parameters())
     kv_width = shape["num_key_value_heads"] * config.head_dim
-    kv_bytes = 2 * shape["num_hidden_layers"] * kv_width * dtype.itemsize  # of one token
+    # The keys and values of one token.
+    kv_bytes = 2 * shape["num_hidden_layers"] * kv_width * dtype.itemsize
     mean_context = P + R / 2
     limit = N * bandwidth / (trunk_bytes + head_bytes + N * mean_context * kv_bytes)
     print(
@@ -212,7 +218,8 @@ def main() -> None:
         profiled("16 decode steps", lambda: plain(min(R, 16), False), device)
 
     # ---- one update on a rollout
-    sampled = plain(R, True)  # three tensors, (N, R) each
+    # Three tensors, (N, R) each.
+    sampled = plain(R, True)
     response_mask = sampled[1]  # (N, R)
     prompts = [x.repeat_interleave(G, 0) for x in (prompt_ids, prompt_mask)]  # (N, P) each
     rollout = grpo.Rollout(*prompts, *sampled, completions=[""] * N)
@@ -258,7 +265,8 @@ def main() -> None:
     )
     if options.profile:
         profiled("an update", update, device)
-    report("model.generate", transformers_generate)  # last, because it may not have the memory
+    # This comes last, because it may run out of memory.
+    report("model.generate", transformers_generate)
 
 
 if __name__ == "__main__":

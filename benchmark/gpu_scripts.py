@@ -1,17 +1,20 @@
-"""The scripts for three steps on a GPU, at the size of the README's recipe: times, memory, and going on.
+"""The scripts for three steps on a GPU, at the size of the README's recipe: times, memory, and resuming.
 
     python benchmark/gpu_scripts.py --problems train.jsonl     random weights in the shape of SmolLM2-1.7B
-    python benchmark/gpu_scripts.py --tiny                     a tiny shape, on an emulated GPU if need be
+    python benchmark/gpu_scripts.py --tiny                     a tiny shape; without a GPU, on an emulated one
 
-train.jsonl is GSM8K's, from github.com/openai/grade-school-math. Random weights get no answer right and end hardly any
-response: nearly all samples have the full 300 tokens, which is the most work that the recipe can be. dapo.py, which
-would find no group to learn from, samples once. benchmark/records/gpu-scripts.jsonl gets one line for each run: its
-command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
+train.jsonl is GSM8K's, from github.com/openai/grade-school-math. Random weights get no answer right and end few
+responses. So nearly all samples have the full 300 tokens, which is the most work that the recipe can cause. dapo.py
+would find no group to learn from, so it samples only once. benchmark/records/gpu-scripts.jsonl gets one line for each
+run: its command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
 
-Then grpo.py is killed in its third step, and resumed; and stopped there with SIGTERM, and resumed. --memory-gb 41.5
-leaves this out, and lets a larger GPU have no more than a program has on one of 40 GB. The interrupted runs and the
-scripts with a critic have half the layers: 60 GB of disk are then enough, since a checkpoint takes 12 to 16 bytes per
-parameter, with a critic 24, and twice that while one replaces another. grpo_multigpu.py is not among them.
+Then the benchmark kills grpo.py in its third step and resumes it. It stops another run there with SIGTERM and resumes
+that run, too. --memory-gb 41.5 skips this part, and gives a larger GPU only the memory that a program has on a 40 GB
+card.
+
+The interrupted runs and the scripts with a critic have half the layers, so that 60 GB of disk are enough. A checkpoint
+takes 12 to 16 bytes per parameter, 24 with a critic, and twice as much while a new one replaces the old one.
+grpo_multigpu.py isn't tested here.
 """
 
 import argparse
@@ -62,7 +65,8 @@ TINY = dict(
 
 
 def make_models(folder: Path, problems: Path, shape: dict) -> None:
-    """In bf16, with random weights: a policy of this shape, one of half its layers, and a reward model like it."""
+    """Write three models in bf16, with random weights: a policy of this shape, and a policy and a reward model with
+    half its layers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -86,7 +90,7 @@ def make_models(folder: Path, problems: Path, shape: dict) -> None:
 
 
 def own_flags(script: str, folder: Path) -> list[str]:
-    """The model of the script, and the flags that this script alone needs."""
+    """The model of the script, and the flags that only this script needs."""
     model = "half" if script in CRITICS else "policy"
     flags = ["--model", str(folder / model)]
     if script == "ppo_rlhf":
@@ -101,7 +105,7 @@ def own_flags(script: str, folder: Path) -> list[str]:
 
 
 def launch(command: list[str], memory_gb: float | None) -> list[str]:
-    """The command for this machine: on an emulated GPU where there is none, or with part of the GPU's memory."""
+    """The command for this machine: with part of the GPU's memory, or on an emulated GPU if there is none."""
     if not torch.cuda.is_available():
         return [sys.executable, "tests/emulated_cuda", shlex.join(command)]
     if memory_gb is None:
@@ -117,7 +121,7 @@ def last_metrics(run: Path) -> dict:
 
 
 def interrupted(command: list[str], run: Path, number: int) -> None:
-    """Start a run, send it the signal in its third step, resume it, and say what came of both."""
+    """Start a run, send the signal in its third step, resume the run, and print how both ended."""
     metrics, log = run / "metrics.jsonl", run.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(launch(command, None), cwd=ROOT, stdout=file, stderr=file)
@@ -152,7 +156,7 @@ def main() -> None:
     one_process = [name for name in SCRIPTS if name not in MULTI_PROCESS]
     parser.add_argument("--scripts", nargs="*", default=one_process)
     parser.add_argument("--flags", default="", help="more flags for all scripts")
-    parser.add_argument("--memory-gb", type=float, help="of the GPU's memory")
+    parser.add_argument("--memory-gb", type=float, help="the part of the GPU's memory to use")
     parser.add_argument("--tiny", action="store_true", help="self-test, without a record")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
@@ -198,7 +202,8 @@ def main() -> None:
                         print(json.dumps(record | {"metrics": metrics}), file=file)
             else:
                 print(f"{script} failed:\n{(done.stdout + done.stderr)[-2000:]}", flush=True)
-            shutil.rmtree(folder / script, ignore_errors=True)  # 27 GB
+            # A run takes 27 GB.
+            shutil.rmtree(folder / script, ignore_errors=True)
         for number in (signal.SIGKILL, signal.SIGTERM) if options.memory_gb is None else ():
             name = signal.Signals(number).name
             command = ["grpo.py", *common, "--num-steps", "4", "--run-name", name]

@@ -1,9 +1,9 @@
 """Do grpo.py and rloo.py learn as TRL's GRPOTrainer and RLOOTrainer do? python benchmark/learn_trl.py
 
-The same model, data (in another order), batch, learning rate and schedule, steps, temperature, KL coefficient and
-seeds, on the bundled task, each run in a process of its own with two threads. Records, one line for each run, of the
-accuracy of the samples and the wall time at every step, and of the peak memory above what the imports take:
-benchmark/records/trl-learn.jsonl. benchmark/readme.py draws them.
+Both sides train on the bundled task with the same model, data (in another order), batch, learning rate and schedule,
+steps, temperature, KL coefficient and seeds. Each run has a process to itself, with two threads.
+benchmark/records/trl-learn.jsonl gets one line for each run: the accuracy of the samples and the wall time at every
+step, and the peak memory above what the imports take. benchmark/readme.py draws the records.
 """
 
 import json
@@ -24,7 +24,7 @@ B, G, R = 16, 8, 32
 
 
 def run_plainrl(name: str, seed: int, folder: str) -> dict:
-    """The script with no argument but these: an evaluation before, 60 steps, an evaluation after."""
+    """Run the script with its defaults, except these: an evaluation before, 60 steps, an evaluation after."""
     sys.path.insert(0, str(ROOT))
     import torch
 
@@ -35,7 +35,7 @@ def run_plainrl(name: str, seed: int, folder: str) -> dict:
     ends = []
     sample_responses = script.sample_responses
 
-    # A step ends when the next one, or the last evaluation, starts to sample.
+    # A step ends when the next step or the last evaluation starts to sample.
     def timed(*args, **named):
         ends.append(time.perf_counter() - start)
         return sample_responses(*args, **named)
@@ -109,7 +109,7 @@ def run_trl(name: str, seed: int, folder: str) -> dict:
 
 
 def to_reach(record: dict, level: float = 0.9) -> tuple[float, int]:
-    """Seconds and responses until the accuracy, the mean of five steps, reaches the level; NaN and 0 if it does not."""
+    """Seconds and responses until the mean accuracy of five steps reaches the level; NaN and 0 if it never does."""
     for k in range(4, len(record["accuracy"])):
         if sum(record["accuracy"][k - 4 : k + 1]) / 5 >= level:
             return record["seconds"][k], (k + 1) * B * G
@@ -133,7 +133,8 @@ def draw(records: list[dict]) -> None:
 
 
 def main() -> None:
-    if len(sys.argv) == 5:  # one run, in a process of its own
+    # With arguments, this process is a single run.
+    if len(sys.argv) == 5:
         side, name, seed, folder = sys.argv[1:]
         result = (run_plainrl if side == "PlainRL" else run_trl)(name, int(seed), folder)
         Path(folder, "result.json").write_text(json.dumps(result))

@@ -1,6 +1,7 @@
-"""Bad input gets one line that names the flag, the value and the reason: status 2, no traceback, nothing written.
+"""Bad input gets one line that names the flag, the value and the reason.
 
-Data that is a little unusual (another format, other columns, rows that must be skipped) is read all the same.
+The script exits with status 2, prints no traceback and writes nothing. Slightly unusual data still loads: another
+format, other column names, or rows that the script must skip.
 """
 
 import csv
@@ -32,13 +33,13 @@ ROWS = [
 SMALL = dict(
     num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
 )
-# What a model needs that is not the bundled one, but as small.
+# Settings for a model that is as small as the bundled one but has another path.
 OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointing=False)
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path_factory):
-    """Nothing here waits for a network or fills the user's cache."""
+    """These tests don't wait for a network and don't fill the user's cache."""
     monkeypatch.setattr(
         datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets")
     )
@@ -48,7 +49,7 @@ def offline(monkeypatch, tmp_path_factory):
 
 @pytest.fixture(params=["grpo", "ppo_rlhf"])
 def reader(request):
-    """A script of each kind: one that reads one model, and the one that reads a reward model with it."""
+    """One script of each kind: grpo.py reads one model, ppo_rlhf.py also reads a reward model."""
     return __import__(request.param)
 
 
@@ -69,7 +70,7 @@ def snapshot(folder) -> dict:
 
 @pytest.fixture
 def refuse(tmp_path, monkeypatch, capsys):
-    """Run main with these fields: it must end with status 2 and one line that holds these words, and write nothing."""
+    """Run main with these fields. It must exit with status 2, print one line with these words and write nothing."""
     monkeypatch.chdir(tmp_path)
 
     def call(script, *words, **given):
@@ -94,7 +95,7 @@ def refuse(tmp_path, monkeypatch, capsys):
 
 
 def numbers(script) -> dict:
-    """The fields of Args that are numbers, and whether a whole one is asked for."""
+    """The numeric fields of Args, each with a flag: must the number be an integer?"""
     found = {}
     for name, kind in typing.get_type_hints(script.Args).items():
         kinds = {kind, *typing.get_args(kind)}
@@ -104,7 +105,7 @@ def numbers(script) -> dict:
 
 
 def test_every_number_has_bounds(script):
-    """A field that is added without an entry in BOUNDS would be read unchecked."""
+    """If someone adds a field without an entry in BOUNDS, the script doesn't check the field."""
     assert set(script.BOUNDS) == set(numbers(script))
     for name, (lowest, highest) in script.BOUNDS.items():
         assert 0 <= lowest < highest, name
@@ -112,7 +113,7 @@ def test_every_number_has_bounds(script):
 
 @pytest.mark.scripts("grpo", "reinforce_baseline", "dapo")
 def test_bounds_that_a_run_depends_on(script):
-    """0 turns something off; a group needs two samples; the lower bound of a ratio is not negative."""
+    """0 turns a feature off, a group needs two samples, and a ratio's lower bound isn't negative."""
     lowest = {name: low for name, (low, _) in script.BOUNDS.items()}
     assert lowest["seed"] == lowest["eval_every"] == lowest["save_every"] == 0
     assert lowest["num_steps"] == lowest["max_new_tokens"] == lowest["micro_batch_tokens"] == 1
@@ -124,7 +125,7 @@ def test_bounds_that_a_run_depends_on(script):
 
 
 def test_numbers_out_of_bounds(script, refuse):
-    """What is too low, too high, infinite or not a number, in every field that there is."""
+    """The script refuses a value that is too low, too high, infinite or NaN, in every numeric field."""
     for name, whole in numbers(script).items():
         lowest, highest = script.BOUNDS[name]
         if whole:
@@ -141,12 +142,13 @@ def test_numbers_out_of_bounds(script, refuse):
 
 @pytest.mark.parametrize("end", [0, 1])
 def test_the_bounds_themselves_are_allowed(script, refuse, end):
-    """With every number at its bound the check is passed: the model is refused, which is read after it."""
+    """Numbers exactly at their bounds pass the check. The script then refuses the model, which it reads next."""
     given = {}
     for name, whole in numbers(script).items():
         bound = script.BOUNDS[name][end]
         given[name] = bound if whole else float(bound)
-    if "kl_target" in given:  # it needs a beta above 0
+    # kl_target needs a beta above 0.
+    if "kl_target" in given:
         given["kl_target"] = None
     refuse(script, "error: --model ./nowhere", **given, model="./nowhere")
 
@@ -154,7 +156,7 @@ def test_the_bounds_themselves_are_allowed(script, refuse, end):
 @pytest.mark.scripts("grpo")
 def test_more_minibatches_than_sequences(script, refuse):
     refuse(script, "--num-minibatches 5: more than the 4 sequences of a step", num_minibatches=5)
-    # As many minibatches as sequences are fine.
+    # One sequence per minibatch is allowed.
     refuse(script, "error: --model ./nowhere", num_minibatches=4, model="./nowhere")
 
 
@@ -167,7 +169,10 @@ def test_kl_target_without_a_coefficient_to_adapt(refuse):
 
 @pytest.fixture
 def copy_model(tmp_path):
-    """A bundled model in a folder of its own, to be spoiled; without weights, as most refusals come before them."""
+    """Copy a bundled model to a folder that a test may break.
+
+    The copy has no weights by default, because most refusals come before the script reads weights.
+    """
 
     def call(source=ADDER, weights=False, **config):
         ignore = None if weights else shutil.ignore_patterns("*.safetensors")
@@ -192,7 +197,7 @@ def test_unknown_model(reader, refuse, model):
 
 
 def test_unknown_short_name(reader, refuse):
-    """A name without "/" that is no folder is looked for among the models of HuggingFaceTB."""
+    """If a name has no "/" and isn't a folder, the script looks for it among HuggingFaceTB's models."""
     refuse(reader, "--model HuggingFaceTB/no-such-model", model="no-such-model")
 
 
@@ -224,7 +229,7 @@ def test_reward_model_with_several_labels(refuse):
 
 
 def test_reward_model_with_another_vocabulary(refuse, copy_model):
-    """The responses are scored as token ids: a token more, or two that are exchanged, would be scored as another."""
+    """The reward model scores token ids. In another vocabulary the same ids would be different tokens."""
     folder = copy_model(JUDGE)
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text(encoding="utf-8"))
@@ -240,7 +245,7 @@ def test_reward_model_with_another_vocabulary(refuse, copy_model):
 
 
 def test_reward_model_without_the_head_that_is_scored_with(refuse, tmp_path, data, capsys):
-    """BERT's kind calls it classifier, and looks at the first token."""
+    """BERT calls its head "classifier", not "score", and reads the first token."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
     config = transformers.BertConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
@@ -253,7 +258,7 @@ def test_reward_model_without_the_head_that_is_scored_with(refuse, tmp_path, dat
 
 
 def spoil_weights(folder, word, model_class):
-    """Save the model again without the weights whose names hold this word."""
+    """Save the model again without the weights whose names contain this word."""
     model = model_class.from_pretrained(folder)
     state = {name: value for name, value in model.state_dict().items() if word not in name}
     assert len(state) < len(model.state_dict())
@@ -261,7 +266,7 @@ def spoil_weights(folder, word, model_class):
 
 
 def test_weights_that_are_not_in_the_files(reader, refuse, copy_model, data):
-    """They must not be made up: from_pretrained fills them with random numbers."""
+    """from_pretrained fills missing weights with random numbers, so the script must refuse them."""
     folder = copy_model(weights=True)
     spoil_weights(folder, ".layers.2.", transformers.AutoModelForCausalLM)
     refuse(
@@ -286,7 +291,7 @@ def test_reward_model_without_all_weights(refuse, copy_model, data, word, value_
 
 
 def test_policy_without_all_weights_beside_a_reward_model(refuse, copy_model, data):
-    """The value network then starts from the reward model, so that the policy alone lacks them."""
+    """The value network starts from the complete reward model, so only the policy lacks weights."""
     folder = copy_model(weights=True)
     spoil_weights(folder, ".layers.2.", transformers.AutoModelForCausalLM)
     given = dict(model=str(folder), reward_model=str(JUDGE), dataset=data, **OTHER_MODEL)
@@ -297,7 +302,7 @@ def test_policy_without_all_weights_beside_a_reward_model(refuse, copy_model, da
     "given", [dict(max_prompt_tokens=200, max_new_tokens=57), dict(max_new_tokens=193)]
 )
 def test_longer_than_the_context(reader, refuse, given):
-    """The bundled model has a context of 256 tokens, and prompts of at most 64; that many are not refused."""
+    """The bundled model has a context of 256 tokens and prompts of at most 64. Exactly 256 tokens are allowed."""
     flags = [f"{flag(name)} {value}" for name, value in given.items()]
     refuse(reader, "--max-prompt-tokens", *flags, "256 tokens", **given)
     fitting = given | {"max_new_tokens": given["max_new_tokens"] - 1}
@@ -305,7 +310,7 @@ def test_longer_than_the_context(reader, refuse, given):
 
 
 def test_longer_than_the_sliding_window(reader, refuse, copy_model):
-    """Beyond it a model no longer sees its prompt, and the sampler's cache would have to forget."""
+    """Beyond the window a model can't see its prompt, and the sampler's cache would have to drop tokens."""
     config = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=50)
     refuse(reader, "50 tokens", model=str(copy_model(**config)), **OTHER_MODEL)
 
@@ -318,7 +323,8 @@ def test_longer_than_the_context_of_the_reward_model(refuse, copy_model, value_i
 
 
 CAPPED = dict(final_logit_softcapping=30.0, attn_logit_softcapping=None, query_pre_attn_scalar=16)
-HEADS = {  # configuration -> what of it the line must name
+# configuration class -> (its fields, the field that the error must name)
+HEADS = {
     "Gemma2Config": (CAPPED, "final_logit_softcapping': 30.0"),
     "CohereConfig": (dict(logit_scale=0.25), "logit_scale': 0.25"),
     "GraniteConfig": (dict(logits_scaling=4.0), "logits_scaling': 4.0"),
@@ -330,7 +336,7 @@ HEADS = {  # configuration -> what of it the line must name
 def test_a_model_that_does_more_to_its_logits_is_refused_at_load(
     script, refuse, tmp_path, data, monkeypatch, capsys, name
 ):
-    """Before anything is sampled, however small the effect of a cap of 30 is."""
+    """The script refuses such a model before it samples, even if a cap of 30 has little effect."""
     fields, word = HEADS[name]
     fields = fields | dict(
         vocab_size=57, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
@@ -346,7 +352,8 @@ def test_a_model_that_does_more_to_its_logits_is_refused_at_load(
     refuse(script, *words, model=str(folder), dataset=data, **OTHER_MODEL)
 
 
-FAMILIES = {  # that have no keys and values to sample with, or other ones
+# These families have no key-value cache, or one of another form.
+FAMILIES = {
     "MambaConfig": dict(hidden_size=32, num_hidden_layers=2, state_size=4),
     "BloomConfig": dict(hidden_size=32, n_layer=2, n_head=4),
     "T5Config": dict(d_model=32, d_ff=32, d_kv=8, num_layers=1, num_heads=4),
@@ -378,7 +385,7 @@ def test_a_family_that_is_not_supported_is_refused_at_load(
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
 def test_weights_that_cannot_be_read(script, refuse, copy_model, data, content):
-    """Cut short, a pointer of git LFS, or those of a model of another shape."""
+    """The weights file is empty, or a Git LFS pointer, or from a model of another shape."""
     folder = copy_model(weights=True, **({} if content is not None else {"hidden_size": 64}))
     if content is not None:
         (folder / "model.safetensors").write_bytes(content)
@@ -426,7 +433,8 @@ def test_a_broken_chat_template(script, refuse, copy_model, data):
 # ---- data
 
 GOOD = '{"question": "1+2=", "answer": "3"}\n'
-DATA = [  # file name, its text or bytes, further fields, what the line must say besides --dataset and the file's path
+# (file name, its text or bytes, further fields, words of the error besides --dataset and the file's path)
+DATA = [
     ("empty.jsonl", "", {}, ["(train)", "an empty file"]),
     ("blank.jsonl", "\n\n", {}, ["(train)", "no data"]),
     ("empty.json", "", {}, ["(train)", "an empty file"]),
@@ -457,7 +465,7 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
         ["utf-8"],
     ),
     ("latin1.csv", "question,answer\né1+2=,3\n".encode("latin-1"), {}, ["utf-8"]),
-    # A spreadsheet's, in Europe.
+    # European spreadsheets separate columns with semicolons.
     ("semicolons.csv", "question;answer\n" + "1+2=;3\n" * 20, {}, ["'question;answer'"]),
     (
         "no_number.jsonl",
@@ -477,23 +485,23 @@ DATA = [  # file name, its text or bytes, further fields, what the line must say
         dict(max_prompt_tokens=2),
         ["train data has 0 problems", "18 longer than --max-prompt-tokens"],
     ),
-    # What is lacking is a row to hold out, and not a column.
+    # The columns are right, but one row leaves none to hold out.
     ("one_row.jsonl", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.json", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.csv", "question,answer\n1+2=,3\n", {}, ["(train)", "train set will be empty"]),
     ("notes.txt", GOOD, {}, ["(train)", "found here: True", "--question-column"]),
     ("rows.JSONL", GOOD * 20, {}, ["(train)", "any supported extension"]),
-    # Neither text nor messages: never the text that Python prints for it.
+    # These values are neither text nor messages. The script must not use Python's str() of them.
     ("dict.jsonl", GOOD.replace('"1+2="', '{"text": "1+2="}') * 20, {}, ["train data has 0"]),
     ("list.jsonl", GOOD.replace('"1+2="', '["1+2="]') * 20, {}, ["--question-column question"]),
     ("answers.jsonl", GOOD.replace('"3"', '["3", "three"]') * 20, {}, ["train data has 0"]),
     ("bool.jsonl", GOOD.replace('"3"', "true") * 20, {}, ["train data has 0"]),
     ("blank.jsonl", GOOD.replace("1+2=", " \\n ") * 20, {}, ["train data has 0"]),
     ("no_chat.jsonl", GOOD.replace('"1+2="', "[]") * 20, {}, ["train data has 0"]),
-    # pandas takes the first column for the rows' names, and so each value for that of the next column.
+    # pandas would read the first column as row names and shift every value by one column.
     ("comma.csv", "question,answer\n600+634=,1,234\n1+2=,3,4\n", {}, ["more values than"]),
     ("empty_end.csv", "question,answer\n1+2=,3,\n2+2=,4,\n", {}, ["more values than"]),
-    # The answer would stand in the prompt.
+    # Otherwise the prompt would contain the answer.
     (
         "chat.jsonl",
         jsonl(
@@ -569,7 +577,8 @@ NOWHERE = [
 @pytest.mark.parametrize("name", [*NOWHERE, "nobody/nothing:main"])
 def test_missing_dataset(script, refuse, name):
     error = refuse(script, f"error: --dataset {name} (train)", dataset=name)
-    assert error.count(name.split(":")[0]) >= 2, error  # the reason is about it, too
+    # The reason must name the data set, too.
+    assert error.count(name.split(":")[0]) >= 2, error
 
 
 @pytest.mark.scripts("grpo")
@@ -585,7 +594,7 @@ def test_folder_without_training_data(script, refuse, tmp_path, files, words):
 
 @pytest.mark.scripts("grpo")
 def test_a_reason_of_many_lines(script, refuse, tmp_path):
-    """Two files of one split with different columns: the library's own message is a whole page."""
+    """Two files of one split have different columns. The library prints a page about this; the script prints a line."""
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train-0.jsonl").write_text(jsonl(ROWS))
     (tmp_path / "data" / "train-1.jsonl").write_text('{"q": "1+2=", "answer": "3"}\n' * 9)
@@ -597,7 +606,7 @@ def test_a_reason_of_many_lines(script, refuse, tmp_path):
     "content", ["", "nonsense", '{"q": "1+2=", "answer": "3"}\n', GOOD.replace("3", "three")]
 )
 def test_eval_dataset(script, refuse, tmp_path, data, content):
-    """What is wrong with the held-out problems is not blamed on the training data."""
+    """An error in the held-out problems must not blame the training data."""
     path = tmp_path / "held_out.jsonl"
     path.write_text(content)
     error = refuse(script, f"dataset {path}", "test", dataset=data, eval_dataset=str(path))
@@ -622,7 +631,7 @@ def test_resume_of_another_script(script, refuse, tmp_path):
 
 
 def test_resume_with_other_arguments(script, refuse, tmp_path):
-    """Whichever it is, and also before the checkpoint is looked at; False and 0 are arguments as well."""
+    """--resume refuses every other argument, even False or 0, before it reads the checkpoint."""
     for field in dataclasses.fields(script.Args):
         if field.name != "resume":
             value = not field.default if isinstance(field.default, bool) else 0
@@ -654,7 +663,8 @@ def test_a_runs_folder_that_cannot_be_written(script, refuse, tmp_path, data):
     )
 
 
-class Unsafe:  # a pickle that runs code when it is read
+# The pickle of this class runs code when it is read.
+class Unsafe:
     def __reduce__(self):
         return os.mkdir, ("made",)
 
@@ -669,23 +679,25 @@ def test_a_checkpoint_runs_no_code(script, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "made").exists()
 
 
-# ---- a mistake in the code of whoever edits a copy
+# ---- a user's mistake in an edited script
 
 
 def edited(script, tmp_path, old, new):
-    """The script with one text replaced, as a module of its own."""
+    """Import a copy of the script in which `new` replaces `old`."""
     source = (ROOT / f"{script.__name__}.py").read_text(encoding="utf-8")
     assert source.count(old) >= 1, old
     path = tmp_path / f"{script.__name__}.py"
     path.write_text(source.replace(old, new, 1), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"edited_{script.__name__}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    # A dataclass looks up its module here.
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
 
 
-MISTAKES = {  # a name typed wrongly, and the exception that shows it
+# function -> (its code, the same code with a typo, the exception that the typo raises)
+MISTAKES = {
     "generate": ("logits[:, 0].float()", "logits[:, 0].flaot()", AttributeError),
     "render": ("    first = messages[0]\n", "    first = massages[0]\n", NameError),
     "response_states": (
@@ -699,10 +711,10 @@ MISTAKES = {  # a name typed wrongly, and the exception that shows it
 
 @pytest.mark.parametrize("function", MISTAKES)
 def test_a_mistake_in_the_code_shows_its_traceback(script, function, tmp_path, monkeypatch):
-    """Never one line that blames a flag: the last line of the traceback is the mistake."""
+    """A typo must not produce a line that blames a flag. The traceback must end at the typo."""
     old, new, kind = MISTAKES[function]
     module = edited(script, tmp_path, old, new)
-    # The edited copy has no assets beside it.
+    # The edited copy has no assets folder beside it, so it needs the model's full path.
     given = dict(model=script.Args.model, runs_dir=str(tmp_path), device="cpu", beta=0.1)
     given |= small_recipe(script) | SMALL
     known = {field.name for field in dataclasses.fields(script.Args)}
@@ -745,7 +757,7 @@ def test_a_mistake_in_a_reward_shows_its_traceback(script, tmp_path, monkeypatch
     ],
 )
 def test_command_line(script, tmp_path, monkeypatch, capsys, flags):
-    """What is no flag or no value of it is refused by the parser, and the rest by the script, as above."""
+    """The parser refuses an unknown flag or a malformed value. The script refuses a value out of bounds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [f"{script.__name__}.py", *flags])
     with pytest.raises(SystemExit) as stop:
@@ -756,12 +768,12 @@ def test_command_line(script, tmp_path, monkeypatch, capsys, flags):
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- what is unusual but good
+# ---- unusual but valid data
 
 
 @pytest.fixture
 def load(tmp_path):
-    """load_data of a data set in tmp_path, as lists of (prompt, answer) for the training and the held-out examples."""
+    """Call load_data on a data set in tmp_path. Return lists of (prompt, answer): training, then held out."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
 
     def call(script, name, **given):
@@ -798,7 +810,7 @@ def write(path, rows):
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_formats(script, load, tmp_path, suffix):
-    """All four formats give the same, with whatever the columns are called; the last tenth is held out."""
+    """All four formats load the same examples, under any column names. The last tenth is held out."""
     expected = [
         [(row["question"], row["answer"]) for row in part] for part in (ROWS[:36], ROWS[36:])
     ]
@@ -809,7 +821,7 @@ def test_formats(script, load, tmp_path, suffix):
 
 
 AWKWARD = [
-    # str.splitlines cuts these
+    # str.splitlines would cut this row.
     {"question": 'Ann\u2028says\u2029"1,\x85 2"\nand: 1+2=', "answer": "a\x0b\x0c\x1c\n#### 3"},
     {"question": "  ünï — 漢字 🙂 1+2=\r\n\r\n", "answer": "3"},
     {"question": "'; \\n \\ {} %s 1+2=", "answer": "-1,234.5"},
@@ -822,7 +834,8 @@ def test_awkward_strings(script, load, tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     write(path, AWKWARD)
     assert load(script, path.name, eval_dataset=path.name) == [pairs(AWKWARD)] * 2
-    if suffix == "jsonl":  # once more unescaped, with blank lines between and at the end
+    # JSON Lines may also have unescaped characters and blank lines.
+    if suffix == "jsonl":
         text = "\n".join(json.dumps(row, ensure_ascii=False) + "\n" for row in AWKWARD) + "\n \n"
         path.write_text(text, encoding="utf-8")
         assert load(script, path.name, eval_dataset=path.name) == [pairs(AWKWARD)] * 2
@@ -831,7 +844,7 @@ def test_awkward_strings(script, load, tmp_path, suffix):
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv"])
 def test_byte_order_mark(script, load, tmp_path, suffix):
-    """Some editors and spreadsheets begin a UTF-8 file with one; it is neither JSON nor part of the first column."""
+    """Some editors start a UTF-8 file with a byte order mark. The reader must skip the mark."""
     path = tmp_path / f"rows.{suffix}"
     write(path, ROWS)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
@@ -840,7 +853,7 @@ def test_byte_order_mark(script, load, tmp_path, suffix):
 
 @pytest.mark.scripts("grpo")
 def test_a_path_is_the_file_that_it_names(script, load, tmp_path):
-    """Be it written like a pattern, beside a file that fits it, or a link to a file with no suffix, as in caches."""
+    """A path may look like a glob pattern that matches another file, or be a link to a file without a suffix."""
     (tmp_path / "a1.jsonl").write_text(GOOD * 20)
     (tmp_path / "a[1].jsonl").write_text(jsonl(ROWS))
     assert load(script, "a[1].jsonl") == [pairs(ROWS[:36]), pairs(ROWS[36:])]
@@ -851,7 +864,7 @@ def test_a_path_is_the_file_that_it_names(script, load, tmp_path):
 
 @pytest.mark.scripts("grpo")
 def test_a_parquet_file_may_name_its_rows(script, load, tmp_path):
-    """As pandas writes one after a selection of rows; in a .csv file such a column is a sign of shifted values."""
+    """pandas writes an index column after a selection of rows. In a .csv file such a column means shifted values."""
     write(tmp_path / "rows.parquet", [row | {"__index_level_0__": k} for k, row in enumerate(ROWS)])
     assert load(script, "rows.parquet") == [pairs(ROWS[:36]), pairs(ROWS[36:])]
 
@@ -865,7 +878,7 @@ def test_crlf(script, load, tmp_path):
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
 def test_numbers_are_read_as_text(script, load, tmp_path, suffix):
-    """A prompt and a gold answer are text, whatever type the reader sees in a column of numbers."""
+    """Prompts and gold answers become text, even if the file stores them as numbers."""
     for answers in ([5, 0, -7], [5.5, 0.25, -7.5]):
         rows = [{"question": k, "answer": answer} for k, answer in enumerate(answers)]
         write(tmp_path / f"rows.{suffix}", rows)
@@ -875,7 +888,10 @@ def test_numbers_are_read_as_text(script, load, tmp_path, suffix):
 
 @pytest.mark.scripts("grpo")
 def test_held_out_problems(script, load, tmp_path):
-    """The last tenth of a file, a folder's test file, or another file or folder that is named; of them the first."""
+    """Held-out problems come from --eval-dataset, else from the folder's test file, else from the last tenth of the file.
+
+    The script evaluates the first --eval-size of these problems.
+    """
     (tmp_path / "all.jsonl").write_text(jsonl(ROWS))
     assert load(script, "all.jsonl") == [pairs(ROWS[:36]), pairs(ROWS[36:])]
     assert load(script, "all.jsonl", eval_size=3) == [pairs(ROWS[:36]), pairs(ROWS[36:39])]
@@ -888,9 +904,9 @@ def test_held_out_problems(script, load, tmp_path):
     assert load(script, "data", eval_size=2) == [pairs(ROWS[:30]), pairs(ROWS[30:32])]
     assert load(script, "data", eval_dataset="other.jsonl") == [pairs(ROWS[:30]), pairs(ROWS[35:])]
     assert load(script, "all.jsonl", eval_dataset="data") == [pairs(ROWS), pairs(ROWS[30:35])]
-    # One file of that folder is a file like any other.
+    # A path to one file in the folder loads only this file.
     assert load(script, "data/train.jsonl") == [pairs(ROWS[:27]), pairs(ROWS[27:30])]
-    # A folder without a test file is like one file: its last tenth is held out, unless there are others for that.
+    # A folder without a test file behaves like one file: without --eval-dataset, its last tenth is held out.
     (tmp_path / "data" / "test.jsonl").unlink()
     assert load(script, "data") == [pairs(ROWS[:27]), pairs(ROWS[27:30])]
     assert load(script, "data", eval_dataset="other.jsonl") == [pairs(ROWS[:30]), pairs(ROWS[35:])]
@@ -899,7 +915,7 @@ def test_held_out_problems(script, load, tmp_path):
 
 @pytest.mark.scripts("grpo")
 def test_a_file_that_has_changed_is_read_again(script, load, tmp_path):
-    """The data sets library keeps what it has read in a cache."""
+    """The datasets library caches files, so the script must notice that a file has changed."""
     for rows in (ROWS[:10], ROWS[10:30]):
         (tmp_path / "rows.jsonl").write_text(jsonl(rows))
         assert load(script, "rows.jsonl") == [
@@ -918,13 +934,13 @@ NO_QUESTION = [{"question": None, "answer": "3"}, {"question": "", "answer": "3"
 
 @pytest.mark.scripts("grpo")
 def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
-    """Rows without a number, without an answer, or with too long a prompt are skipped, counted and reported."""
+    """The script skips, counts and reports rows without a number, without an answer or with too long a prompt."""
     long = [{"question": "1+" * 20 + "1=", "answer": "21"}]
     (tmp_path / "train.jsonl").write_text(
         jsonl(BAD[:1] + ROWS[:4] + long + BAD[1:] + ROWS[4:6] + NO_QUESTION)
     )
     (tmp_path / "test.jsonl").write_text(jsonl(ROWS[6:7] + BAD[:1] + ROWS[7:9]))
-    # A token is a character. A prompt as long as the limit is not too long.
+    # Each character is one token. A prompt may be exactly as long as the limit.
     longest = max(len(row["question"]) for row in ROWS[:6])
     found = load(
         script, "train.jsonl", eval_dataset="test.jsonl", max_prompt_tokens=longest, eval_size=2
@@ -939,7 +955,7 @@ def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
 
 
 def test_a_reward_model_needs_no_numbers(load, tmp_path):
-    """What it scores need not be a problem with a gold number; only the rule-based rewards look for one."""
+    """A reward model can score any prompt. Only the rule-based rewards need a gold number."""
     (tmp_path / "rows.jsonl").write_text(jsonl(BAD[:2] + ROWS[:4]))
     for reward_model, rows in (("judge", BAD[:2] + ROWS[:4]), ("", ROWS[:4])):
         found = load(ppo_rlhf, "rows.jsonl", eval_dataset="rows.jsonl", reward_model=reward_model)

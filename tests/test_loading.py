@@ -1,4 +1,4 @@
-"""What is loaded: models and recipes, data of a hub, prompts, a real model; and what importing a script does."""
+"""Loading models, recipes, hub data sets, prompts and a real model, and importing the scripts."""
 
 import ast
 import dataclasses
@@ -21,7 +21,8 @@ from conftest import ROOT, SCRIPTS, SHARED
 from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
 from transformers import (
-    get_scheduler as get_scheduler,  # with it comes what the libraries themselves do
+    # This import triggers the side effects of the libraries themselves.
+    get_scheduler as get_scheduler,
 )
 
 ADDER = ROOT / "assets" / "adder"
@@ -29,16 +30,16 @@ STORIES = SHARED / "models" / "stories260K"
 SMALL = dict(
     num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
 )
-# What a model needs that is not the bundled one, but as small.
+# Settings for a model that is as small as the bundled one but has another path.
 OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointing=False)
 
-# A model that is not the bundled one wants a teacher of its own, by default one from the hub.
+# For any other model than the bundled one, distill.py needs another teacher, by default from the hub.
 NO_TEACHER = pytest.mark.scripts(*[script for script in SCRIPTS if script != "distill"])
 
 
 @pytest.fixture(autouse=True)
 def undisturbed(monkeypatch, tmp_path_factory):
-    """Nothing here waits for a network or fills the user's cache."""
+    """These tests don't wait for a network and don't fill the user's cache."""
     monkeypatch.setattr(
         datasets.config, "HF_DATASETS_CACHE", str(tmp_path_factory.getbasetemp() / "datasets")
     )
@@ -47,7 +48,7 @@ def undisturbed(monkeypatch, tmp_path_factory):
 
 
 def run_python(*arguments, cwd, **environment):
-    """Run python in a process of its own, with no hub in reach."""
+    """Run Python in a separate process that can't reach the hub."""
     hub = (
         "HF_DATASETS_OFFLINE",
         "TRANSFORMERS_OFFLINE",
@@ -71,12 +72,12 @@ def read_jsonl(path):
 
 
 class Loaded(Exception):
-    """Ends a run once the first data are loaded, which is after the arguments are resolved."""
+    """Ends a run as soon as it loads the training data. By then the script has resolved the arguments."""
 
 
 @pytest.fixture
 def start(monkeypatch):
-    """Run main until the training data are loaded; return the resolved arguments and, if asked for, the examples."""
+    """Run main until it loads the training data. Return the resolved arguments and, on request, the examples."""
 
     def call(script, examples=False, **given):
         seen = []
@@ -91,7 +92,8 @@ def start(monkeypatch):
             patch.setattr(script, "load_data", stop)
             with pytest.raises(Loaded):
                 script.main(args)
-        assert args == script.Args(**given)  # the caller's own are left alone
+        # main must not change the caller's Args.
+        assert args == script.Args(**given)
         return seen
 
     return call
@@ -102,7 +104,7 @@ def start(monkeypatch):
 
 @pytest.mark.scripts("grpo")
 def test_hub_cache(script, tmp_path):
-    """A model that the hub's cache holds is found under its short name and trains with no network."""
+    """The script finds a model in the hub's cache by its short name and trains it without a network."""
     model = tmp_path / "hub" / "models--HuggingFaceTB--TinyAdder"
     commit = "0123456789abcdef0123456789abcdef01234567"
     (model / "refs").mkdir(parents=True)
@@ -143,14 +145,15 @@ def test_hub_cache(script, tmp_path):
         "warmup_updates": 10,
     }.items():
         assert args[name] == script.RECIPES[name][0] == value
-    # Flags that are given win.
+    # The user's flags override the recipe.
     assert args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["system_prompt"] == ""
-    assert len(read_jsonl(run / "metrics.jsonl")) == 2  # before the training, and its step
+    # One line before the training and one for its only step.
+    assert len(read_jsonl(run / "metrics.jsonl")) == 2
 
 
 @pytest.mark.parametrize("model", ["assets/adder", str(ADDER), f"{ADDER}/../adder/"])
 def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
-    """However its path is written, and from any working directory if it is given from the root or not at all."""
+    """Any spelling of the bundled model's path gets its recipe. An absolute or default path works in any directory."""
     monkeypatch.chdir(ROOT if model == "assets/adder" else tmp_path)
     model = model.replace("adder", Path(script.Args.model).name)
     for given in (dict(model=model), dict()):
@@ -163,7 +166,7 @@ def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
 
 @pytest.mark.scripts("grpo")
 def test_bundled_recipe_behind_a_link(script, tmp_path, monkeypatch):
-    """A copied script may find its assets through a link."""
+    """A copy of a script may find its assets through a link."""
     (tmp_path / "assets").symlink_to(ROOT / "assets")
     monkeypatch.setattr(script.Args, "model", str(tmp_path / "assets" / "adder"))
     given = script.Args(model=script.Args.model, runs_dir=str(tmp_path))
@@ -173,7 +176,7 @@ def test_bundled_recipe_behind_a_link(script, tmp_path, monkeypatch):
 
 @NO_TEACHER
 def test_other_recipe(script, start, tmp_path, monkeypatch):
-    """A folder is taken for itself, with or without a "/" in its name, and even if it is a copy of the bundled one."""
+    """A folder gets the recipe for other models, with or without "/" in its name, even a copy of the bundled model."""
     monkeypatch.chdir(tmp_path)
     copy_adder(tmp_path / "mine", max_position_embeddings=1024)
     for model in ("mine", "./mine", str(tmp_path / "mine")):
@@ -186,7 +189,7 @@ def test_other_recipe(script, start, tmp_path, monkeypatch):
 
 
 def test_recipes_are_of_fields_that_are_none(script):
-    """A field that is None and in no recipe means it; one that is in a recipe and has a default would never get it."""
+    """Only some fields may stay None without a recipe. A recipe can't set a field that has another default."""
     nothing = {field.name for field in dataclasses.fields(script.Args) if field.default is None}
     assert nothing - set(script.RECIPES) <= {"run_name", "resume", "eval_dataset", "kl_target"}
     assert set(script.RECIPES) <= nothing
@@ -194,7 +197,7 @@ def test_recipes_are_of_fields_that_are_none(script):
 
 @pytest.mark.parametrize("model", [str(ADDER), "mine"])
 def test_given_flags_win(script, start, model, tmp_path, monkeypatch):
-    """Also the flags that turn something off: 0, False and "" are not None."""
+    """The user's flags override the recipe, even if they turn a feature off: 0, False and "" are not None."""
     monkeypatch.chdir(tmp_path)
     copy_adder(tmp_path / "mine")
     given = dict(
@@ -224,7 +227,7 @@ def test_given_flags_win(script, start, model, tmp_path, monkeypatch):
 
 
 def copy_adder(folder, **config):
-    """The bundled model without its weights, in another folder and with another configuration."""
+    """Copy the bundled model without its weights to another folder and change its configuration."""
     shutil.copytree(ADDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     (folder / "config.json").write_text(json.dumps(content | config), encoding="utf-8")
@@ -232,7 +235,10 @@ def copy_adder(folder, **config):
 
 @pytest.mark.scripts("grpo")
 def test_hub_data_sets(script, monkeypatch):
-    """A hub id, and id:config where it has several; its splits are train and test, or test alone of a held-out one."""
+    """A data set is a hub id, or id:config if it has several configurations.
+
+    The script reads the splits train and test, and only the test split of an --eval-dataset.
+    """
     asked, answers = [], {("openai/gsm8k", "main"): "34", ("owner/other",): "56"}
 
     def load(*names):
@@ -263,12 +269,12 @@ TEMPLATE = (
 
 
 def make_tokenizer(folder, chat_template=None):
-    """The adder's tokenizer with a BOS token that it puts before every text, as Llama's does."""
+    """The adder's tokenizer, changed to put a BOS token before every text, like Llama's tokenizer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     vocabulary = json.loads((ADDER / "tokenizer.json").read_text(encoding="utf-8"))["model"][
         "vocab"
     ]
-    # A token of the vocabulary, so that the adder's embedding has it.
+    # The BOS token is already in the vocabulary, so the adder's embedding has a row for it.
     tokenizer.add_special_tokens({"bos_token": "!"})
     assert tokenizer.bos_token_id == vocabulary["!"]
     special_tokens = [("!", vocabulary["!"])]
@@ -278,7 +284,7 @@ def make_tokenizer(folder, chat_template=None):
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    # Otherwise nothing below would test anything.
+    # Without a BOS token the tests below would test nothing.
     assert tokenizer("1").input_ids == [vocabulary["!"], vocabulary["1"]]
     return tokenizer
 
@@ -304,7 +310,7 @@ def test_chat_template(first_prompt, tmp_path, system):
         example["prompt"]
         == "!" + (f"[system:{system}]" if system else "") + "[user:12+34=][assistant:"
     )
-    # The template has written BOS; tokenizing with special tokens would put a second one before it.
+    # The template already writes BOS. Tokenizing with special tokens would add a second BOS.
     assert example["prompt_ids"] == tokenizer(example["prompt"], add_special_tokens=False).input_ids
     assert example["prompt_ids"].count(tokenizer.bos_token_id) == 1
     assert tokenizer.eos_token_id not in example["prompt_ids"]
@@ -316,7 +322,8 @@ def test_no_chat_template(first_prompt, tmp_path, system):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     example = first_prompt(tokenizer, system_prompt=system)
     assert example["prompt"] == (f"{system}\n12+34=\n" if system else "12+34=")
-    assert tokenizer.decode(example["prompt_ids"]) == "!" + example["prompt"]  # BOS, once
+    # The prompt starts with exactly one BOS.
+    assert tokenizer.decode(example["prompt_ids"]) == "!" + example["prompt"]
     assert tokenizer.eos_token_id not in example["prompt_ids"]
 
 
@@ -324,8 +331,9 @@ NO_SYSTEM = (
     "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "<{{ m['role'] }}:{{ m['content'] }}>{% endfor %}"
 )
+# This template drops a system message without an error.
 SILENT = NO_SYSTEM.replace("{{ raise_exception('no system') }}{% endif %}", "{% else %}") + ""
-SILENT = SILENT.replace("{% endfor %}", "{% endif %}{% endfor %}")  # leaves a system message out
+SILENT = SILENT.replace("{% endfor %}", "{% endif %}{% endfor %}")
 
 
 @pytest.mark.scripts("grpo")
@@ -343,7 +351,7 @@ MESSAGES = [{"role": "user", "content": "12+34="}]
 
 @pytest.mark.scripts("grpo")
 def test_a_column_of_chat_messages(first_prompt, tmp_path):
-    """As most data sets for chat models have it; a system message of its own stays the only one."""
+    """Most chat data sets have a column of messages. If a row has a system message, the script adds no second one."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"question": MESSAGES, "answer": 46}) + "\n" + path.read_text()[:0])
@@ -381,7 +389,7 @@ ENDS = [(CHATML, {"<|im_end|>"}), (LLAMA_2, {"</s>"}), (PLAIN, set()), (None, se
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("template, ends", ENDS, ids=["ChatML", "Llama 2", "plain", "none"])
 def test_the_token_that_ends_a_turn_ends_a_response(script, tmp_path, template, ends):
-    """Base models come with a chat template whose end of a turn neither tokenizer nor model name."""
+    """A base model's chat template may end a turn with a token that neither the tokenizer nor the model names."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "</s>"], special_tokens=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
@@ -391,7 +399,7 @@ def test_the_token_that_ends_a_turn_ends_a_response(script, tmp_path, template, 
 
 @pytest.mark.scripts("grpo")
 def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monkeypatch):
-    """Tags that a tokenizer calls special are kept, and so is an EOS token's name that is no end."""
+    """Decoding drops only the end token. It keeps tags that the tokenizer calls special."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     tokenizer.add_tokens(["<mark>"], special_tokens=True)
     mark, eos = tokenizer.convert_tokens_to_ids("<mark>"), tokenizer.eos_token_id
@@ -407,11 +415,12 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
 @NO_TEACHER
 @pytest.mark.parametrize("template", [TEMPLATE, None])
 def test_default_system_prompt(script, start, tmp_path, template):
-    """Any other model is told about the tags, with a chat template or without, unless --system-prompt says otherwise.
+    """Any model except the bundled one gets instructions about the tags, with or without a chat template.
 
-    The data are a file: what is asked of the model does not depend on where they come from.
+    --system-prompt replaces these instructions. The test reads a file: the prompt doesn't depend on the data's source.
     """
-    copy_adder(tmp_path / "model", max_position_embeddings=2048)  # the text is long
+    # The default system prompt is long.
+    copy_adder(tmp_path / "model", max_position_embeddings=2048)
     make_tokenizer(tmp_path / "model", template)
     (tmp_path / "rows.jsonl").write_text('{"question": "12+34=", "answer": "46"}\n' * 10)
     given = dict(
@@ -432,7 +441,7 @@ def test_default_system_prompt(script, start, tmp_path, template):
         assert {example["prompt"] for example in examples} == {prompt}
 
 
-# ---- a real model and real data, where they are at hand
+# ---- a real model and real data, if this machine has them
 
 
 @pytest.mark.skipif(
@@ -449,7 +458,7 @@ def test_stories(script, tmp_path):
         row["question"] for row in read_jsonl(dataset)
     }
     assert samples[0]["prompt"].startswith("Once upon a time")
-    # A model of English goes on in English; with wrong positions or a doubled BOS it would not.
+    # A language model continues in words. With wrong positions or two BOS tokens it would not.
     words = " ".join(text for sample in samples for text in sample["completions"]).split()
     assert metrics["rollout/response_len"] > 5 and len(words) > 20
 
@@ -459,7 +468,7 @@ def test_stories(script, tmp_path):
     not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand"
 )
 def test_gsm8k(script, tmp_path, capsys):
-    """Every one of the answers has a number, 7,473 to train on and 1,319 held out; the long prompts are counted."""
+    """All 7,473 training answers and 1,319 test answers have a number, and the script counts the long prompts."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
     args = script.Args(dataset=str(SHARED / "data" / "gsm8k"), max_prompt_tokens=300)
     for split, count in (("train", 7473), ("test", 1319)):
@@ -483,7 +492,7 @@ def state_of_the_process() -> tuple:
 
 
 def import_anew(folder: str) -> None:
-    """A forked process, whose working directory is an empty folder and whose arguments are no flags of a script."""
+    """The body of a forked process. It imports the scripts in an empty folder, with arguments that aren't flags."""
 
     def audit(event, arguments):
         assert event not in ("socket.connect", "socket.getaddrinfo"), event
@@ -502,14 +511,15 @@ def import_anew(folder: str) -> None:
 
 
 def test_import_has_no_side_effect(tmp_path):
-    """No parsing, network, file, device, random state or environment variable: notebooks import the scripts, too."""
+    """Notebooks also import the scripts. An import must not parse arguments, use the network, write files, touch a
+    device or change the random state or environment."""
     process = FORK.Process(target=import_anew, args=(str(tmp_path),), daemon=True)
     process.start()
     assert ended(process) == 0
 
 
 def test_every_argument_is_documented_and_read(script):
-    """Each field of Args has a docstring below it, and something reads it by its name."""
+    """Each field of Args has a docstring below it, and the script reads the field by its name."""
     tree = ast.parse((ROOT / f"{script.__name__}.py").read_text(encoding="utf-8"))
     [definition] = [
         node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"

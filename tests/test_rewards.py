@@ -322,7 +322,7 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there(capsys):
         apply_reward(strange, examples("a", "b"), ["", ""])
     error = capsys.readouterr().err
     assert stop.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("error: the reward strange asks for tests, and there are answers, ")
+    assert error.startswith("error: the reward strange asks for tests; it can have answers, ")
 
 
 def test_a_fault_in_a_reward_keeps_its_traceback():
@@ -347,7 +347,7 @@ def test_a_cell_is_the_text_that_was_written_or_none(cell, text):
 def test_how_gold_answers_are_read_is_described():
     text = describe_answers(["#### 3 1/2", "18 (p. 4)", "3,5", "7"])
     read = "'#### 3 1/2' is 7/2, '18 (p. 4)' is 4, '3,5' is 5"
-    assert text == f"gold answers: {read}; 2 have several numbers, and the last one counts"
+    assert text == f"gold answers: {read}; 2 answers contain several numbers; the last is used"
 
 
 # Random text out of the pieces that mean something here, and any unicode in between.

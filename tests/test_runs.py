@@ -1,6 +1,6 @@
-"""A run as a whole: what it leaves behind, that it repeats, learns, and outlives kills, signals, full disks and NaNs.
+"""Whole runs: the files they write, and whether they repeat, learn and survive kills, signals, full disks and NaNs.
 
-A killed or interrupted run is a real process, forked from the tests' own, so that it costs no more than its steps.
+A killed or interrupted run is a real process. The tests fork it from their own process, which saves the imports.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from conftest import ROOT, SMALL_TASK, small_flags, small_recipe
 from scripts import OWN_STATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-# A script takes the fields that it has. Most of these are about what a step hands on to the next.
+# Each script gets only the fields that it has. Most of these affect the state that one step passes to the next.
 MANY_UPDATES = dict(
     num_iterations=2,
     num_minibatches=2,
@@ -52,11 +52,12 @@ SMALL = dict(
     value_warmup_steps=3,
 )
 FORK = multiprocessing.get_context("fork")
-WAIT = 120  # seconds after which a process is taken to hang
+# After this many seconds a test assumes that a process hangs.
+WAIT = 120
 
 
 def make_args(script, **given):
-    """Args of a small run, without the fields that this script does not have."""
+    """Args of a small run, with only the fields that this script has."""
     known = {field.name for field in dataclasses.fields(script.Args)}
     given = given if "resume" in given else small_recipe(script) | SMALL | given
     return script.Args(**{name: value for name, value in given.items() if name in known})
@@ -84,7 +85,7 @@ def without_times(records: list[dict]) -> list[dict]:
 
 
 def assert_same(one, other) -> None:
-    """Equal to the last bit, through all dicts, lists and tuples."""
+    """Both values are equal to the last bit, also inside dicts, lists and tuples."""
     assert (
         type(one) is type(other)
         or isinstance(one, list | tuple)
@@ -104,7 +105,7 @@ def assert_same(one, other) -> None:
 
 
 def assert_same_runs(folder: Path, other: Path) -> None:
-    """The same metrics (times aside), samples, checkpoint and model."""
+    """Both runs have the same metrics (except times), samples, checkpoint and model."""
     records = [without_times(read_jsonl(run / "metrics.jsonl")) for run in (folder, other)]
     assert [record["step"] for record in records[0]] == [record["step"] for record in records[1]]
     for one, two in zip(*records, strict=True):
@@ -112,7 +113,7 @@ def assert_same_runs(folder: Path, other: Path) -> None:
     assert (folder / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
     states = [read_checkpoint(run) for run in (folder, other)]
     for state in states:
-        # The size of metrics.jsonl differs, since it holds times.
+        # metrics.jsonl contains times, so its size differs.
         del state["args"]["runs_dir"], state["args"]["run_name"]
         del state["log_sizes"]["metrics.jsonl"]
         state["metrics"] = without_times([state["metrics"]])
@@ -123,7 +124,7 @@ def assert_same_runs(folder: Path, other: Path) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """A folder with so few problems that a run goes through them more than once."""
+    """A folder with only 18 training problems: a run goes through them more than once."""
     folder = tmp_path_factory.mktemp("data")
     for split, count in (("train", 18), ("test", 8)):
         lines = (
@@ -135,7 +136,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def unlimited():
-    """A limit on the size of files is taken back."""
+    """Restore the limit on file sizes after each test."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -143,7 +144,7 @@ def unlimited():
 
 @pytest.fixture
 def run(script, data, tmp_path):
-    """Run main in this process, by default with one update per rollout, and return the run's folder."""
+    """Run main in this process and return the run's folder. The default is one update per rollout."""
 
     def call(name="run", **given):
         script.main(
@@ -158,7 +159,7 @@ def run(script, data, tmp_path):
 
 @pytest.fixture(scope="module")
 def finished_runs(tmp_path_factory, data):
-    """For each script the folder of a run with several updates per rollout that nothing has disturbed."""
+    """For each script, the folder of an undisturbed run with several updates per rollout."""
     runs = {}
 
     def call(script):
@@ -180,7 +181,7 @@ def finished(script, finished_runs):
     return finished_runs(script)
 
 
-# ---- what a run leaves behind
+# ---- the files of a run
 
 
 def test_files(script, finished):
@@ -212,12 +213,14 @@ def test_files(script, finished):
     N = args["num_prompts"] * args["num_generations"]
     assert [record["step"] for record in metrics] == list(range(args["num_steps"] + 1))
     values = [x for record in metrics for name, x in record.items() if name != "tool/call_accuracy"]
-    assert all(isinstance(value, int | float) for value in values)  # that one needs a call
+    # tool/call_accuracy is null without a call, so the list leaves it out.
+    assert all(isinstance(value, int | float) for value in values)
     assert all("eval/accuracy" in metrics[step] for step in (0, -1))
     group = args["num_generations"]
-    extra = script.__name__ == "remax"  # a greedy response to each prompt, which is no sample
+    # remax.py also generates one greedy response per prompt, which doesn't count as a sample.
+    extra = script.__name__ == "remax"
     for record in metrics:
-        # A script that draws more prompts in place of useless ones has more episodes.
+        # A script that replaces useless prompts has more episodes.
         assert record["episodes"] >= record["step"] * N
         assert record["episodes"] % (N + 4 * extra) == 0
     assert args["num_steps"] <= metrics[-1]["tokens"] <= 24 * metrics[-1]["episodes"]
@@ -243,7 +246,7 @@ def test_files(script, finished):
         assert sum(rewards) / len(rewards) == pytest.approx(record["rollout/reward_mean"], abs=1e-6)
 
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
-    # A checkpoint of grpo_lora.py has the adapters alone: see tests/test_lora.py.
+    # A checkpoint of grpo_lora.py contains only the adapters: see tests/test_lora.py.
     if script.__name__ != "grpo_lora":
         assert_same(dict(model.state_dict()), dict(read_checkpoint(finished)["model"]))
     tokenizer, original = [
@@ -254,14 +257,14 @@ def test_files(script, finished):
 
 
 def test_every_epoch_is_a_new_permutation_of_the_data(script, finished):
-    """18 problems, drawn 4 at a time: each once in the first 18, and then in another order."""
+    """A run draws 18 problems, 4 at a time. Each appears once in the first 18 draws; then the order changes."""
     prompts = [sample["prompt"] for sample in read_jsonl(finished / "samples.jsonl")]
     assert len(set(prompts[:18])) == 18 and len(prompts) >= 24
     assert prompts[18:24] != prompts[:6] and len(set(prompts[18:24])) == 6
 
 
 def test_metrics_are_the_documented_ones(script, finished):
-    """docs/metrics.md names each metric once; a row that names scripts holds for these (or all but these)."""
+    """docs/metrics.md names each metric once. A row that names scripts is about these scripts (or all but these)."""
     names = {path.stem for path in ROOT.glob("*.py")}
     documented, seen = set(), []
     for line in (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").splitlines():
@@ -287,7 +290,7 @@ def test_metrics_are_the_documented_ones(script, finished):
 
 
 def test_groups_that_teach_nothing_are_counted(script, finished, run):
-    """Those in which no token of a response has an advantage, because all rewards, here of all steps, are equal."""
+    """rollout/zero_std_frac counts the groups whose rewards are all equal: no token there has an advantage."""
     if script.__name__ in ("reinforce_baseline", "remax", "ppo_rlhf", "vapo"):
         pytest.skip("there are no groups, or the critic is the baseline")
     samples, shares = read_jsonl(finished / "samples.jsonl"), []
@@ -299,13 +302,13 @@ def test_groups_that_teach_nothing_are_counted(script, finished, run):
         ]
         shares.append(sum(len(own) == 1 for own in rewards) / len(mine))
         assert record["rollout/zero_std_frac"] == pytest.approx(shares[-1])
-    # All responses begin with <think>, so that those of one token are equal.
+    # All responses begin with <think>, so responses of one token are equal.
     _, cut = read_jsonl(run("cut", max_new_tokens=1, num_steps=1) / "metrics.jsonl")
     assert min(shares) < 1 and cut["rollout/zero_std_frac"] == 1
 
 
 def test_a_mean_over_no_tokens_is_null(tmp_path, data):
-    """dapo.py leaves out the responses that were cut: here all of them."""
+    """dapo.py leaves out the responses that were cut. Here all of them were cut."""
     script = __import__("dapo")
     given = dict(overlong_filter=True, overlong_cache=1, max_new_tokens=6, max_resample=0)
     given |= dict(num_steps=1, dataset=data, runs_dir=str(tmp_path), run_name="run")
@@ -316,7 +319,7 @@ def test_a_mean_over_no_tokens_is_null(tmp_path, data):
 
 
 def test_equal_to_the_greedy_response_to_the_last_bit(tmp_path, data, monkeypatch):
-    """remax.py's baseline is added up as the rewards are, however many there are."""
+    """remax.py adds up the baseline in the same order as the rewards, even with many reward functions."""
     script = __import__("remax")
     tenths = []
     for k in range(4):
@@ -330,9 +333,9 @@ def test_equal_to_the_greedy_response_to_the_last_bit(tmp_path, data, monkeypatc
 
 
 def test_nothing_has_changed_that_nobody_expected(script, finished, request):
-    """Loss and norm of the gradient of the first steps, as they were recorded; --golden records them anew.
+    """The loss and the gradient norm of the first steps equal the recorded ones; --golden records new ones.
 
-    Another kind of CPU rounds otherwise, and one rounded logit can change a sample, and with it all that follows.
+    Another kind of CPU rounds differently. One rounded logit can change a sample, and the sample changes the run.
     """
     path, cpu = ROOT / "tests" / "golden.json", torch.backends.cpu.get_cpu_capability()
     golden = json.loads(path.read_text()) if path.is_file() else {}
@@ -354,7 +357,7 @@ def test_nothing_has_changed_that_nobody_expected(script, finished, request):
 
 @pytest.mark.scripts("grpo", *OWN_STATE)
 def test_one_seed_one_run(script, run, finished):
-    """This test's run is done anew, with its folder elsewhere and the random states of python and torch disturbed."""
+    """A second run repeats the first, in another folder and after a change to the random states of Python and torch."""
     random.seed(99)
     torch.manual_seed(99)
     assert_same_runs(run("again", **MANY_UPDATES), finished)
@@ -374,7 +377,7 @@ def test_another_seed_is_another_run(run, finished):
 
 
 def write_to(file: int, **options) -> None:
-    """What this process prints goes to this file, and no longer to pytest."""
+    """Send this process's output to the file instead of pytest."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         os.dup2(file, number)
         setattr(sys, name, open(number, "w", closefd=False, **options))
@@ -382,7 +385,7 @@ def write_to(file: int, **options) -> None:
 
 
 def in_child(script_name: str, given: dict, log: str, trap: dict | None) -> None:
-    """A forked process: main with these fields, with its output in a file, and perhaps a trap."""
+    """The body of a forked process: run main with these fields, write the output to a file, maybe set a trap."""
     write_to(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), buffering=1)
     script = __import__(script_name)
     if trap:
@@ -393,9 +396,9 @@ def in_child(script_name: str, given: dict, log: str, trap: dict | None) -> None
 def set_trap(
     script, where: str, call: int, signals: list[int], after: bool = False, match: str = ""
 ) -> None:
-    """At this call of a function (counting those with `match` in an argument) the process gets these signals.
+    """Send these signals to the process at this call of a function. Only calls with `match` in an argument count.
 
-    SIGXFSZ stands for a limit on the size of files: the kernel then kills the process in the middle of a write.
+    SIGXFSZ sets a limit on file sizes instead. The kernel then kills the process in the middle of a write.
     """
     elsewhere = {name: (os, name) for name in ("replace", "fsync")}
     elsewhere |= {
@@ -431,7 +434,7 @@ def set_trap(
 
 @pytest.fixture
 def spawn(script, data, tmp_path):
-    """Start the small run of several updates per rollout, or with `resume` go on with it, in a process of its own."""
+    """Start the small run with several updates per rollout in a separate process, or resume it there."""
     started = []
 
     def call(name="run", resume=False, log=None, **trap):
@@ -453,27 +456,28 @@ def spawn(script, data, tmp_path):
 
 
 def ended(process) -> int:
-    """The exit status; minus the number of the signal that killed the process."""
+    """The exit status, or minus the number of the signal that killed the process."""
     process.join(WAIT)
     assert process.exitcode is not None, "the process hangs"
     return process.exitcode
 
 
 KILL = [signal.SIGKILL]
-KILLS = [  # each kills the run at one moment, and the step of the checkpoint there is: they follow steps 1, 2, 4, 6
-    # The checkpoint has just got its name.
+# Each entry: a trap that kills the run, and the step of the newest checkpoint. The run saves after steps 1, 2, 4, 6.
+KILLS = [
+    # The checkpoint was just renamed to its final name.
     (dict(where="replace", call=2, signals=KILL, match="checkpoint", after=True), 2),
-    # In an update of step 3.
+    # During an update of step 3.
     (dict(where="optimizer", call=1, signals=KILL, after=True), 2),
     # At the beginning of a rollout.
     (dict(where="sample_responses", call=1, signals=KILL), 2),
-    # Before the logs are shortened.
+    # Before the resumed run shortens the logs.
     (dict(where="flock", call=1, signals=KILL, after=True), 2),
-    # The metrics are logged, and the checkpoint is not written.
+    # After the metrics are logged, before the checkpoint is written.
     (dict(where="save", call=1, signals=KILL), 2),
-    # The checkpoint is half written.
+    # Halfway through writing the checkpoint.
     (dict(where="save", call=1, signals=[signal.SIGXFSZ]), 2),
-    # The checkpoint is written, and doesn't have its name.
+    # After the checkpoint is written, before it gets its name.
     (dict(where="replace", call=1, signals=KILL, match="checkpoint"), 2),
     (dict(where="replace", call=1, signals=KILL, match="checkpoint", after=True), 4),
 ]
@@ -481,9 +485,10 @@ KILLS = [  # each kills the run at one moment, and the step of the checkpoint th
 
 @pytest.mark.scripts("grpo", *OWN_STATE)
 def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
-    """One run that is killed again and again, at the moments above and then at random ones, until it is done."""
+    """Kill one run at each moment above and then at random moments, and resume it each time until it is done."""
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    thorough = script.__name__ == "grpo"  # the moments are in text that all scripts share
+    # All scripts share the code that these moments are in, so one script tests all of them.
+    thorough = script.__name__ == "grpo"
     for number, (kill, step) in enumerate(KILLS if thorough else KILLS[:1]):
         status = ended(spawn(resume=number > 0, **kill))
         assert status in (-signal.SIGKILL, -signal.SIGXFSZ), (kill, log.read_text())
@@ -492,7 +497,8 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
             open(folder / "metrics.jsonl", "a") as metrics,
             open(folder / "samples.jsonl", "a") as samples,
         ):
-            metrics.write('{"step": 3, "episo')  # a machine that loses power can leave half a line
+            # A machine that loses power can leave half a line.
+            metrics.write('{"step": 3, "episo')
             samples.write('{"step": 3, "prompt": "1')
     draw = random.Random(0)
     for _ in range(3 if thorough else 1):
@@ -507,17 +513,20 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     assert_same_runs(folder, finished)
     kl = [record["kl/ref"] for record in read_jsonl(folder / "metrics.jsonl") if "kl/ref" in record]
     assert not kl or kl[-1] > 1e-4, (
-        "the reference follows the policy, or the test's run is too short to tell"
+        "the KL to the reference is 0: the reference follows the policy, or the run is too short"
     )
 
 
-SIGNALS = [  # at a call of a function
+# (function, number of the call, signals that the call sends)
+SIGNALS = [
     ("policy_loss", 2, [signal.SIGINT]),
     ("policy_loss", 2, [signal.SIGINT, signal.SIGINT]),
-    # At the beginning of the rollout of step 2; the first call is of the evaluation.
+    # At the start of step 2's rollout; the evaluation makes the first call.
     ("sample_responses", 3, [signal.SIGTERM]),
-    ("fsync", 2, [signal.SIGTERM]),  # while the checkpoint of step 2 is written
-    ("policy_loss", 2, [signal.SIGHUP]),  # the terminal was closed
+    # While the run writes the checkpoint of step 2.
+    ("fsync", 2, [signal.SIGTERM]),
+    # A closed terminal sends this signal.
+    ("policy_loss", 2, [signal.SIGHUP]),
 ]
 
 
@@ -526,7 +535,7 @@ SIGNALS = [  # at a call of a function
     "where, call, signals", SIGNALS, ids=[f"{where}-{len(s)}" for where, _, s in SIGNALS]
 )
 def test_signals(script, spawn, finished, tmp_path, where, call, signals):
-    """The first finishes the step, saves and tells how to go on; the second stops at once."""
+    """After the first signal the script finishes the step, saves and prints how to resume. The second stops it at once."""
     folder, log = tmp_path / "run", tmp_path / "run.log"
     status = ended(spawn(where=where, call=call, signals=signals))
     assert "Traceback" not in log.read_text() and "stopping after this step" in log.read_text()
@@ -548,7 +557,7 @@ def test_signals(script, spawn, finished, tmp_path, where, call, signals):
 
 @pytest.mark.scripts("grpo")
 def test_a_signal_during_the_last_step_costs_nothing(run, watch, capsys):
-    """The run is done, so that the model is saved and nothing is left to resume."""
+    """The run is complete: the script saves the model and doesn't ask the user to resume."""
     steps = []
 
     def during_the_last_step(*args):
@@ -568,7 +577,7 @@ def test_a_signal_during_the_last_step_costs_nothing(run, watch, capsys):
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])])
 def test_when_it_evaluates(run, every, steps):
-    """Before, after and at the multiples of --eval-every; 0 means that there is none between."""
+    """The script evaluates before, after and at multiples of --eval-every. 0 means only before and after."""
     records = read_jsonl(run(num_steps=5, eval_every=every) / "metrics.jsonl")
     assert [record["step"] for record in records if "eval/accuracy" in record] == steps
 
@@ -576,7 +585,7 @@ def test_when_it_evaluates(run, every, steps):
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(("every", "steps"), [(0, [1, 5]), (2, [1, 2, 4, 5])])
 def test_when_it_saves(run, watch, every, steps):
-    """After the first and the last step, and at the multiples of --save-every."""
+    """The script saves after the first and the last step, and at multiples of --save-every."""
     saved = []
     watch(
         "save_checkpoint", lambda args, run_dir, trained, state, *rest: saved.append(state["step"])
@@ -601,7 +610,7 @@ def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
 
 @pytest.mark.scripts("grpo")
 def test_a_process_that_nohup_has_started_outlives_its_terminal(run, watch):
-    """Whatever ignores a signal when it starts goes on ignoring it."""
+    """A process that ignores a signal when it starts keeps ignoring this signal."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGHUP))
@@ -611,7 +620,7 @@ def test_a_process_that_nohup_has_started_outlives_its_terminal(run, watch):
 
 
 def as_a_program(flags: list[str], readable: int, writable: int) -> None:
-    """A forked process: python grpo.py with these flags, in a pipe that knows ASCII alone."""
+    """The body of a forked process: python grpo.py with these flags, into a pipe that takes only ASCII."""
     os.close(readable)
     write_to(writable, encoding="ascii")
     sys.argv = ["grpo.py", *flags]
@@ -619,8 +628,10 @@ def as_a_program(flags: list[str], readable: int, writable: int) -> None:
 
 
 def test_a_closed_pipe_ends_no_run(data, tmp_path):
-    """As with | tee log, which Ctrl-C ends before the script: what it prints is lost, and nothing else. Nor does a
-    letter that the terminal does not know."""
+    """With `| tee log`, Ctrl-C ends tee before the script. The run then loses its output and nothing else.
+
+    A character that the terminal can't print doesn't end the run either.
+    """
     fields = dict(num_steps=30, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4)
     fields |= dict(eval_every=0, dataset=data, runs_dir=tmp_path, run_name="rün", device="cpu")
     flags = small_flags("grpo")
@@ -631,7 +642,8 @@ def test_a_closed_pipe_ends_no_run(data, tmp_path):
     process.start()
     os.close(writable)
     with open(readable, "rb") as printed:
-        assert b"train data" in printed.readline()  # as soon as it is printed
+        # The output is not held back in a buffer.
+        assert b"train data" in printed.readline()
         while b"r\\xfcn" not in printed.readline():
             assert process.is_alive()
     log, deadline = tmp_path / "rün" / "metrics.jsonl", time.monotonic() + WAIT
@@ -659,7 +671,7 @@ def test_a_pipe_that_is_closed_before_a_letter_that_it_does_not_know():
 
 @pytest.mark.scripts("grpo")
 def test_two_processes_do_not_write_one_run(script, run, tmp_path, capsys):
-    """Be it resumed or begun anew; and a run that ended before its first checkpoint may be begun anew."""
+    """A locked run can be neither resumed nor started again. A run that ended without a checkpoint may start again."""
     run(num_steps=1)
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").write_text("what a run wrote that was killed at once\n")
@@ -689,7 +701,7 @@ def test_default_names_never_collide(script, monkeypatch):
 
 @pytest.mark.scripts("grpo")
 def test_a_log_is_never_lengthened(run, spawn, tmp_path):
-    """By filling it with zeros up to its length at the checkpoint, after a power cut or an empty disk."""
+    """If a log is shorter than the checkpoint recorded, resuming must not fill it up with zeros."""
     run(num_steps=1)
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     (tmp_path / "run" / "samples.jsonl").unlink()
@@ -701,7 +713,7 @@ def test_a_log_is_never_lengthened(run, spawn, tmp_path):
 
 @pytest.mark.scripts("grpo")
 def test_resuming_with_other_problems_is_said(script, run, tmp_path, capsys):
-    """A file that has changed since, or a template that prints today's date."""
+    """The script warns if the problems changed since the start: an edited file, or a template with today's date."""
     rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 40)]
     path = tmp_path / "rows.jsonl"
     for number in (0, 1):
@@ -717,7 +729,7 @@ def test_resuming_with_other_problems_is_said(script, run, tmp_path, capsys):
 @pytest.mark.scripts("grpo", "grpo_lora")
 @pytest.mark.parametrize("gone", ["", "model"])
 def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
-    """It changes nothing and returns the last metrics; a model that was not written any more is written."""
+    """Resuming a finished run changes nothing and returns the last metrics. It writes the model if that is missing."""
     folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns(gone))
     metrics = script.main(make_args(script, resume=str(folder)))
     assert metrics == read_jsonl(finished / "metrics.jsonl")[-1]
@@ -728,7 +740,7 @@ def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
 
 @pytest.mark.scripts("grpo")
 def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch):
-    """All of it is forced to the disk while the old one is still in place; only then it gets the name."""
+    """The script forces the new checkpoint to disk while the old one still exists, and renames the new one afterwards."""
     path, events, fsync, replace = tmp_path / "run" / "checkpoint.pt", [], os.fsync, os.replace
 
     def watch_fsync(file):
@@ -754,7 +766,7 @@ def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch)
 
 
 class ShortWrites(io.RawIOBase):
-    """A file of which one call writes at most 1000 bytes, as the kernel's writes at most 2 GiB."""
+    """A file whose write takes at most 1000 bytes per call, like the kernel's, which takes at most 2 GiB."""
 
     def __init__(self, path):
         self.file = open(path, "wb", buffering=0)
@@ -777,7 +789,7 @@ class ShortWrites(io.RawIOBase):
 
 @pytest.mark.scripts("grpo")
 def test_a_tensor_of_more_than_2_gib_is_saved_whole(script, run, monkeypatch):
-    """A write that the system cuts short must not leave a checkpoint that cannot be read."""
+    """If the system cuts a write short, the checkpoint must still be readable."""
 
     def short_open(path, mode="r", buffering=-1, **options):
         if "checkpoint" not in str(path):
@@ -788,12 +800,12 @@ def test_a_tensor_of_more_than_2_gib_is_saved_whole(script, run, monkeypatch):
     assert read_checkpoint(run(num_steps=1))["metrics"]["step"] == 1
 
 
-# ---- what goes wrong on the way
+# ---- failures during a run
 
 
 @pytest.fixture
 def watch(script, monkeypatch):
-    """Let a function look at the arguments of each call of the script's function `name`, before or after it."""
+    """Call `look` with the arguments of each call to the script's function `name`, before or after the call."""
 
     def call(name, look, after=False):
         function = getattr(script, name)
@@ -813,7 +825,7 @@ def watch(script, monkeypatch):
 
 @pytest.mark.scripts("grpo")
 def test_full_disk(script, watch, run, finished, tmp_path, capsys):
-    """Files that cannot grow are like a full disk: one line says so, and what was saved before can be resumed."""
+    """A limit on file sizes imitates a full disk. The script prints one line, and the last checkpoint can be resumed."""
     steps = []
 
     def before_sampling(args, *rest):
@@ -828,7 +840,8 @@ def test_full_disk(script, watch, run, finished, tmp_path, capsys):
         run(**MANY_UPDATES)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert stop.value.code == 2 and "checkpoint.tmp" in capsys.readouterr().err
-    del stop  # and with it the log, which is locked
+    # The exception keeps the locked log open.
+    del stop
     gc.collect()
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 2
     script.main(make_args(script, resume=str(tmp_path / "run")))
@@ -854,14 +867,14 @@ def test_a_disk_that_is_full_at_the_end(script, run, monkeypatch, capsys):
 
 @pytest.fixture
 def spoil(script, monkeypatch, tmp_path):
-    """Spoil the loss of these steps with a factor; returns the weights that were saved, which is after every step."""
+    """Multiply the loss of these steps by the factor. Return the list of weights that the run saves after each step."""
 
     def call(steps, factor):
         policy_loss, save, states = script.policy_loss, torch.save, []
 
         def spoiled(*args, **count):
             loss, stats = policy_loss(*args, **count)
-            # The log has a line for step 0, and one for each step that is done.
+            # The log has a line for step 0 and one for each finished step.
             step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
             return loss * (factor if step in steps else 1.0), stats
 
@@ -900,12 +913,12 @@ def test_the_third_in_a_row_stops_the_run(run, spoil, tmp_path, capsys):
     assert_same(dict(saved["model"]), states[1])  # the state after step 2
 
 
-# ---- rewards of one's own
+# ---- custom rewards
 
 
 @pytest.mark.scripts("grpo")
 def test_rewards_may_be_any_numbers(script, run, monkeypatch):
-    """Functions that return integers or truth values, as one writes them first."""
+    """Reward functions may return integers or booleans, as simple ones often do."""
 
     def length(completions, answers):
         return [-len(text) for text in completions]
@@ -925,12 +938,12 @@ def test_rewards_may_be_any_numbers(script, run, monkeypatch):
         ]
 
 
-# ---- what a run says
+# ---- the output of a run
 
 
 @pytest.mark.scripts("grpo")
 def test_what_is_said(run, capsys):
-    """Accuracy before and after, samples on the way, and that responses of two tokens are all cut off."""
+    """The run prints the accuracy before and after, samples, and a warning that responses of two tokens are cut off."""
     run(max_new_tokens=2, num_steps=3)
     out = capsys.readouterr().out
     assert "settings by model: dataset" in out and "learning_rate 0.0001" in out
@@ -967,7 +980,7 @@ def test_an_overlong_cache_that_punishes_every_response(tmp_path, data, capsys, 
 
 @pytest.fixture
 def wandb_settings(monkeypatch):
-    """Environment variables of W&B, without an account: a value of None removes the variable."""
+    """Set W&B's environment variables for a user without an account. None removes a variable."""
 
     def call(**settings):
         for name, value in {"MODE": None, "API_KEY": None, "SILENT": "true", **settings}.items():
@@ -984,10 +997,10 @@ def wandb_settings(monkeypatch):
 def test_track_without_a_network(run, wandb_settings):
     wandb_settings(MODE="offline")
     folder = run(num_steps=2, track=True)
-    # As at the end of a process: finish() alone returns before the last block is in the file.
+    # finish() returns before W&B writes the last block to the file; teardown() waits for this block.
     wandb.teardown()
     [record] = folder.rglob("offline-run-*/*.wandb")
-    # The file is cut into blocks, and so may a name be: one of three is enough.
+    # The file consists of blocks, and a block's end can split a name. So one of three names is enough.
     names = [b"rollout/reward_mean", b"policy/loss", b"optim/lr"]
     assert any(name in record.read_bytes() for name in names), record.stat()
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
@@ -995,7 +1008,7 @@ def test_track_without_a_network(run, wandb_settings):
 
 @pytest.mark.scripts("grpo")
 def test_track_without_an_account(run, wandb_settings, capsys):
-    """One line names the way out, and nothing is trained."""
+    """One line tells the user what to do, and the script doesn't train."""
     wandb_settings()
     with pytest.raises(SystemExit) as stop:
         run(num_steps=1, track=True)
@@ -1010,9 +1023,10 @@ def test_track_without_an_account(run, wandb_settings, capsys):
 
 @pytest.mark.scripts("grpo")
 def test_a_tracked_run_that_is_stopped_has_not_finished(run, watch, monkeypatch, wandb_settings):
-    """W&B learns a run's status from sys.exit: one that raises SystemExit itself has finished, it thinks."""
+    """W&B reads a run's status from sys.exit. If a script raises SystemExit directly, W&B calls the run finished."""
     wandb_settings(MODE="offline")
-    monkeypatch.setattr(sys, "exit", sys.exit)  # and back, whatever W&B makes of it
+    # W&B replaces sys.exit; monkeypatch restores the original afterwards.
+    monkeypatch.setattr(sys, "exit", sys.exit)
     watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit):
         run(num_steps=2, track=True)
@@ -1034,7 +1048,7 @@ def test_track_with_settings_that_wandb_refuses(run, wandb_settings, capsys):
 
 @pytest.mark.scripts("grpo", "gspo")
 def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(script, run, watch, monkeypatch):
-    """Its old log-probabilities are its own: in bf16 those of another micro-batch are rounded otherwise."""
+    """The first update uses its own log-probabilities as the old ones: bf16 rounds those of another batch differently."""
     same, exact = [], script.compute_logprobs
     monkeypatch.setattr(
         script, "compute_logprobs", lambda *args: exact(*args) + 1e-4 * torch.rand(())
@@ -1048,7 +1062,7 @@ def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(script, run, watch,
 def test_a_sampler_that_is_the_trainer_needs_no_correction(
     script, run, finished_runs, tmp_path, data
 ):
-    """On a CPU in float32, refreshed every step, grpo_offpolicy.py is grpo.py but for rounding."""
+    """On a CPU in float32, with a sampler refreshed every step, grpo_offpolicy.py equals grpo.py up to rounding."""
     other = __import__("grpo_offpolicy")
     given = dict(MANY_UPDATES, staleness=1, sampler_dtype="float32", dual_clip=1e9)
     other.main(make_args(other, runs_dir=str(tmp_path), run_name="run", dataset=data, **given))
@@ -1068,7 +1082,7 @@ def test_a_sampler_that_is_the_trainer_needs_no_correction(
 
 
 def test_truncated_is_what_lies_above_the_cap_and_not_at_it(tmp_path, data):
-    """A sampler that is the trainer has weights of 1, but for rounding: a cap of 1 truncates few of them."""
+    """If the sampler equals the trainer, the weights are 1 up to rounding. A cap of 1 then truncates few of them."""
     script = __import__("grpo_offpolicy")
     given = dict(staleness=1, sampler_dtype="float32", rollout_correction=1.0, num_steps=1)
     metrics = script.main(
@@ -1078,7 +1092,7 @@ def test_truncated_is_what_lies_above_the_cap_and_not_at_it(tmp_path, data):
 
 
 def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
-    """However stale the sampler is: the last evaluation is one of the saved model."""
+    """The last evaluation uses the saved model's weights, even if the sampler is stale."""
     script = __import__("grpo_offpolicy")
     given = dict(
         staleness=100,
@@ -1117,7 +1131,7 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
 
 @pytest.mark.scripts("grpo", "ppo_rlhf", "gspo")
 def test_it_learns(script, tmp_path):
-    """On half the script's own sequences per step, with a learning rate that shows in a few of them."""
+    """The test halves the script's prompts per step. The learning rate is high enough to show in a few steps."""
     B = script.Args().num_prompts // 2
     given = dict(
         dataset=SMALL_TASK,
@@ -1127,23 +1141,24 @@ def test_it_learns(script, tmp_path):
         lr_schedule="constant_with_warmup",
         eval_size=2,
     )
-    # Four passes over each of its rollouts would take their time.
+    # Four passes over each rollout would take too long.
     if script.__name__ == "ppo_rlhf":
         given |= dict(num_steps=5, num_iterations=2)
     script.main(script.Args(runs_dir=str(tmp_path), run_name="run", device="cpu", **given))
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     accuracy = [record["rollout/accuracy"] for record in records]
     assert sum(accuracy[-2:]) / 2 >= sum(accuracy[:2]) / 2 + 0.1
-    if script.__name__ == "gspo":  # its range is narrow, but so are the ratios of whole sequences
+    # gspo.py's range is narrow, but whole sequences also have ratios near 1.
+    if script.__name__ == "gspo":
         assert min(record["policy/clip_frac"] for record in records) > 0.1
 
 
-# ---- what is measured
+# ---- the evaluation
 
 
 @pytest.mark.scripts("grpo")
 def test_an_evaluation_by_hand(script, monkeypatch):
-    """Of four responses one is right in its tags, all end with the right number, three have all tags in order."""
+    """One of four responses is right in its tags, three have all tags in order, all end with the right number."""
     completions = [
         "<think>7+8=15</think><answer>85</answer>",
         "<think>7+8=15</think><answer>75</answer> 85",

@@ -1,4 +1,4 @@
-"""generate and compute_logprobs on tiny random models, against plain forward passes of one unpadded sequence."""
+"""Compare generate and compute_logprobs with plain forward passes of one unpadded sequence, on tiny random models."""
 
 import math
 from types import SimpleNamespace
@@ -10,10 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 V = 48  # vocabulary
-EOS = [2, 5, 9, 11]  # several, so that about one token in twelve ends a response
+# With four EOS ids about one token in twelve ends a response.
+EOS = [2, 5, 9, 11]
 TOKENIZER = SimpleNamespace(batch_decode=lambda rows: [row.tolist() for row in rows])
 pytestmark = pytest.mark.scripts("grpo")
-# Prompts contain EOS ids, too.
+# Some prompts contain EOS ids.
 PROMPTS = [
     [7],
     [3, 4, 2, 30, 2, 2, 19, 41, 8],
@@ -129,7 +130,7 @@ UNUSUAL = {
 
 
 def build(family, **changes):
-    """A random model with logits that vary by some units; biases and norms are not at their initial 0 and 1."""
+    """A random model whose logits vary by some units. Its biases and norms differ from their initial 0 and 1."""
     name, fields = (SUPPORTED | UNUSUAL)[family]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -156,13 +157,14 @@ def chain(vocab_size, logits_after):
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size))
-        model.model.norm.weight.fill_(vocab_size**-0.5)  # a one-hot vector leaves the norm as it is
+        # With this weight the norm doesn't change a one-hot vector.
+        model.model.norm.weight.fill_(vocab_size**-0.5)
         model.lm_head.weight.copy_(logits_after.T)
     return model
 
 
 def counting(vocab_size=V):
-    """After token i comes i + 1, with a probability of 1 - 1e-20 or so, and 0 after the last one."""
+    """A model that counts: after token i comes i + 1 with a probability near 1, and after the last token comes 0."""
     return chain(vocab_size, 50.0 * torch.eye(vocab_size).roll(1, dims=1))
 
 
@@ -179,7 +181,7 @@ def segment(script, monkeypatch):
 
 
 def left_pad(prompts):
-    """ids and mask (B, P); the padding is a token that is an EOS id, and that the prompts hold as well."""
+    """ids and mask (B, P). The padding token is also an EOS id, and some prompts contain this id."""
     P = max(map(len, prompts))
     ids = torch.tensor([[2] * (P - len(prompt)) + prompt for prompt in prompts])
     return ids, torch.tensor([[k >= P - len(prompt) for k in range(P)] for prompt in prompts])
@@ -196,7 +198,7 @@ def roll_out(
     seed=0,
     **given,
 ):
-    """What main does: the Rollout, all in group order, and its sampled log-probabilities."""
+    """Sample like main: return the Rollout in group order and its sampled log-probabilities."""
     args = make_args(script, new_tokens, temperature, samples, **given)
     examples = [{"prompt_ids": prompt} for prompt in prompts]
     torch.manual_seed(seed)
@@ -207,7 +209,7 @@ def roll_out(
     shape = (len(prompts) * samples, new_tokens)
     assert rollout.response_ids.shape == mask.shape == logprobs.shape == shape
     assert mask.dtype == torch.bool and logprobs.dtype == torch.float32
-    # A text is all of a response except the token that ends it.
+    # A completion is the response without its end token.
     is_text = mask & ~torch.isin(rollout.response_ids, torch.tensor(eos_ids))
     texts = [ids[kept].tolist() for ids, kept in zip(rollout.response_ids, is_text, strict=True)]
     assert rollout.completions == texts
@@ -215,14 +217,14 @@ def roll_out(
 
 
 def make_rollout(script, prompt_ids, prompt_mask, response_ids, response_mask):
-    """A Rollout of these tensors, without sampled log-probabilities and texts."""
+    """A Rollout of these tensors, with zeros for log-probabilities and empty texts."""
     logprobs = torch.zeros(response_ids.shape)
     texts = [""] * len(response_ids)
     return script.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, logprobs, texts)
 
 
 def slow_logprobs(model, rollout, temperature):
-    """(n, R) float64: every sequence alone, without padding, mask, position ids or cache."""
+    """(n, R) float64: one forward pass per sequence, without padding, mask, position ids or cache."""
     prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
     table = []
     for i in range(len(response_ids)):
@@ -250,7 +252,8 @@ def gradients(model, loss):
 
 
 def assert_same_gradients(actual, expected, tolerance=1e-5):
-    """Relative to the largest gradient of the model: the gradient of a key bias, say, is 0 but for rounding."""
+    """The tolerance is relative to the model's largest gradient: some gradients, say of a key bias, are 0 up to rounding.
+    """
     largest = max(grad.abs().max() for grad in expected.values())
     assert actual.keys() == expected.keys() and largest > 1e-3
     for name, grad in expected.items():
@@ -262,17 +265,18 @@ def assert_same_gradients(actual, expected, tolerance=1e-5):
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_sampler_and_trainer_agree_with_a_plain_forward(script, segment, family):
-    segment(4)  # the cache grows three times
+    # The cache grows three times.
+    segment(4)
     model = build(family)
     for temperature in (0.7, 1.0):
         rollout, sampled = roll_out(script, model, temperature=temperature, seed=4)
         lengths = rollout.response_mask.sum(1)
-        # Some end early, so that rows were dropped on the way.
+        # Some responses end early, so the sampler drops rows while it runs.
         assert (lengths < 10).float().mean() > 0.25 and lengths.max() == 14
         with torch.no_grad():
             recomputed = script.compute_logprobs(model, rollout, temperature)
             expected = slow_logprobs(model, rollout, temperature)
-        # Samples that are close to greedy would tell little.
+        # Nearly greedy samples would test little.
         assert expected[rollout.response_mask].mean() < -1
         assert_near(sampled, expected)
         assert_near(recomputed, expected)
@@ -280,7 +284,10 @@ def test_sampler_and_trainer_agree_with_a_plain_forward(script, segment, family)
 
 @pytest.mark.parametrize("family", UNUSUAL)
 def test_no_family_is_wrong_in_silence(script, segment, family):
-    """Right, or an error, or a gap between sampler and trainer at which main stops: never both wrong and agreeing."""
+    """An unusual model is right, raises an error, or shows a gap between sampler and trainer that stops main.
+
+    The sampler and the trainer must never agree on wrong numbers.
+    """
     segment(4)
     model = build(family)
     try:
@@ -302,7 +309,7 @@ def test_no_family_is_wrong_in_silence(script, segment, family):
     "prompts, samples, new_tokens", [([[7], [2], [30]], 3, 6), (PROMPTS, 2, 1), ([[3, 4, 5]], 1, 9)]
 )
 def test_edge_sizes(script, segment, steps, prompts, samples, new_tokens):
-    """Prompts of one token, a response of one token, a single sequence, prompts of one length."""
+    """Cases: prompts of one token, responses of one token, a single sequence, prompts of equal length."""
     segment(steps)
     model = build("GPT-2")
     rollout, sampled = roll_out(script, model, prompts, samples, new_tokens)
@@ -322,7 +329,7 @@ def chi_squared(counts, probs):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_the_whole_softmax_is_sampled(script, temperature):
-    """First tokens, and second tokens given the first: chi-squared below its mean plus five standard deviations."""
+    """For first tokens, and second tokens given the first, chi-squared stays below its mean plus five deviations."""
     vocab_size, samples = 6, 6000
     table = 1.6 * torch.rand(vocab_size, vocab_size, generator=torch.Generator().manual_seed(3))
     model, eos_ids = chain(vocab_size, table), [vocab_size - 1]
@@ -338,7 +345,8 @@ def test_the_whole_softmax_is_sampled(script, temperature):
         )
         assert statistic < dof + 5 * math.sqrt(2 * dof)
         statistic, dof = 0.0, 0
-        for first in range(vocab_size - 1):  # after the EOS token there is no second one
+        # The last token is EOS, so no second token follows it.
+        for first in range(vocab_size - 1):
             seconds = group[group_mask[:, 1] & (group[:, 0] == first), 1]
             statistic += chi_squared(seconds.bincount(minlength=vocab_size), probs[first])
             dof += vocab_size - 1
@@ -381,7 +389,7 @@ def test_temperature_0_is_greedy(script, segment, family):
 
 
 def test_samples_of_a_prompt_differ(script):
-    """Within a group, and between two groups that have the same prompt."""
+    """Samples differ within a group, and between two groups with the same prompt."""
     (_, _, ids, mask, *_), _ = roll_out(script, build("Llama"), [[7, 8, 9], [7, 8, 9]], samples=6)
     assert len({tuple(row[counts].tolist()) for row, counts in zip(ids, mask, strict=True)}) == 12
     assert len(set(ids[:, 0].tolist())) > 3
@@ -412,15 +420,21 @@ def test_the_same_random_state_gives_the_same_samples(script):
 
 @pytest.mark.parametrize("steps", [1, 2, 32])
 def test_responses_end_with_any_eos_token_and_count_it(script, segment, steps):
-    """Forced continuations: what is sampled, what counts, and whose it is. The pad id is an EOS id, also in prompts."""
+    """The model's continuations are certain, so the test knows every response, its mask and its prompt.
+
+    The pad id is also an EOS id, and prompts contain it.
+    """
     segment(steps)
     eos_ids = [10, 20]
     expected = {
-        (10, 10, 7): [8, 9, 10],  # prompt of EOS tokens; the first EOS id
+        # The prompt contains EOS tokens; the response ends with the first EOS id.
+        (10, 10, 7): [8, 9, 10],
         (18,): [19, 20],  # the second EOS id
         (3, 9): [10],  # EOS at once
-        (20, 10, 20, 10, 21): [22, 23, 24, 25, 26],  # no end: cut at max_new_tokens
-        (10,): [11, 12, 13, 14, 15],  # the whole prompt is padding by its id
+        # The sampler cuts this response at max_new_tokens.
+        (20, 10, 20, 10, 21): [22, 23, 24, 25, 26],
+        # The whole prompt has the pad id.
+        (10,): [11, 12, 13, 14, 15],
         (30, 16): [17, 18, 19, 20],
     }
     prompts, samples = [list(prompt) for prompt in expected], 3
@@ -434,20 +448,20 @@ def test_responses_end_with_any_eos_token_and_count_it(script, segment, steps):
         response = expected[tuple(prompt)]
         assert mask[i].tolist() == [True] * len(response) + [False] * (5 - len(response))
         assert ids[i][mask[i]].tolist() == response
-    # Tables of zeros where masked, and log 1 elsewhere.
+    # Masked entries are exactly 0; the others are log 1.
     assert (sampled[~mask] == 0).all() and (recomputed[~mask] == 0).all()
     assert sampled.abs().max() < 1e-6 and recomputed.abs().max() < 1e-6
 
 
 def test_prompts_are_masked_by_length_and_not_by_id(script):
-    """Padding has the id of a token that prompts hold, at their beginning as well."""
+    """Some prompts contain the pad id, even as their first token."""
     prompts = [[0, 2, 3], [0], [4, 0]]
     (ids, mask, *_), _ = roll_out(script, counting(), prompts, 1, 1)
     assert mask.tolist() == [[True, True, True], [False, False, True], [False, True, True]]
     assert [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)] == prompts
 
 
-# ---- what must not matter
+# ---- changes that must not matter
 
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
@@ -493,14 +507,15 @@ def test_padding_and_order_do_not_matter(script, family):
 
 
 def test_sampling_in_parts_changes_nothing(script):
-    """As many prompts at a time as --sampling-tokens has room for, and one at least."""
+    """The sampler takes as many prompts at a time as --sampling-tokens allows, and at least one."""
     model, sizes, generate = build("Llama"), [], script.generate
     whole, logprobs = roll_out(script, model, samples=2, temperature=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             script, "generate", lambda *args: sizes.append(len(args[2])) or generate(*args)
         )
-        for budget in (1, 2 * 2 * (9 + 14)):  # rows of at most 9 prompt tokens and 14 new ones
+        # A row has at most 9 prompt tokens and 14 new ones.
+        for budget in (1, 2 * 2 * (9 + 14)):
             parts, part_logprobs = roll_out(
                 script, model, samples=2, temperature=0.0, sampling_tokens=budget
             )
@@ -512,7 +527,7 @@ def test_sampling_in_parts_changes_nothing(script):
 
 @pytest.mark.parametrize("steps", [4, 32])
 def test_keys_and_values_keep_to_sampling_tokens(script, segment, steps):
-    """However long the segments are, no more columns are allocated than a prompt and a response can fill."""
+    """With segments of any length, the sampler allocates no more columns than prompt and response can fill."""
     segment(steps)
     model, sizes = build("Llama"), []
     model.register_forward_pre_hook(
@@ -533,7 +548,7 @@ def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
             assert sorted(sum(batches, [])) == sorted(sequences.tolist())
             for batch in batches:
                 assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
-            # Sorted by length, each batch is as large as it may be: the budget is used.
+            # The batches are sorted by length, and one more sequence would exceed each batch's budget.
             for batch, following in zip(batches, batches[1:], strict=False):
                 assert min(lengths[i] for i in batch) >= max(lengths[i] for i in following)
                 assert max(lengths[i] for i in batch) * (len(batch) + 1) > budget
@@ -541,7 +556,7 @@ def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
 
 @pytest.fixture
 def double(monkeypatch):
-    """A function after which everything computes in float64."""
+    """A function that switches the model and the script to float64."""
 
     def call(model):
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -561,7 +576,7 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, double, beta)
     lengths = (rollout.prompt_mask.sum(1) + mask.sum(1)).tolist()
     with torch.no_grad():
         expected = script.compute_logprobs(model, rollout, 0.8)
-    # There are ratios on both sides of the clip range.
+    # Some ratios lie below the clip range and some above.
     old_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)
     ref_logprobs = expected + 0.3 * torch.randn(expected.shape, generator=generator)
     advantages = torch.randn(len(mask), 1, generator=generator)
@@ -620,11 +635,12 @@ def two_threads():
 
 
 def test_gradient_is_the_same_to_the_last_bit_with_two_threads(script, two_threads):
-    """A run on two threads must be repeatable, too: no gradient may be summed in the order of the threads."""
+    """A run on two threads must also be repeatable, so the order of the threads must not change any sum."""
     model = build("Llama", hidden_size=128, head_dim=64, num_key_value_heads=4)
     rollout, _ = roll_out(script, model, samples=16)
     order = torch.randperm(len(rollout.prompt_ids), generator=torch.Generator().manual_seed(0))
-    rollout = rollout.select(order)  # otherwise each thread would have whole groups
+    # Without shuffling each thread would have whole groups.
+    rollout = rollout.select(order)
     first = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
     for _ in range(10):
         again = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
@@ -632,7 +648,7 @@ def test_gradient_is_the_same_to_the_last_bit_with_two_threads(script, two_threa
 
 
 class Largest(TorchDispatchMode):
-    """The number of elements of the largest tensor that any operation returns, backward passes included."""
+    """Records the size of the largest tensor that any operation returns, including backward passes."""
 
     elements = 0
 
@@ -644,7 +660,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(script):
-    """A vocabulary so large that the logits of 16 tokens are all that may exist at a time."""
+    """With this large vocabulary, the logits of at most 16 tokens may exist at a time."""
     vocab_size = 2**20
     sizes = dict(
         hidden_size=4, intermediate_size=4, num_attention_heads=1, num_key_value_heads=1, head_dim=4
@@ -675,7 +691,7 @@ def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(scri
 
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 def test_a_model_in_training_mode_with_checkpointing_is_sampled_as_in_evaluation(script, family):
-    """In training mode a key-value cache is dropped by gradient checkpointing, and GPT-2's dropout would be active."""
+    """In training mode, gradient checkpointing drops the key-value cache, and GPT-2's dropout is active."""
     model = build(family)
     expected_rollout, expected = roll_out(script, model)
     model.activation_checkpointing_enable()

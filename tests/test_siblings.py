@@ -143,6 +143,7 @@ PAIRS = {
         "Args.sequence_cap",
         "Args.staleness",
         "BOUNDS",
+        "Rollout",
         "SHOWN",
         "check_sampler",
         "compute_sampler_weights",
@@ -197,6 +198,7 @@ PAIRS = {
         "RECIPES",
         "SEGMENT",
         "add_adapters",
+        "check_sampler",
         "compute_advantages",
         "header",
         "inference_copy",
@@ -260,6 +262,7 @@ PAIRS = {
     "grpo_tools": {
         "Args.learning_rate",
         "Args.max_calls",
+        "Args.max_new_tokens",
         "Args.model",
         "Args.tool_cost",
         "BOUNDS",
@@ -281,6 +284,7 @@ PAIRS = {
         "response_states",
         "sample_responses",
         "sample_turn",
+        "show_progress",
     },
 }
 

@@ -6,7 +6,8 @@ from utils.rewards import find_numbers, gold_number
 def cell_text(cell) -> str:
     """The text of a cell in an answer column, or "" if the cell isn't a text or an exact number.
 
-    A float isn't exact if it was stored in 32 bits, or if it was written with more than 15 digits.
+    A float may differ from the number that was written: 32 bits change 0.1, and 64 bits keep only
+    15 digits of a longer number. Such a float gives "".
     """
     if isinstance(cell, float):
         text = f"{cell:.15g}"

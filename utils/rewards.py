@@ -119,7 +119,7 @@ def answer_block(completion: str) -> str:
 
 
 def matches_gold(text: str, answer: str) -> float:
-    """1.0 if the last number of `text` is the gold number, else 0.0 (also without a gold number)."""
+    """1.0 if the last number of `text` is the gold number. 0.0 if not, or without a gold number."""
     gold = gold_number(answer)
     return float(gold is not None and parse_number(text) == gold)
 
