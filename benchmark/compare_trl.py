@@ -12,8 +12,8 @@ term, one update per rollout, Adam, the same reward and the same number of threa
 distribution, so their lengths differ only by chance. The runs alternate, and each run has a process to itself. (In W4,
 TRL samples with the float32 weights, which it rounds again at each use.)
 
-- seconds per step: the whole wall time of a step (rollout, reward, update, logging), as the median over the steps of all
-  rounds. The first step is the warm-up and isn't counted. TRL's time is from its on_step_begin to its on_step_end.
+- seconds per step: the whole wall time of a step (rollout, reward, update, logging), as the median over the steps of
+  all rounds. The first step is the warm-up and isn't counted. TRL's time is from its on_step_begin to its on_step_end.
 - CPU seconds per step: the time that all threads together spent on a core. If others use the machine as well, threads
   wait for each other and the wall times jump. Then this number with --threads 1 is fairer.
 - tokens per second: response tokens of these steps over their wall seconds.
@@ -59,7 +59,7 @@ LEARNING_RATE = 1e-5
 
 
 def length_reward(completions: list[str], *args, **kwargs) -> list[float]:
-    """The number of characters / 100. It costs no time, and a group rarely has equal rewards and so no signal.
+    """The number of characters / 100. It costs no time, and few groups have equal rewards, which give no signal.
 
     Both trainers call this function: grpo.py with the gold answers as second argument, TRL with keywords.
     """

@@ -30,7 +30,7 @@ POLICY, REFERENCE = [0.7, 0.2, 0.1], [0.4, 0.4, 0.2]
 
 
 def number(value, digits=3):
-    """The number as text, without a minus before zero."""
+    """The number as text, with its sign. Zero has no sign."""
     text = f"{float(value):+.{digits}f}"
     return text[1:] if float(text) == 0 else text
 

@@ -65,8 +65,9 @@ TINY = dict(
 
 
 def make_models(folder: Path, problems: Path, shape: dict) -> None:
-    """Write three models in bf16, with random weights: a policy of this shape, and a policy and a reward model with
-    half its layers."""
+    """Write three models in bf16, with random weights: a policy of this shape, a policy with half its layers, and a
+    reward model with half its layers.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

@@ -1,17 +1,19 @@
-"""What each idea does, seen on the bundled tasks: the runs and the pictures of docs/lessons.md.
+"""What each idea does on the bundled tasks: the runs and the pictures of docs/lessons.md.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/lessons.py 4      runs what lesson 4 lacks, and draws its picture
-    python benchmark/lessons.py        all of them
-    python benchmark/lessons.py --draw draws from the records alone
+    python benchmark/lessons.py 4      make the missing runs of lesson 4, and draw its picture
+    python benchmark/lessons.py        all lessons
+    python benchmark/lessons.py --draw draw from the records, without runs
 
-Every run is one command of an unchanged script, with flags only, which the record states and docs/lessons.md prints.
-Runs go two at a time, each on one thread. benchmark/records/lessons.jsonl gets one line for each: command, commit (and
-"dirty", if the tree had changes), versions, args, wall time, the evaluations, and a curve over the steps for every
-metric. A command that has its record is not run again; a lesson may use a run of another one. A run that fails ends
-all, with its output. Pictures: docs/lessons/<number>.svg; a line is the mean of the seeds, smoothed over five steps,
-the band goes from the lowest seed to the highest. Commands and tables are written into docs/lessons.md, whose text
-has no measured number that is not in its lesson's table: tests/test_docs.py reads it.
+Every run is one command: an unchanged script with flags. The record contains the command, and docs/lessons.md prints
+it. Two runs go at a time, each on one thread. benchmark/records/lessons.jsonl gets one line for each run: command,
+commit (and "dirty", if the tree had changes), versions, args, wall time, the evaluations, and a curve over the steps
+for every metric. A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs
+end, and its output is printed.
+
+The pictures are docs/lessons/<number>.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
+from the lowest seed to the highest. The script writes the commands and tables into docs/lessons.md. Every measured
+number in the text of that page must be in the table of its lesson; tests/test_docs.py checks this.
 """
 
 import argparse
@@ -37,18 +39,20 @@ RECORDS = FOLDER / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
 SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
-VAPO = "vapo.py --num-steps 25"  # the first five of them for the value network alone
+# The first five steps train only the value network.
+VAPO = "vapo.py --num-steps 25"
 FREE = "--model runs/hesitant --dataset runs/hesitant --system-prompt= --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
 SUMS = "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 40"
 SUMS += " --learning-rate 5e-5 --gradient-checkpointing False --eval-every 0 --eval-size 200"
-OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates of each rollout
+OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
 ROUNDED = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
-FEW = "--num-steps 100 --learning-rate 3e-4 --eval-every 50"  # of 16 responses
+# Each step has 16 responses.
+FEW = "--num-steps 100 --learning-rate 3e-4 --eval-every 50"
 BASELINE = "reinforce_baseline.py --num-steps 40"
 
-# The axes of a panel, in words; the metric's name stands below them, smaller.
+# The axes of a panel in words. The name of the metric stands below the words.
 SAMPLED, STEPS, RATE, ACCURACY = "episodes", "step", "learning rate", "rollout/accuracy"
 WORDS = {
     SAMPLED: "responses sampled",
@@ -74,10 +78,11 @@ LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "kl/response", "r
 
 
 def over(metric: str, first: int, last: int, percent: bool = False) -> Callable[[dict], float]:
-    """A record's mean of a metric over the steps from first to last; negative ones count from the end."""
+    """A record's mean of a metric over the steps from first to last. Negative steps count from the end."""
 
     def value(record):
-        values = record["curves"].get(metric, [None])  # a run without a critic has no metric of it
+        # A run without a critic has none of the critic's metrics.
+        values = record["curves"].get(metric, [None])
         first_, last_ = (k if k > 0 else len(values) + 1 + k for k in (first, last))
         chosen = [x for x in values[first_ - 1 : last_] if x is not None]
         return float(np.mean(chosen)) * (100 if percent else 1) if chosen else np.nan
@@ -91,7 +96,7 @@ def highest(metric: str) -> Callable[[dict], float]:
 
 
 def between(first: int, last: int) -> Callable[[dict], float]:
-    """A record's sampled accuracy, in percent, of the responses from one number of them to another."""
+    """A record's sampled accuracy in percent, over the responses after the `first` and up to the `last`."""
 
     def value(record):
         pairs = zip(record["curves"][SAMPLED], record["curves"][ACCURACY], strict=True)
@@ -101,7 +106,7 @@ def between(first: int, last: int) -> Callable[[dict], float]:
 
 
 def memory_needed(record: dict) -> float:
-    """Of the record's script and rank with SmolLM2-1.7B on a GPU, in GB, as memory.py counts it."""
+    """GB for the record's script and rank with SmolLM2-1.7B on a GPU, as memory.py counts them."""
     rank = {name: value for name, value in record["args"].items() if name == "lora_rank"}
     script = "grpo_lora" if rank else "grpo"
     return memory.count(script, memory.MODELS["SmolLM2-1.7B"], **rank)["peak"] / 1e9
@@ -120,11 +125,11 @@ class Lesson:
     title: str
     arms: dict[str, str]  # name: command without its seed
     panels: list  # (x, y) of curves; ("advantages", None) are bars
-    # Columns of the table beside the usual ones: (function, digits).
+    # More columns of the table than the usual ones: (function, digits).
     columns: dict = field(default_factory=dict)
-    # A row of panels for each arm, with a line for each seed and a point for each step.
+    # Draw a row of panels for each arm, with a line for each seed and a point for each step.
     by_seed: bool = False
-    # The arms in the picture, if it does not show all.
+    # The arms that the picture shows. Empty: all arms.
     drawn: tuple[str, ...] = ()
 
 
@@ -445,20 +450,22 @@ LESSONS = {
 
 
 def accuracy_at(record: dict, responses: int) -> float:
-    """Of a record, in percent: the sampled accuracy when so many responses had been sampled, over five steps."""
+    """A record's sampled accuracy in percent after this number of responses, over five steps."""
     episodes = record["curves"][SAMPLED]
     step = next((k for k, x in enumerate(episodes, 1) if x >= responses), len(episodes))
     return over(ACCURACY, max(1, step - 4), step, percent=True)(record)
 
 
 def after_pretraining(record: dict, first: int, last: int) -> float:
-    """over(), counted from the first step in which the policy is updated."""
+    """over(), with steps counted from the first update of the policy."""
     waited = record["args"].get("value_warmup_steps", 0)
     return over(ACCURACY, waited + first, waited + last, percent=True)(record)
 
 
 def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
-    """From the samples: mean characters of right and wrong responses per step; {right of a group: [groups, |A|]}."""
+    """Two results from the samples: the mean characters of right and of wrong responses per step, and
+    {number of right responses in a group: [number of such groups, mean |A|]}.
+    """
     lengths, groups = defaultdict(lambda: defaultdict(list)), defaultdict(lambda: [0, 0.0])
     for line in (folder / "samples.jsonl").open(encoding="utf-8"):
         sample = json.loads(line)
@@ -467,7 +474,8 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
             lengths["right" if is_right else "wrong"][sample["step"]].append(len(text))
         number = groups[sum(right)]
         number[0] += 1
-        advantages = [np.atleast_1d(values) for values in sample["advantages"]]  # of tokens, or one
+        # A response has one advantage, or one for each token.
+        advantages = [np.atleast_1d(values) for values in sample["advantages"]]
         number[1] += float(np.mean(np.abs(np.concatenate(advantages))))
     last = max(max(steps) for steps in lengths.values())
     curves = {}
@@ -481,7 +489,7 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
 
 
 def run(command: str, seed: int) -> dict:
-    """Run a script in a folder of its own; its record."""
+    """Run a script in a temporary folder, and return its record."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         full = f"{command} --device cpu --seed {seed}"
@@ -522,7 +530,7 @@ def read_records() -> dict:
 
 
 def run_missing(numbers: list[int]) -> None:
-    """Run what the lessons lack, two at a time, and append each record as it comes."""
+    """Make the missing runs of the lessons, two at a time, and append each record at the end of its run."""
     have = read_records()
     commands = dict.fromkeys(
         command for number in numbers for command in LESSONS[number].arms.values()
@@ -530,7 +538,8 @@ def run_missing(numbers: list[int]) -> None:
     missing = [
         (command, seed) for seed in SEEDS for command in commands if (command, seed) not in have
     ]
-    student = ROOT / "runs" / "hesitant" / "model.safetensors"  # of lesson 6
+    # The student of lesson 6.
+    student = ROOT / "runs" / "hesitant" / "model.safetensors"
     if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
         subprocess.run(
             [sys.executable, "tools/build_hesitant.py", "runs/hesitant"], cwd=ROOT, check=True
@@ -549,19 +558,21 @@ def run_missing(numbers: list[int]) -> None:
 
 
 def across_and_curves(records: list[dict], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """Of one arm's seeds: where its points are, and the values there, (seeds, points)."""
+    """For the seeds of one arm: where the points are on the x axis, and the values there, (seeds, points)."""
     curves = np.stack([smooth(record["curves"][y]) for record in records])
     if x == STEPS:
         return np.arange(1, curves.shape[1] + 1), curves
     if x == SAMPLED:
         return np.mean([record["curves"][SAMPLED] for record in records], axis=0), curves
-    return np.mean([smooth(record["curves"][x]) for record in records], axis=0), curves  # a path
+    # x is a metric, too, so the line is a path.
+    return np.mean([smooth(record["curves"][x]) for record in records], axis=0), curves
 
 
 def draw_curve(ax, records: dict[str, list[dict]], x: str, y: str) -> None:
     for color, (arm, runs) in enumerate(records.items()):
         if any(y not in record["curves"] for record in runs):
-            continue  # without a critic there is nothing to explain
+            # An arm without a critic has no explained variance.
+            continue
         across, curves = across_and_curves(runs, x, y)
         if x in (STEPS, SAMPLED):
             draw_band(ax, across, curves, f"C{color}", arm)
@@ -570,7 +581,7 @@ def draw_curve(ax, records: dict[str, list[dict]], x: str, y: str) -> None:
 
 
 def draw_rates(ax, records: dict[str, list[dict]], y: str) -> None:
-    """The last five steps against the learning rate: a line for the arms that differ in it alone."""
+    """The last five steps against the learning rate. Arms that differ only in the rate share a line."""
     lines = defaultdict(list)
     for arm, runs in records.items():
         ends = [over(y, -5, -1)(record) for record in runs]
@@ -588,7 +599,7 @@ def draw_rates(ax, records: dict[str, list[dict]], y: str) -> None:
 
 
 def draw_advantages(ax, records: dict[str, list[dict]]) -> None:
-    """Mean size of an advantage against how many of its group's responses are right."""
+    """Mean size of an advantage against the number of right responses in its group."""
     width = 0.8 / len(records)
     for color, (arm, runs) in enumerate(records.items()):
         for right in range(9):
@@ -608,19 +619,20 @@ def draw_advantages(ax, records: dict[str, list[dict]]) -> None:
 
 
 def name_axes(ax, x: str, y: str) -> None:
-    """The reader's words, and below them the name of the metric."""
+    """Label each axis with words, and below them with the name of the metric."""
     for axis, name in ((ax.xaxis, x), (ax.yaxis, y)):
         axis.set_label_text(WORDS.get(name, name) + (f"\n{name}" if "/" in name else ""))
         axis.label.set_linespacing(1.3)
     if x != RATE:
         ax.set_xscale("log" if x in LOGARITHMIC else "linear")
     ax.set_yscale("log" if y in LOGARITHMIC else "linear")
-    if y == "value/explained_var":  # without a lower bound, where all is lost
+    # The explained variance has no lower bound, so a bad critic would flatten all other curves.
+    if y == "value/explained_var":
         ax.set_ylim(bottom=max(-0.5, ax.get_ylim()[0]))
 
 
 def records_of(number: int) -> dict[str, list[dict]]:
-    """Of a lesson: for each arm, one record for each seed."""
+    """The records of a lesson: for each arm, one record for each seed."""
     have, lesson = read_records(), LESSONS[number]
     return {arm: [have[c, seed] for seed in SEEDS] for arm, c in lesson.arms.items()}
 
@@ -631,10 +643,11 @@ def drawn_from(number: int) -> str:
 
 
 def draw_panels(number: int):
-    """A panel for each pair of axes, a line in it for each arm."""
+    """Draw a panel for each pair of axes, with a line for each arm."""
     lesson, records = LESSONS[number], records_of(number)
     chosen = {arm: runs for arm, runs in records.items() if arm in (lesson.drawn or lesson.arms)}
-    if (RATE, ACCURACY) in lesson.panels:  # the rate is an axis, and no part of a name
+    # The rate is an axis here, so the names leave it out.
+    if (RATE, ACCURACY) in lesson.panels:
         chosen = {arm.split(",")[0]: runs for arm, runs in chosen.items()}
     figure, axes = panels(1, len(lesson.panels), figsize=(12, 4.4))
     for ax, (x, y) in zip(axes.flat, lesson.panels, strict=True):
@@ -657,7 +670,7 @@ def draw_panels(number: int):
 
 
 def draw_by_seed(number: int):
-    """A row for each arm, a panel for each seed, a point for each step, unsmoothed."""
+    """Draw a row for each arm, a panel for each seed and a point for each step, unsmoothed."""
     lesson, records = LESSONS[number], records_of(number)
     (_, x), (_, y) = lesson.panels
     figure, axes = panels(
@@ -675,7 +688,8 @@ def draw_by_seed(number: int):
     return figure
 
 
-BROKEN = [  # (broken, healthy, the metric that gives it away)
+# (broken, healthy, the metric that shows the fault)
+BROKEN = [
     ("learning rate too high", "healthy", "kl/ref"),
     ("learning rate too high", "healthy", ACCURACY),
     ("responses cut", "healthy", "rollout/eos_frac"),
@@ -686,7 +700,7 @@ BROKEN = [  # (broken, healthy, the metric that gives it away)
 
 
 def draw_broken(number: int):
-    """One broken run a panel, each seed a line, beside the healthy one."""
+    """Draw a panel for each broken run beside a healthy one, with a line for each seed."""
     records = records_of(number)
     figure, axes = panels(2, 3, figsize=(12, 7.5))
     for ax, (broken, healthy, y) in zip(axes.flat, BROKEN, strict=True):
@@ -709,7 +723,7 @@ def draw(number: int) -> None:
 
 
 def block(number: int) -> str:
-    """What the page of a lesson holds: commands, picture, a table of what its arms came to."""
+    """The generated part of a lesson's page: commands, picture, and a table with the results of its arms."""
     lesson = LESSONS[number]
     columns, rows, total = USUAL | lesson.columns, [], 0.0
     for arm, runs in records_of(number).items():
@@ -733,9 +747,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "lessons", nargs="*", type=int, help="numbers; all of them if there is none"
+        "lessons", nargs="*", type=int, help="numbers of lessons; default: all lessons"
     )
-    parser.add_argument("--draw", action="store_true", help="run nothing")
+    parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
     args = parser.parse_args()
     numbers = args.lessons or list(LESSONS)
     if not args.draw:

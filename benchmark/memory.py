@@ -1,14 +1,14 @@
-"""What a script needs of a GPU's memory, by counting: python benchmark/memory.py
+"""How much GPU memory a script needs, by calculation: python benchmark/memory.py
 
-It writes the tables of docs/runs.md: which script trains which model on which card, and with which flags. Nothing is
-loaded: the shapes of the models are written down below, as their config.json has them. For one case:
+It writes the tables of docs/runs.md: which script trains which model on which card, and with which flags. It loads no
+model, because the shapes from each model's config.json are in MODELS below. For one case:
 
     python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576
 
-Weights, averages, gradients, copies, keys and values are exact. Activations are counted for a decoder with a gated MLP,
-and are within 15 % of the peak that tests/test_memory.py measures on an emulated GPU.
-Not counted: what the allocator loses between blocks, and CUDA's own context of half a GB. A card of n GB is taken to
-give n * 1e9 bytes; most report 3 to 7 % more than that, and this is what is left for both.
+Weights, averages, gradients, copies, keys and values are exact. Activations are calculated for a decoder with a gated
+MLP, and are within 15 % of the peak that tests/test_memory.py measures on an emulated GPU.
+Two things aren't counted: the memory that the allocator loses between blocks, and CUDA's context of half a GB. A card
+of n GB counts as n * 1e9 bytes. Most cards report 3 to 7 % more, and these bytes are left for both.
 """
 
 import argparse
@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 from records import ROOT, fill, table
 
-PROMPT = (
-    212  # tokens of a long prompt of the recipe: GSM8K's question, the instructions and a template
-)
+# Tokens of a long prompt in the recipe: a GSM8K question, the instructions and a template.
+PROMPT = 212
 CARDS = [16, 24, 40, 48, 80]  # GB
-COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]  # the scripts whose memory is counted here
+# The scripts whose memory this file counts.
+COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]
 FLAGS = dict(
     sampling_tokens=49152,
     micro_batch_tokens=2048,
@@ -31,14 +31,14 @@ FLAGS = dict(
     max_new_tokens=300,
     gradient_checkpointing=True,
 )
-# What is tried, in this order, until it fits.
+# The flags to try, in this order, until the script fits.
 LOWER = [
     {},
     dict(sampling_tokens=24576),
     dict(sampling_tokens=12288),
     dict(sampling_tokens=12288, beta=0),
 ]
-# On a card where the defaults leave room: the first that fits.
+# The flags to try on a card where the defaults leave room. The first set that fits is used.
 HIGHER = [
     dict(sampling_tokens=131072, micro_batch_tokens=16384),
     dict(sampling_tokens=131072, micro_batch_tokens=8192),
@@ -53,7 +53,8 @@ def llama(layers, width, heads, key_heads, inner, vocabulary, tied=True, **more)
 
 
 QWEN2 = dict(model_type="qwen2")
-MODELS = {  # as in config.json of the repositories of HuggingFaceTB and Qwen
+# The numbers of config.json in the repositories of HuggingFaceTB and Qwen.
+MODELS = {
     "Qwen2.5-0.5B": llama(24, 896, 14, 2, 4864, 151936, **QWEN2),
     "Qwen3-0.6B": llama(28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128),
     "Qwen2.5-1.5B": llama(28, 1536, 12, 2, 8960, 151936, **QWEN2),
@@ -64,11 +65,14 @@ MODELS = {  # as in config.json of the repositories of HuggingFaceTB and Qwen
 
 
 def shape(config: dict) -> SimpleNamespace:
-    """What is counted with, of a config.json of Llama, Qwen2, Qwen3, Gemma 3 (text) or GPT-2.
+    """The sizes that the counts need, from a config.json of Llama, Qwen2, Qwen3, Gemma 3 (text) or GPT-2.
 
-    matrices: (in, out) of each matrix of a layer; small: the other numbers of a layer; keys: numbers in a token's keys,
-    of one layer; linear: whether the matrices are nn.Linear, which alone get adapters; normed: whether queries and keys
-    are normed.
+    matrices: (in, out) of each matrix of a layer.
+    small: the number of other parameters of a layer.
+    outside: the number of parameters outside the layers, without the embedding and the head.
+    keys: the length of a token's keys in one layer.
+    linear: whether the matrices are nn.Linear. Only nn.Linear gets adapters.
+    normed: whether the model normalizes queries and keys.
     """
     c = SimpleNamespace(**config)
     found = SimpleNamespace(tied=getattr(c, "tie_word_embeddings", True), normed=False, linear=True)
@@ -78,11 +82,13 @@ def shape(config: dict) -> SimpleNamespace:
         found.layers, found.linear = c.n_layer, False
         found.F = F = getattr(c, "n_inner", None) or 4 * D
         found.matrices = [(D, 3 * D), (D, D), (D, F), (F, D)]
-        found.small = sum(out for _, out in found.matrices) + 4 * D  # biases, two norms with a bias
-        found.outside = c.n_positions * D + 2 * D  # positions, the last norm
+        # The biases, and two norms with a bias.
+        found.small = sum(out for _, out in found.matrices) + 4 * D
+        # The positions, and the last norm with its bias.
+        found.outside = c.n_positions * D + 2 * D
         return found
     if c.model_type not in ("llama", "qwen2", "qwen3", "gemma3_text"):
-        raise ValueError(f"model_type {c.model_type}: of this one the shapes are not known here")
+        raise ValueError(f"model_type {c.model_type}: memory.py doesn't know its shapes")
     found.layers = c.num_hidden_layers
     found.D, found.F = D, F = c.hidden_size, c.intermediate_size
     head = getattr(c, "head_dim", None) or D // c.num_attention_heads
@@ -97,67 +103,76 @@ def shape(config: dict) -> SimpleNamespace:
 
 
 def parameters(config: dict) -> int:
-    """Numbers in the model's weights, its head counted once where it is the embedding."""
+    """The number of the model's parameters. A head that is the embedding counts once."""
     s = shape(config)
     layer = sum(width * out for width, out in s.matrices) + s.small
     return s.layers * layer + s.outside + s.V * s.D * (1 if s.tied else 2)
 
 
 def adapters(config: dict, rank: int) -> int:
-    """Numbers in A (rank, in) and B (out, rank) of all layers of the trunk."""
+    """The number of parameters in A (rank, in) and B (out, rank) of all layers of the trunk."""
     s = shape(config)
     if not s.linear:
-        raise ValueError(f"model_type {config['model_type']}: its layers are not nn.Linear")
+        raise ValueError(f"model_type {config['model_type']}: its layers aren't nn.Linear")
     return s.layers * sum(rank * (width + out) for width, out in s.matrices)
 
 
 def activations(script: str, config: dict, tokens: int, checkpointing: bool = True) -> int:
-    """Bytes of one micro-batch at the worst moment of its backward pass on a GPU, beside gradients that are there.
+    """Bytes of one micro-batch at the worst moment of its backward pass on a GPU, without the gradients of weights.
 
-    The hidden state between layers is float32 where the weights are, else bf16, and one is kept for each layer. That
-    moment is one of three: the MLP of a layer (four tensors of width F are kept and three made, in bf16), its attention
-    (queries, keys and values, as they are and rotated, and their gradients), or a chunk of logits. The factors of D and
-    of the queries are fitted to peaks on the emulated GPU. Weights in float32 are cast to bf16 for the moment of their
-    layer, and their gradient is made in bf16 and then cast.
+    A hidden state is kept for each layer, in float32 if the weights are in float32, else in bf16. The worst moment is
+    one of three:
+
+    - the MLP of a layer: four tensors of width F are kept and three are made, in bf16;
+    - the attention of a layer: queries, keys and values, before and after the rotation, and their gradients;
+    - a chunk of logits.
+
+    The factors of D and of the queries are fitted to peaks on the emulated GPU. While a layer runs, its float32 weights
+    are cast to bf16. Their gradient is made in bf16 and then cast to float32.
     """
     s = shape(config)
     frozen = script == "grpo_lora"
     between = s.layers * tokens * s.D * (2 if frozen else 4)
-    queries = s.Q + 2 * s.keys  # numbers in a token's queries, keys and values
+    # The length of a token's queries, keys and values together.
+    queries = s.Q + 2 * s.keys
     mlp = 16 * s.F + 26 * s.D + 4 * queries if frozen else 14 * s.F + 42 * s.D + 6 * queries
     attention = 12 * queries + 27 * s.D if frozen else 14 * queries + 42 * s.D
-    attention += 8 * queries if s.normed else 0  # queries and keys, in float32
+    # Normed queries and keys are in float32.
+    attention += 8 * queries if s.normed else 0
     sizes = [width * out for width, out in s.matrices]
     cast = 0 if frozen else 2 * sum(sizes) + 6 * max(sizes)
     kept = 8 * s.F + 18 * s.D + 4 * queries if frozen else 8 * s.F + 26 * s.D + 4 * queries
     others = 0 if checkpointing else (s.layers - 1) * (tokens * kept + cast)
-    # Of a chunk: logits, log-probabilities and a gradient, float32; and the gradient of the head.
+    # A chunk's logits, log-probabilities and gradient in float32, and the gradient of the head.
     logits = 12 * min(2**24, tokens * s.V) + (0 if frozen else 4 * s.V * s.D)
     layer = tokens * max(mlp, attention) + cast
     return between + (max(layer, logits) if checkpointing else others + layer + logits // 4)
 
 
 def sampling(config: dict, f: SimpleNamespace) -> dict[str, int]:
-    """Bytes of keys and values of the most tokens that are sampled at a time; and of what is computed beside them."""
+    """Bytes while sampling: the keys and values of the most tokens sampled at a time, and everything beside them."""
     s = shape(config)
     columns = PROMPT + f.max_new_tokens
-    each = 2 * 2 * s.layers * s.keys  # a token's, bf16
+    # The keys and values of a token, in bf16.
+    each = 2 * 2 * s.layers * s.keys
     rows = max(f.num_generations, f.sampling_tokens // columns)
     cache = rows * columns * each
-    # Six tensors in float32: logits, noise and what is between them, and what the graph keeps.
+    # Six tensors in float32: logits, noise, the steps between them, and the tensors that the graph keeps.
     logits = 6 * 4 * min(rows, f.num_prompts * f.num_generations) * s.V
-    growing = 2 * rows * columns * each // (2 * s.layers)  # a layer's keys are copied as they grow
-    # An evaluation prefills one prompt a row, and then has no more than the prompts' keys and values.
+    # The keys of a layer are copied when they grow.
+    growing = 2 * rows * columns * each // (2 * s.layers)
+    # An evaluation prefills one prompt per row. At that moment it has only the keys and values of the prompts.
     prefill = rows * PROMPT * (3 * 2 * s.F + 6 * 2 * s.D + each) + 4 * rows * s.V
     return {"keys and values": cache, "sampling beside": max(logits + growing, prefill - cache)}
 
 
 def count(script: str, config: dict, **flags) -> dict[str, int]:
-    """Bytes by what they are for, of the script with these flags on one GPU; "peak" is the most at any moment."""
+    """Bytes by purpose, for the script with these flags on one GPU. "peak" is the most at any moment."""
     f = SimpleNamespace(**FLAGS | flags)
     s, P = shape(config), parameters(config)
     head = s.V * s.D
-    in_bf16 = 2 * P + 4 * head - (0 if s.tied else 2 * head)  # with a head in float32 of its own
+    # The model in bf16, with a separate head in float32.
+    in_bf16 = 2 * P + 4 * head - (0 if s.tied else 2 * head)
     if script == "grpo_lora":
         trained = adapters(config, f.lora_rank)
         found = {
@@ -168,12 +183,12 @@ def count(script: str, config: dict, **flags) -> dict[str, int]:
     elif script in ("grpo", "ppo_rlhf"):
         trained = P
         if script == "ppo_rlhf":
-            # The value network has a score of D numbers in the place of the head.
+            # The value network has a score of D numbers instead of the head.
             trained += (P if s.tied else P - head) + s.D
         found = {"weights": 4 * trained, "averages": 8 * trained, "gradients": 4 * trained}
         found |= {"sampling copy": in_bf16, "reference": in_bf16 if f.beta else 0}
     else:
-        raise ValueError(f"{script}: of this one the copies are not known here")
+        raise ValueError(f"{script}: memory.py doesn't know its copies of the model")
     found |= sampling(config, f)
     found["activations"] = activations(
         script, config, f.micro_batch_tokens, f.gradient_checkpointing
@@ -191,7 +206,7 @@ def words(flags: dict) -> str:
 
 
 def verdict(script: str, config: dict, card: int) -> str:
-    """Whether it fits on a card of so many GB, and with which flags."""
+    """Whether the script fits on a card with `card` GB, and with which flags."""
     for flags in LOWER:
         peak = count(script, config, **flags)["peak"]
         if peak <= card * 1e9:

@@ -1,4 +1,4 @@
-"""What the pictures have in common: axes, text and background for light and dark pages, and whose records they are."""
+"""Shared by all pictures: axes, text and background for light and dark pages, and the name of their records."""
 
 import hashlib
 import json
@@ -6,12 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-WINDOW = 5  # steps over which a curve is smoothed
-GRAY = "#7f7f7f"  # readable on a white page and on a black one
+# Curves are smoothed over this number of steps.
+WINDOW = 5
+# Readable on a white page and on a black page.
+GRAY = "#7f7f7f"
 
 
 def digest(records: list) -> str:
-    """A name for these numbers. It stands in the picture that is drawn from them, where the tests look for it."""
+    """A name for these numbers. The picture drawn from the numbers contains the name, and the tests check it."""
     return (
         "records " + hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
     )
@@ -37,7 +39,7 @@ def panels(rows: int, columns: int, **shape):
 
 
 def save(figure, path: Path, name: str) -> None:
-    """As an SVG without a date, which holds the name of its records."""
+    """Save the figure as an SVG without a date. The SVG contains the name of its records."""
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +48,7 @@ def save(figure, path: Path, name: str) -> None:
 
 
 def smooth(values: list) -> np.ndarray:
-    """The mean of the last five steps, leaving out what is missing."""
+    """The mean of the last five steps, without missing values."""
     values = np.array([np.nan if value is None else value for value in values], dtype=float)
     return np.array(
         [np.nanmean(values[max(0, k - WINDOW + 1) : k + 1]) for k in range(len(values))]
@@ -54,6 +56,6 @@ def smooth(values: list) -> np.ndarray:
 
 
 def draw_band(ax, across, curves: np.ndarray, color: str, label: str | None = None) -> None:
-    """Curves (seeds, steps): a line for their mean, a band from the lowest to the highest."""
+    """Draw curves (seeds, steps): a line for their mean, and a band from the lowest to the highest."""
     ax.fill_between(across, curves.min(0), curves.max(0), alpha=0.2, linewidth=0, color=color)
     ax.plot(across, curves.mean(0), color=color, label=label)

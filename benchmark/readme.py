@@ -1,9 +1,9 @@
 """Write the tables of README.md and variants/README.md from the records: python benchmark/readme.py
 
-Reads benchmark/records/bundled.jsonl, bundled-sums.jsonl and variants.jsonl (of bundled.py), trl-learn.jsonl, of which
-it draws the picture, and trl-cpu.txt (of compare_trl.py). README's first picture is of three lessons. The tables stand
-between <!-- name --> and <!-- end name -->; tests/test_docs.py says that they, and the pictures, are those of the
-records.
+It reads four records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
+and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl, and README's first picture,
+which shows three lessons. The tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that
+tables and pictures match the records.
 """
 
 import re
@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 from scripts import SCRIPTS  # noqa: E402
 
 PICTURES = {name: FOLDER / f"{name}.svg" for name in ("apart", "trl-learn")}
-# The first picture: of these lessons these arms, as (x, y).
+# The first picture: lesson, arms and (x, y).
 RATES = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")
 APART = [
     (
@@ -116,7 +116,7 @@ def speed_table() -> str:
 
 
 def sums_table() -> str:
-    """For each seed of grpo.py on assets/sums: sampled accuracy, means of ten steps, and held out, greedy."""
+    """For each seed of grpo.py on assets/sums: sampled accuracy as means of ten steps, and greedy held-out accuracy."""
     records = records_of("bundled-sums")
     ends = [step for step, _ in records[0]["held_out"]]
     header = ["seed"] + [f"sampled, steps to {end}, %" for end in (10, *ends[1:])]

@@ -1,6 +1,6 @@
-"""What the benchmarks have in common: records with their provenance, the marked places of pages, memory, spread.
+"""Shared by all benchmarks: records with their provenance, the marked places of pages, memory, spread.
 
-A record is a line of JSON in benchmark/records. In a page a table stands between <!-- name --> and <!-- end name -->.
+A record is a line of JSON in benchmark/records. In a page, a table stands between <!-- name --> and <!-- end name -->.
 """
 
 import json
@@ -14,7 +14,7 @@ FOLDER = ROOT / "benchmark" / "records"
 
 
 def provenance() -> dict:
-    """The commit, and whether what is run has changes that are not in it."""
+    """The commit, and whether the code has changes that aren't committed."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -25,7 +25,7 @@ def provenance() -> dict:
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a file, none if there is no file."""
+    """The records of a file. Without the file, there are no records."""
     if not path.is_file():
         return []
     return [json.loads(line) for line in path.open(encoding="utf-8")]
@@ -36,7 +36,7 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def read_run(folder: Path) -> tuple[list[dict], dict]:
-    """Of a run: its metrics, the evaluation before it first, and its args with the versions of the packages."""
+    """The metrics of a run, and its args with the versions of the packages. The evaluation before training is first."""
     args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     return read(folder / "metrics.jsonl"), args
 
@@ -46,20 +46,20 @@ def marked(name: str, text: str) -> str:
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Put the text into its place in a page."""
+    """Write the text into its marked place in a page."""
     before, rest = page.read_text(encoding="utf-8").split(f"<!-- {name} -->\n")
     _, after = rest.split(f"<!-- end {name} -->\n")
     page.write_text(before + marked(name, text) + after, encoding="utf-8")
 
 
 def memory(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes. Not getrusage: its maximum counts the process that started this one."""
+    """VmRSS or VmHWM of this process in bytes. getrusage would also count the process that started this one."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Mean, lowest and highest; a dash where there is nothing to count."""
+    """Mean, lowest and highest; a dash if there are no values."""
     if np.isnan(values).all():
         return "-"
     return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"

@@ -1,7 +1,7 @@
 """Draw the two pictures of report.py's page: python benchmark/report_pictures.py runs/*/
 
-They are docs/report/curves.png and samples.png, taken by a headless Chromium (apt-get install chromium, and pip install
-playwright==1.65.2). The runs in the README are those of
+They are docs/report/curves.png and samples.png. A headless Chromium takes them: apt-get install chromium, and pip
+install playwright==1.65.2. The README shows these runs:
 
     for seed in 1 2 3; do
         python grpo.py --eval-every 5 --seed $seed
@@ -27,7 +27,7 @@ OPTIONS += ["--disable-component-update", "--disable-sync"]
 
 @contextmanager
 def browser():
-    """A headless Chromium without a profile."""
+    """Start a headless Chromium without a profile."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:

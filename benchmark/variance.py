@@ -1,10 +1,10 @@
 """The variance of the policy gradient under five baselines, at a fixed policy: python benchmark/variance.py
 
-Measured at three moments: assets/adder as it is, and after 20 and 40 steps of rloo.py. At each, 8 responses to each of
-512 questions are sampled, and the gradient g of the log-probability of each response is computed. The estimate from one
-response is (R - b) g, with the return R (both rewards) and the baseline b. Its variance, summed over all weights, is
-E[|(R - b) g|^2] - |E[(R - b) g]|^2. Writes records/variance.jsonl, and the table in docs/lessons.md; four minutes of
-one core.
+It measures three moments: assets/adder at the start, and after 20 and 40 steps of rloo.py. At each moment it samples 8
+responses to each of 512 questions, and computes the gradient g of the log-probability of each response. The estimate
+from one response is (R - b) g, with the return R (both rewards) and the baseline b. Its variance, summed over all
+weights, is E[|(R - b) g|^2] - |E[(R - b) g]|^2. The script writes records/variance.jsonl and the table in
+docs/lessons.md. It takes four minutes on one core.
 """
 
 import subprocess
@@ -31,7 +31,7 @@ def rewards_of(examples, completions):
 
 
 def measure(folder, steps: int) -> dict:
-    """Variance and signal of the gradient estimate for each baseline, with the policy in this folder."""
+    """Variance and signal of the gradient estimate for each baseline, for the policy in this folder."""
     args, _, _ = grpo.resolve_args(grpo.Args(device="cpu"))
     args.model = str(folder)
     config, tokenizer = grpo.load_config(args)
@@ -51,8 +51,9 @@ def measure(folder, steps: int) -> dict:
         "mean of the others": (groups.sum(1, keepdim=True) - groups).flatten() / (SAMPLES - 1),
         "greedy response": rewards_of(examples, greedy.completions).repeat_interleave(SAMPLES),
     }
-    # b does not change g: sums of g, R g and b g give the mean for every baseline, and |g|^2 is all else it takes.
-    squares = torch.zeros_like(R)  # (N,) of |g|^2
+    # g doesn't depend on b. So the sums of g, R g and b g give the mean for every baseline, and only |g|^2 is needed
+    # for the rest.
+    squares = torch.zeros_like(R)  # (N,)
     sums = {name: torch.zeros(sum(x.numel() for x in weights)) for name in ("g", *baselines)}
     for i in range(len(R)):
         logprobs = grpo.compute_logprobs(model, rollout.select([i]), 1.0)  # (1, R)
@@ -80,13 +81,14 @@ def measure(folder, steps: int) -> dict:
         second = ((R - baselines[name]) ** 2 * squares).mean()
         mean = sums[name] / len(R)
         variance = (second - mean @ mean) * len(R) / (len(R) - 1)
-        signal = mean @ mean - variance / len(R)  # without what noise adds to the square of a mean
+        # Noise adds variance / N to the square of a mean.
+        signal = mean @ mean - variance / len(R)
         record[name] = {"variance": variance.item(), "signal": signal.item()}
     return record
 
 
 def make_table(records) -> str:
-    """Markdown: for each moment the variances, and the signal to noise of a step of 128 responses."""
+    """A table in Markdown: for each moment the variances, and the signal-to-noise ratio of 128 responses."""
     rows = []
     for record in records:
         ratio = record["square_wrong"] / record["square_right"]

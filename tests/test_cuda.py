@@ -1,5 +1,6 @@
-"""The GPU path on an emulated device (tests/emulated_cuda), of grpo.py and of siblings with tensors of their own:
-that it runs, not how fast.
+"""The GPU path on an emulated device (tests/emulated_cuda), for grpo.py and scripts with additional tensors.
+
+The tests show that the GPU path runs, not how fast it is.
 """
 
 import json
@@ -23,8 +24,8 @@ from transformers import AutoModelForCausalLM
 EMULATED = ROOT / "tests" / "emulated_cuda"
 SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
 LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 8 --eval-size 2 --max-new-tokens 20"
-# Short segments: finished rows are dropped, keys and values grow and the graph is recorded anew within 24 tokens.
-# With "stop" a signal comes in the first step.
+# With short segments, 24 tokens suffice to drop finished rows, grow the cache and record the graph again.
+# The program "stop" sends a signal in the first step.
 VARIED = """import signal, sys
 sys.path.insert(0, {root!r})
 import grpo, tyro
@@ -39,7 +40,7 @@ if "stop" in sys.argv[0]:
     grpo.sample_responses = stopped
 grpo.main(tyro.cli(grpo.Args))
 """
-# Two processes, with a device each, as torchrun would start them.
+# Start two processes with one device each, like torchrun.
 SEVERAL = """import os, runpy, shutil, sys
 sys.path.insert(0, {root!r})
 import grpo_multigpu  # the libraries, once for both
@@ -58,7 +59,7 @@ os.environ.clear()
 os.environ |= alone
 shutil.rmtree("grpo_multigpu/model")  # which one process will write, from the checkpoint
 """
-# bf16 where it makes the GPU fast, float32 where it would cost accuracy.
+# Most operations use bf16 for speed. Those that need the accuracy use float32.
 PRECISION = """import sys
 sys.path.insert(0, {root!r})
 import grpo, torch, transformers
@@ -79,7 +80,8 @@ assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{tor
 assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
 assert {{x.dtype for x in model.parameters()}} == {{x.dtype for x in copied.buffers()}} == {{torch.float32}}
 """
-# grpo_lora.py: weights in bf16 but for the head, adapters in float32, and nothing twice; sampling and training agree.
+# grpo_lora.py keeps weights in bf16, the head and adapters in float32, and no tensor twice.
+# Sampling and training agree.
 ADAPTERS = """import sys
 sys.path.insert(0, {root!r})
 import grpo_lora, torch, transformers
@@ -109,7 +111,7 @@ logprobs.sum().backward()
 assert all(x.grad.dtype == torch.float32 and x.grad.any() for x in trained)
 assert not any(x.grad is not None for x in ref_model.parameters())
 """
-# A step of the supported models can be recorded, and replayed it samples the same; a few need --no-cuda-graph.
+# The device can record a step of most families, and the replay samples the same. A few need --no-cuda-graph.
 FAMILIES = """import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import grpo, pytest, torch
@@ -129,7 +131,7 @@ for family in [*list(SUPPORTED)[::3], *unrecordable]:
     else:
         assert all(map(torch.equal, single_steps, sample(model, True))), family
 """
-# The bytes of the weights; and the peak of forward and backward above what was there before, gradients included.
+# Print the bytes of the weights and the additional peak of a forward and backward pass. Gradients exist before it.
 PEAKS = """import gc, json, sys, types
 sys.path[:0] = [{root!r}, {root!r} + "/benchmark"]
 import grpo, grpo_lora, memory, torch, transformers
@@ -182,11 +184,11 @@ FAULTS = dict(
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Run everything: name -> (exit status, graphs recorded, graphs replayed, printed text, folder)."""
+    """Run all programs. Return name -> (exit status, graphs recorded, graphs replayed, printed text, folder)."""
     if shutil.which("g++") is None or torch.version.cuda is not None or sys.platform != "linux":
         pytest.skip("the emulated device needs Linux, g++, and a torch that was built without CUDA")
     folder = tmp_path_factory.mktemp("cuda")
-    # Where no gradient was computed yet, a process can be forked.
+    # This program forks, and a process can only fork before it computes a gradient. So this program runs first.
     programs = {"grpo_multigpu": SEVERAL}
     programs |= {name: VARIED for name in ("graph", "eager", "stop")} | {
         "precision": PRECISION,
@@ -197,7 +199,7 @@ def runs(tmp_path_factory):
     programs |= {name: f"import torch\n{fault}\n" for name, fault in FAULTS.items()}
     for name, program in programs.items():
         (folder / f"{name}.py").write_text(program.format(root=str(ROOT), port=free_port()))
-    # In one process, which imports the libraries once.
+    # One process runs all commands, so it imports the libraries only once.
     commands = {name: [folder / f"{name}.py"] for name in programs}
     commands |= {name: [ROOT / f"{name}.py"] for name in OWN_TENSORS}
     for name in (*OWN_TENSORS, "grpo_multigpu"):
@@ -215,7 +217,8 @@ def runs(tmp_path_factory):
     lines["multigpu resumed"] = shlex.join(map(str, multigpu))
     device = runpy.run_path(str(EMULATED / "__main__.py"))["build"]()
     options = dict(cwd=folder, capture_output=True, text=True)
-    options["env"] = os.environ | {"LD_PRELOAD": str(device)}  # or it would start itself again
+    # Without this variable the emulator would start itself again.
+    options["env"] = os.environ | {"LD_PRELOAD": str(device)}
     process = subprocess.run([sys.executable, EMULATED, *lines.values()], **options)
     texts = re.split(r"^---- .*\.py.*\n", process.stdout, flags=re.M)[1:]
     assert len(texts) == len(lines), process.stdout + process.stderr
@@ -245,8 +248,8 @@ def test_script_trains_on_cuda(runs, name):
     for row in rows[1:]:
         assert row["policy/ratio_mean"] == pytest.approx(1, abs=0.01) and row["optim/skipped"] == 0
         assert row["optim/grad_norm"] > 1e-3 and row["time/peak_mem_gb"] > 1e-3
-        # The rollout is sampled in bf16 and trained with the rounding of autocast: close, and not the same numbers; but
-        # for grpo_lora.py, whose weights are those of the sampler.
+        # The sampler's bf16 and the trainer's autocast round differently, so their numbers are close but not equal.
+        # In grpo_lora.py sampler and trainer share the weights, so the gap may be 0.
         lowest = -1 if name == "grpo_lora" else 1e-6
         assert lowest < row["rollout/logprob_gap"] < 0.01
     trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
@@ -256,7 +259,8 @@ def test_script_trains_on_cuda(runs, name):
 def test_replayed_graphs_sample_what_single_steps_do(runs):
     graph, eager = runs["graph"], runs["eager"]
     assert graph[0] == eager[0] == 0, graph[3] + eager[3]
-    assert graph[1] >= 12 and eager[1] == 0  # at least 3 segments in each of 4 rollouts
+    # Each of the 4 rollouts has at least 3 segments.
+    assert graph[1] >= 12 and eager[1] == 0
     assert (graph[4] / "samples.jsonl").read_text() == (eager[4] / "samples.jsonl").read_text()
     for one, other in zip(metrics(graph[4]), metrics(eager[4]), strict=True):
         assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
@@ -272,7 +276,7 @@ def test_signal_and_resume_on_cuda(runs):
 
 
 def test_multigpu_resumes_on_cuda(runs):
-    """The weights of the checkpoint are sharded again, and gathered for the model that is written."""
+    """A resumed run shards the checkpoint's weights again, and gathers them to write the model."""
     status, _, _, text, _ = runs["multigpu resumed"]
     folder = runs["grpo_multigpu"][4]
     assert status == 0 and [row["step"] for row in metrics(folder)] == [0, 1], text
@@ -287,7 +291,7 @@ def test_pieces_on_cuda(runs, name):
 
 
 def test_peaks_are_those_that_are_counted(runs):
-    """Weights to the byte but for buffers; activations within 15 %."""
+    """The counted weights match to the byte, except for buffers. The counted activations match within 15 %."""
     lines = re.findall(r"^PEAK (.*)$", runs["peaks"][3], flags=re.M)
     assert len(lines) == 7, runs["peaks"][3]
     for line in lines:
@@ -305,5 +309,6 @@ def test_emulated_device_refuses_what_cuda_refuses(runs, name):
     )
     message = (message | dict(masked=message["waits"])).get(name, "devices")
     assert status == 1 and message in text, text
-    if name == "freed":  # recording computed nothing, the first replay did
+    # Recording computes nothing; the first replay adds 1.
+    if name == "freed":
         assert "x is [1.0, 1.0]\nx is [2.0, 2.0]\n" in text

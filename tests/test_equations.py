@@ -1,4 +1,4 @@
-"""The equations of each script: by numbers worked by hand, against slow float64 loops, and by identities."""
+"""Check each script's equations with numbers worked by hand, slow float64 loops and identities."""
 
 import dataclasses
 import inspect
@@ -20,19 +20,20 @@ import vapo
 
 
 def make_args(script, **fields):
-    """Args of the script, without the fields that it does not have."""
+    """Args of the script, with only the fields that this script has."""
     known = {field.name for field in dataclasses.fields(script.Args)}
     given = {"max_new_tokens": 10, "beta": 0.0, **fields}
     return script.Args(**{name: value for name, value in given.items() if name in known})
 
 
-# Scripts whose algorithm has one advantage a token, (n, R), and not one a sequence, (n, 1).
+# These scripts have one advantage per token, (n, R). The others have one per sequence, (n, 1).
 PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "grpo_offpolicy", "distill")
 
 
 def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
-    """policy_loss of any script: each takes the reference and the count that its own algorithm uses."""
-    if ref is None:  # garbage that must not be used
+    """Call any script's policy_loss with the arguments that this script takes."""
+    # The loss must not use this reference.
+    if ref is None:
         ref = torch.full_like(logprobs, -1.0)
     if script.__name__ in PER_TOKEN and advantages.shape == (len(mask), 1):
         advantages = advantages.expand(mask.shape)
@@ -43,7 +44,7 @@ def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_to
 
 
 def advantages_of(script, rewards):
-    """The script's advantages; a baseline that is passed in is the mean."""
+    """The script's advantages. Scripts that take a baseline get the mean."""
     if script is reinforce_baseline:
         return script.compute_advantages(make_args(script), rewards, rewards.mean())
     if script is remax:
@@ -52,7 +53,7 @@ def advantages_of(script, rewards):
 
 
 def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
-    """Random log-probabilities, advantages and a ragged mask, with garbage where it is masked."""
+    """Random log-probabilities, advantages and a ragged mask. Masked entries contain garbage."""
     generator = torch.Generator().manual_seed(seed)
     random = -2 * torch.rand(3, n, R, generator=generator, dtype=dtype)
     logprobs, old, ref = random.unbind(0)  # (n, R) each
@@ -68,9 +69,9 @@ def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
 
 
 def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_tokens):
-    """The loss of each script, one token at a time; responses are cut at 10 tokens, the ratio at 0.8 and 1.2 (1.28).
+    """The loss of each script, one token at a time, with max_new_tokens 10.
 
-    In gspo.py, where make_args leaves the range at its default, it is cut at 0.9997 and 1.0004.
+    The clip range is 0.8 to 1.2; the upper bound of dapo.py and vapo.py is 1.28. gspo.py clips at 0.9997 and 1.0004.
     """
     logprobs, old, ref, advantages = (
         x.detach().tolist() for x in (logprobs, old, ref, advantages.expand(mask.shape))
@@ -148,7 +149,7 @@ def test_advantages_by_hand():
 @pytest.mark.parametrize("G", [2, 3, 7, 8])
 @pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
 def test_equal_rewards_give_exactly_zero(member, reward, G):
-    # In float32 the mean of equal rewards can be off by an ulp; over a tiny std that would be a large advantage.
+    # In float32 the mean of equal rewards can be off by an ulp. A division by a tiny std would make this error large.
     assert (advantages_of(member, torch.full((2, G), reward)) == 0).all()
 
 
@@ -171,7 +172,7 @@ def test_advantages_refuse_a_flat_vector(member):
 
 @pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
 def test_a_group_of_one_is_refused(member):
-    # It has no other samples and no std: the advantage would be 0 or NaN.
+    # A group of one has no other samples and no std: the advantage would be 0 or NaN.
     with pytest.raises(AssertionError):
         advantages_of(member, torch.rand(8, 1))
 
@@ -179,7 +180,8 @@ def test_a_group_of_one_is_refused(member):
 @pytest.mark.parametrize(
     ("member", "expected"),
     [
-        # Rewards 3, 0, 0, 1: mean 1; the others' means 1/3, 4/3, 4/3, 1; squares 4, 1, 1, 0, so Bessel's std sqrt(2).
+        # Rewards 3, 0, 0, 1 have mean 1. The means of the other three are 1/3, 4/3, 4/3, 1.
+        # The squared deviations are 4, 1, 1, 0, so Bessel's std is sqrt(2).
         (reinforce_baseline, [2.0, -1.0, -1.0, 0.0]),
         (rloo, [8 / 3, -4 / 3, -4 / 3, 0.0]),
         (dr_grpo, [2.0, -1.0, -1.0, 0.0]),
@@ -234,7 +236,8 @@ def test_the_baseline_is_one_scalar_subtracted_from_all(baseline):
     rewards, args = random_rewards(2), make_args(reinforce_baseline)
     expected = [[x - float(baseline) for x in row] for row in rewards.tolist()]
     assert reinforce_baseline.compute_advantages(args, rewards, baseline).tolist() == expected
-    with pytest.raises(AssertionError):  # one baseline per prompt is another algorithm
+    # One baseline per prompt would be another algorithm.
+    with pytest.raises(AssertionError):
         reinforce_baseline.compute_advantages(args, rewards, rewards.mean(1, keepdim=True))
 
 
@@ -243,12 +246,13 @@ def test_a_batch_of_one_sample_per_prompt_has_advantages_under_reinforce():
     assert advantages_of(reinforce_baseline, rewards).tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
 
 
-# ---- the return and the baseline, where the KL is a part of the reward
+# ---- the return and the baseline, if the KL is part of the reward
 
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo])
 def test_returns_by_hand(member):
-    # Log-ratios 1 - 3 and 2 + 0.5 over the tokens that count: KL -2 and 2.5; the return is the reward minus half of it.
+    # The log-ratios of the counted tokens add up to a KL of 1 - 3 = -2 and 2 + 0.5 = 2.5.
+    # The return is the reward minus half of the KL.
     old = torch.tensor([[-1.0, -1.0, 9.0], [-1.0, -0.5, math.nan]], dtype=torch.float64)
     ref = torch.tensor([[-2.0, 2.0, 5.0], [-3.0, -1.0, 1.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, False]])
@@ -270,13 +274,14 @@ def test_returns_against_a_slow_loop(member):
     ):
         kl = math.fsum(float(old[i, t] - ref[i, t]) for t in range(old.shape[1]) if mask[i, t])
         assert result == pytest.approx(reward - 0.3 * kl, abs=1e-12)
+    # A positive KL lowers the return.
     assert (returns < rewards)[
         ((old - ref).masked_fill(~mask, 0.0).sum(1) > 0).view_as(rewards)
-    ].all()  # a KL costs
+    ].all()
 
 
 def test_baselines_by_hand():
-    # Returns 1, 2, 3 with the average 10 so far: 0.9 * 10 + 0.1 * 2 is the average for the next step, not for this one.
+    # This step's baseline is the average so far, 10. The next step's average is 0.9 * 10 + 0.1 * 2.
     returns = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
     for name, expected in {"batch_mean": 2.0, "moving_average": 10.0, "none": 0.0}.items():
         args = make_args(reinforce_baseline, baseline=name)
@@ -333,7 +338,7 @@ def test_a_mixed_group_is_one_with_an_advantage():
     ],
 )
 def test_overlong_penalty_by_hand(length, penalty, dtype):
-    # L_max 100, L_cache 20: nothing up to 80 tokens, then 1/20 per token, and -1 from 100 on.
+    # L_max is 100 and L_cache is 20: no penalty up to 80 tokens, then 1/20 per token, and -1 from 100 on.
     args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
     result = dapo.overlong_penalty(args, torch.tensor([length], dtype=dtype))
     assert result.shape == (1,) and result.is_floating_point()
@@ -343,7 +348,7 @@ def test_overlong_penalty_by_hand(length, penalty, dtype):
 def test_overlong_penalty_never_rewards_and_keeps_the_order():
     args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
     penalties = dapo.overlong_penalty(args, torch.arange(1, 130))
-    # Exactly 0: a short answer is not punished for each of its tokens.
+    # The penalty of a short answer is exactly 0.
     assert (penalties[:80] == 0).all()
     assert (penalties[80:99].diff() < 0).all() and (penalties[99:] == -1).all()
 
@@ -355,10 +360,12 @@ def test_overlong_penalty_never_rewards_and_keeps_the_order():
     ("ratio", "advantage", "token_loss", "gradient"),
     [
         (1.0, 2.0, -2.0, -2.0),
-        # Above the upper bound with a positive advantage: clipped, no gradient.
+        # A positive advantage above the upper bound is clipped and has no gradient.
         (1.5, 2.0, -2.4, 0.0),
-        (0.5, 2.0, -1.0, -1.0),  # below it, the objective is the smaller one: the unclipped
-        (1.5, -2.0, 3.0, 3.0),  # a negative advantage turns it around
+        # Below the range the unclipped objective is the smaller one.
+        (0.5, 2.0, -1.0, -1.0),
+        # A negative advantage swaps these two cases.
+        (1.5, -2.0, 3.0, 3.0),
         (0.5, -2.0, 1.6, 0.0),
         (1.2 - 1e-9, 2.0, -2.4, -2.4),  # just inside
     ],
@@ -372,17 +379,20 @@ def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
     loss, _ = loss_of(member, args, logprobs, old, None, advantages, mask, 1, 1)
     loss.backward()
     assert loss.item() == pytest.approx(token_loss, abs=1e-7)
-    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-7)  # d ratio / d logprob = ratio
+    # d ratio / d logprob = ratio
+    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-7)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "of_grpo", "of_dapo"),  # (loss, gradient) each
+    # of_grpo and of_dapo are pairs (loss, gradient).
+    ("ratio", "advantage", "of_grpo", "of_dapo"),
     [
         # Clip-Higher: between 1.2 and 1.28 the token still learns.
         (1.25, 2.0, (-2.4, 0.0), (-2.5, -2.5)),
         (1.3, 2.0, (-2.4, 0.0), (-2.56, 0.0)),
         (1.3, -2.0, (2.6, 2.6), (2.6, 2.6)),
-        (0.75, -2.0, (1.6, 0.0), (1.6, 0.0)),  # the lower bound is grpo's: 0.8 and not 0.72
+        # dapo.py has grpo.py's lower bound: 0.8, not 0.72.
+        (0.75, -2.0, (1.6, 0.0), (1.6, 0.0)),
         (0.75, 2.0, (-1.5, -1.5), (-1.5, -1.5)),
     ],
 )
@@ -405,7 +415,7 @@ def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
 
 @pytest.mark.parametrize("member", [grpo, dr_grpo])
 def test_kl_term_by_hand(member):
-    # pi = 0.5, pi_ref = 0.25: pi_ref / pi - log(pi_ref / pi) - 1 = 0.5 + log 2 - 1. It is ADDED to the loss.
+    # pi = 0.5, pi_ref = 0.25: pi_ref / pi - log(pi_ref / pi) - 1 = 0.5 + log 2 - 1. The loss ADDS this term.
     logprobs = torch.tensor([[math.log(0.5)]], dtype=torch.float64, requires_grad=True)
     ref, mask = (
         torch.tensor([[math.log(0.25)]], dtype=torch.float64),
@@ -438,7 +448,7 @@ def test_where_the_kl_is_in_the_reward_the_loss_has_none(member):
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo, ppo_rlhf])
 def test_k3_estimates_the_kl_from_policy_to_reference(member):
-    # Its expectation under the policy is KL(pi || ref), and not the other direction.
+    # The expectation of k3 under the policy is KL(pi || ref), not KL(ref || pi).
     policy, reference = (
         torch.tensor([0.7, 0.2, 0.1]).double(),
         torch.tensor([0.2, 0.3, 0.5]).double(),
@@ -456,16 +466,18 @@ def test_k3_estimates_the_kl_from_policy_to_reference(member):
 @pytest.mark.parametrize(
     ("member", "expected"),
     [
-        # Losses 1,1,1,1,10 and nine 1s and a 10: sums 14 and 19, 5 and 10 tokens, 33 and 15 in all.
-        (grpo, (14 / 5 + 19 / 10) / 2),  # within each sequence, then over sequences: 2.35
-        (dr_grpo, (14 / 20 + 19 / 20) / 2),  # max_new_tokens is 20, whatever the lengths are: 0.825
-        (dapo, 33 / 15),  # over tokens: 2.2
+        # One sequence has 5 tokens with a summed loss of 14, the other 10 tokens with 19: together 15 tokens and 33.
+        # The mean within each sequence, then over sequences: 2.35.
+        (grpo, (14 / 5 + 19 / 10) / 2),
+        # Dr. GRPO divides by max_new_tokens, 20, not by the lengths: 0.825.
+        (dr_grpo, (14 / 20 + 19 / 20) / 2),
+        (dapo, 33 / 15),  # mean over tokens: 2.2
         (ppo_rlhf, 33 / 15),
         (vapo, 33 / 15),
     ],
 )
 def test_means_by_hand(member, expected):
-    # Advantages of -1 leave ratios above 1 unclipped, so that the loss of a token is its ratio.
+    # With advantages of -1, ratios above 1 are not clipped, so the loss of a token is its ratio.
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 5:] = False
     logprobs = torch.zeros(2, 10, dtype=torch.float64)
@@ -478,7 +490,8 @@ def test_means_by_hand(member, expected):
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo])
 def test_reinforce_by_hand(member):
-    # A = 2 on two tokens of -0.5, A = -1 on four of -0.25: -(2 * -1 + -1 * -1) / 2. No division by the lengths.
+    # A = 2 on two tokens of -0.5 and A = -1 on four of -0.25: -(2 * -1 + -1 * -1) / 2.
+    # The loss doesn't divide by the lengths.
     logprobs = torch.tensor(
         [[-0.5, -0.5, -9.0, -9.0], [-0.25] * 4], dtype=torch.float64, requires_grad=True
     )
@@ -495,7 +508,7 @@ def test_reinforce_by_hand(member):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
-    # The minibatch is larger than this slice: 8 sequences, and 11 tokens more.
+    # The minibatch is larger than this slice: it has 8 sequences and 11 more tokens.
     logprobs, old, ref, advantages, mask = ragged_batch(seed)
     args, num_tokens = make_args(script, beta=beta), int(mask.sum()) + 11
     loss, _ = loss_of(
@@ -537,7 +550,7 @@ def test_at_ratio_one_the_gradient_is_reinforce():
 
 @pytest.mark.parametrize("member", [dr_grpo, dapo, ppo_rlhf, vapo])
 def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(member):
-    # -A over a number that no response's own length has a part in.
+    # The gradient is -A divided by a number that doesn't depend on the response's length.
     logprobs, _, _, advantages, mask = ragged_batch(1)
     args, num_tokens = make_args(member, beta=0.0), int(mask.sum())
     loss, _ = loss_of(
@@ -551,7 +564,7 @@ def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(me
 
 @pytest.mark.parametrize("member", [reinforce_baseline, rloo])
 def test_reinforce_knows_no_ratio(member):
-    # Nothing is clipped and nothing reweighted: the gradient is -A / num_seqs whatever policy sampled.
+    # REINFORCE neither clips nor reweights: the gradient is -A / num_seqs, whichever policy sampled.
     logprobs, old, _, advantages, mask = ragged_batch(2)
     loss, _ = loss_of(
         member, make_args(member), logprobs, old, None, advantages, mask, 6, int(mask.sum())
@@ -562,7 +575,7 @@ def test_reinforce_knows_no_ratio(member):
 
 
 def of_a_full_group(script, logprobs, old, rewards, **fields):
-    """The gradient of a script on one group of rewards (G,) whose responses are all full, advantages included."""
+    """The loss and gradient of a script on one group with rewards (G,), whose responses all have the full length."""
     logprobs = logprobs.detach().clone().requires_grad_()
     args = make_args(script, beta=0.0, max_new_tokens=logprobs.shape[1], **fields)
     advantages, mask = (
@@ -581,19 +594,19 @@ def test_scripts_agree_where_they_must(seed):
     logprobs, old = random.unbind(0)  # (G, R) each
     rewards = torch.randn(6, generator=generator, dtype=torch.float64)  # (G,)
 
-    # At full lengths Dr. GRPO differs from GRPO by the std alone.
+    # At full lengths Dr. GRPO and GRPO differ only by the std.
     of_grpo = of_a_full_group(grpo, logprobs, old, rewards)
     assert torch.allclose(
         of_a_full_group(dr_grpo, logprobs, old, rewards),
         of_grpo * (rewards.std() + 1e-4),
         atol=1e-12,
     )
-    # At equal lengths DAPO differs by the upper bound alone, and with many ratios above 1.2 it does differ.
+    # At equal lengths DAPO and GRPO differ only by the upper bound. Many ratios here are above 1.2.
     equal = of_a_full_group(dapo, logprobs, old, rewards, clip_eps_low=0.2, clip_eps_high=0.2)
     assert torch.allclose(equal, of_grpo, atol=1e-12)
     higher = of_a_full_group(dapo, logprobs, old, rewards)
     assert not torch.allclose(higher, of_grpo, atol=1e-3)
-    # In one group RLOO is REINFORCE with the mean as its baseline, times G / (G - 1).
+    # In one group RLOO equals REINFORCE with the mean as baseline, times G / (G - 1).
     of_reinforce = of_a_full_group(reinforce_baseline, logprobs, old, rewards)
     assert torch.allclose(
         of_a_full_group(rloo, logprobs, old, rewards), 6 / 5 * of_reinforce, atol=1e-12
@@ -601,7 +614,7 @@ def test_scripts_agree_where_they_must(seed):
 
 
 def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
-    # The same sequences, advantages and ratios of 1: the short sequence's token weighs 1/|o| in GRPO alone.
+    # All three scripts get the same sequences and advantages, with ratios of 1. Only GRPO weighs a token by 1/|o|.
     mask = torch.tensor([[True, False, False, False], [True] * 4])
     gradients = {}
     for script in (grpo, dr_grpo, dapo):
@@ -626,7 +639,7 @@ def test_minibatches_are_even_shares_of_what_was_sampled(script, count, sizes):
 
 
 def test_slices_add_up_to_the_minibatch(script):
-    # The memory knob cuts a minibatch into slices; loss, gradient and sums must not notice.
+    # micro_batch_tokens cuts a minibatch into slices. This must not change the loss, the gradient or the sums.
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     args = make_args(script, beta=0.1)
     whole, stats = loss_of(script, args, logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
@@ -661,8 +674,8 @@ def test_stats_are_sums_over_tokens_that_count(script):
     _, stats = loss_of(
         script, make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5
     )
-    # exp(0.5) is above 1.2 and exp(-0.5) below 0.8. In gspo.py the ratio of the first sequence is
-    # above its range, and that of the second below.
+    # exp(0.5) is above 1.2 and exp(-0.5) is below 0.8. In gspo.py the first sequence's ratio is above
+    # the range and the second sequence's ratio is below the range.
     assert stats["policy/clip_frac_high"] == 1
     assert stats["policy/clip_frac_low"] == 1
     assert stats["policy/approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
@@ -720,7 +733,8 @@ def test_inputs_are_not_modified(script):
     )
     rewards = torch.rand(2, 4)
     rewards_before = rewards.clone()
-    if script is distill:  # whose advantages come from log-probabilities
+    # distill.py computes advantages from log-probabilities.
+    if script is distill:
         script.compute_advantages(make_args(script), old, ref)
     elif script not in (ppo_rlhf, vapo):
         advantages_of(script, rewards)

@@ -888,7 +888,7 @@ def test_numbers_are_read_as_text(script, load, tmp_path, suffix):
 
 @pytest.mark.scripts("grpo")
 def test_held_out_problems(script, load, tmp_path):
-    """Held-out problems come from --eval-dataset, else from the folder's test file, else from the last tenth of the file.
+    """Held-out problems come from --eval-dataset, else the folder's test file, else the last tenth of the file.
 
     The script evaluates the first --eval-size of these problems.
     """

@@ -1,4 +1,4 @@
-"""grpo_multigpu.py on several CPU processes: they compute the update of one, and end together."""
+"""grpo_multigpu.py on several CPU processes: they compute the same update as one process and end together."""
 
 import json
 import math
@@ -39,7 +39,7 @@ EOS = 2
 
 
 def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how: dict) -> None:
-    """Run main in a forked process, as torchrun would; `how` says what is changed in it."""
+    """Run main in a forked process, like torchrun. `how` lists the changes to this process."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
@@ -62,7 +62,7 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
 
 
 def judge(path: str, rank: int):
-    """A reward that never says the same twice, and writes down the rank that asks."""
+    """A random reward that also records which rank calls it."""
 
     def score(completions, answers):
         with open(path, "a") as file:
@@ -73,7 +73,7 @@ def judge(path: str, rank: int):
 
 
 def given_rollouts(path: str, gradients: str | None) -> None:
-    """Compute in float64, take the rollouts from a file, and save the first gradient."""
+    """Compute in float64, load the rollouts from a file and save the first gradient."""
     rollouts = torch.load(path)
     sample_responses = grpo_multigpu.sample_responses
     clip = torch.nn.utils.clip_grad_norm_
@@ -107,7 +107,7 @@ def given_rollouts(path: str, gradients: str | None) -> None:
 
 
 def spoil_second_step() -> None:
-    """The loss of every micro-batch of the second step is NaN, in this process alone."""
+    """Make the loss of every micro-batch of the second step NaN, only in this process."""
     policy_loss, refresh_sampler = grpo_multigpu.policy_loss, grpo_multigpu.refresh_sampler
     steps = []
 
@@ -124,7 +124,7 @@ def spoil_second_step() -> None:
 
 
 def count_bytes(path: str) -> None:
-    """Write down how many bytes of weights, gradients and Adam's averages this process holds."""
+    """Write the bytes of this process's weights, gradients and Adam averages to a file."""
     step = torch.optim.Adam.step
 
     def counted(self, *args, **kwargs):
@@ -143,7 +143,7 @@ def count_bytes(path: str) -> None:
 
 @pytest.fixture
 def start(data, tmp_path):
-    """A function that starts this number of processes of a small run, and returns them."""
+    """A function that starts a small run on `world` processes and returns the processes."""
     started = []
 
     def call(world, name="run", how=None, **given):
@@ -164,12 +164,13 @@ def start(data, tmp_path):
 
 @pytest.fixture
 def several(start, tmp_path):
-    """A function that runs this number of processes to their end, and returns the run's folder."""
+    """A function that finishes a small run on `world` processes and returns the run's folder."""
 
     def call(world, name="run", **given):
         statuses = [ended(process) for process in start(world, name, **given)]
         assert statuses == [0] * world, (tmp_path / f"{name}.log.0").read_text()
-        for rank in range(1, world):  # only rank 0 prints
+        # Only rank 0 prints.
+        for rank in range(1, world):
             assert (tmp_path / f"{name}.log.{rank}").read_text() == ""
         return tmp_path / name
 
@@ -178,7 +179,7 @@ def several(start, tmp_path):
 
 @pytest.fixture
 def rollouts(tmp_path, data):
-    """A file with the rollouts of two steps, with ragged lengths, as grpo.py samples them."""
+    """A file with grpo.py's rollouts of two steps, with ragged lengths."""
     args = make_args(grpo, dataset=data, temperature=1.5, max_prompt_tokens=64, system_prompt="")
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
@@ -196,14 +197,14 @@ def rollouts(tmp_path, data):
     return str(tmp_path / "rollouts.pt")
 
 
-# ---- one update, however many processes
+# ---- the same update on any number of processes
 
 
 GIVEN = dict(num_prompts=4, num_generations=3, num_steps=2, temperature=1.5, learning_rate=1e-3)
 UPDATES = {
     "one": dict(num_iterations=1, num_minibatches=1, beta=0.0),
     "four": dict(num_iterations=2, num_minibatches=2, beta=0.1, gradient_checkpointing=True),
-    # The second process has repeats alone.
+    # The second process only repeats the first process's micro-batch.
     "one micro-batch": dict(
         num_iterations=1, num_minibatches=1, beta=0.1, micro_batch_tokens=10**6
     ),
@@ -214,14 +215,14 @@ UPDATES = {
 def test_the_update_does_not_depend_on_the_number_of_processes(
     several, rollouts, tmp_path, updates
 ):
-    """1, 2 and 4 processes get the same from one rollout, in float64.
+    """In float64, 1, 2 and 4 processes compute the same results from one rollout.
 
-    These are gradients, weights after two steps, metrics, samples and the evaluation.
+    The test compares gradients, weights after two steps, metrics, samples and the evaluation.
     """
     runs, gradients, rollout = [], [], torch.load(rollouts)[0]
     lengths = (rollout[1].sum(1) + rollout[3].sum(1)).tolist()
     shares = {n: len(grpo.micro_batches(torch.arange(12), lengths, n)) for n in range(60, 200)}
-    # The number of micro-batches is odd, so that some processes have one less than the others.
+    # The number of micro-batches is odd, so some processes have one less than the others.
     tokens = next(n for n, number in shares.items() if number % 2 == 1)
     for world in (1, 4) if updates == "one" else (1, 2):
         how = {"rollouts": rollouts, "gradients": str(tmp_path / f"gradients{world}.pt")}
@@ -243,7 +244,7 @@ def test_the_update_does_not_depend_on_the_number_of_processes(
 
 
 def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
-    """With one update per rollout, where the order of the sequences plays no part."""
+    """With one update per rollout the order of the sequences doesn't matter, so both scripts agree."""
     given = dict(num_iterations=1, num_minibatches=1, num_steps=2)
     mine = several(1, **given)
     fields = MANY_UPDATES | dict(runs_dir=str(tmp_path), run_name="grpo", dataset=data) | given
@@ -259,7 +260,7 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
 def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
-    """Each sequence is counted once. All processes have the same number of batches, by repeats."""
+    """Each sequence counts once. Processes repeat batches, so that all have the same number."""
     lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 1], [], set()
     args = grpo_multigpu.Args(micro_batch_tokens=10)
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -274,7 +275,7 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
 
 
 def test_every_process_has_its_own_noise(several, tmp_path, data):
-    """All prompts of a step are the same question: with the same noise both halves were equal."""
+    """All prompts of a step are equal. If both processes had the same noise, their samples would be equal, too."""
     path = tmp_path / "one.jsonl"
     path.write_text('{"question": "47+38=", "answer": "85"}\n' * 40)
     given = dict(dataset=str(path), num_steps=1, temperature=1.5, num_generations=4)
@@ -287,15 +288,16 @@ def test_every_process_has_its_own_noise(several, tmp_path, data):
 
 
 def test_killed_and_resumed(several, start, tmp_path):
-    """The same number of processes goes on with the same bits."""
+    """After a kill, the same number of processes continues the run bit by bit."""
     whole = several(2, "whole", num_steps=4)
     metrics, samples = read_jsonl(whole / "metrics.jsonl"), read_jsonl(whole / "samples.jsonl")
     assert [record["step"] for record in metrics] == list(range(5)) and len(samples) == 16
-    # Rank 0 is killed when the checkpoint of step 4 is written, and doesn't have its name.
+    # The kill hits rank 0 after it writes the checkpoint of step 4, before the checkpoint gets its name.
     trap = dict(where="replace", call=3, signals=KILL, match="checkpoint")
     processes = start(2, how={"trapped": 0, "trap": trap}, num_steps=4)
     assert ended(processes[0]) == -signal.SIGKILL
-    for process in processes:  # as torchrun does
+    # torchrun also kills the other processes.
+    for process in processes:
         process.kill()
         process.join()
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 2
@@ -306,7 +308,7 @@ def test_killed_and_resumed(several, start, tmp_path):
 def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
     several, tmp_path, monkeypatch
 ):
-    """One process resumes a finished run: it writes the model again, from what it has loaded."""
+    """One process resumes a finished run of two. It writes the model again from the loaded state."""
     folder = several(2, num_steps=2)
     before, seen = read_checkpoint(folder), []
     shutil.rmtree(folder / "model")
@@ -315,13 +317,15 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
         grpo_multigpu.sharded_state.set_optimizer_state_dict,
     )
 
-    def load_and_look(model, optimizer, state, **given):  # the model is loaded already
+    # main has already loaded the model when it calls this.
+    def load_and_look(model, optimizer, state, **given):
         load(model, optimizer, state, **given)
         seen.append(sharded_state.get_state_dict(model, optimizer, options=grpo_multigpu.WHOLE))
 
     monkeypatch.setattr(sharded_state, "set_optimizer_state_dict", load_and_look)
     grpo_multigpu.main(grpo_multigpu.Args(resume=str(folder)))
-    assert set(before["model"]) - set(seen[0][0]) <= {"lm_head.weight"}  # which is tied
+    # A tied head is not a separate weight.
+    assert set(before["model"]) - set(seen[0][0]) <= {"lm_head.weight"}
     weights = {name: before["model"][name] for name in seen[0][0]}
     assert_same([weights, before["optimizer"]], [dict(seen[0][0]), seen[0][1]])
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
@@ -330,7 +334,7 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
 
 def test_a_signal_that_one_process_gets_stops_all_after_the_same_step(start, tmp_path):
     trap = dict(where="policy_loss", call=12, signals=[signal.SIGTERM])
-    # The micro-batches are so small that the second process has some of its own.
+    # With small micro-batches, the second process doesn't only repeat others.
     processes = start(2, how={"trapped": 1, "trap": trap}, micro_batch_tokens=60)
     assert [ended(process) for process in processes] == [128 + signal.SIGTERM] * 2
     steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
@@ -377,7 +381,7 @@ def test_torchrun_stopped_by_sigterm_and_resumed(data, tmp_path):
 
 
 def test_an_error_that_all_meet_is_printed_once(start, tmp_path):
-    """Rank 0 prints it. The others wait a moment, in which torchrun ends them."""
+    """Rank 0 prints the error. The other processes wait, until torchrun ends them."""
     given = dict(how={"sleep": 100}, num_prompts=3, num_generations=4)
     processes, log = start(2, **given), tmp_path / "run.log.1"
     assert ended(processes[0]) == 2
@@ -390,7 +394,7 @@ def test_an_error_that_all_meet_is_printed_once(start, tmp_path):
 
 
 def test_an_error_on_one_process_is_printed_once(start, tmp_path):
-    """The process that has it prints one line. The others wait for it, until torchrun ends them."""
+    """The process with the error prints one line. The other processes wait, until torchrun ends them."""
     processes, log = start(2, how={"failing": 1, "sleep": 0.1}), tmp_path / "run.log.0"
     assert ended(processes[1]) == 2
     error = "error: --dataset x: has a problem, on rank 1 alone\n"
@@ -402,7 +406,7 @@ def test_an_error_on_one_process_is_printed_once(start, tmp_path):
 
 
 def test_rank_0_asks_the_judge_for_all(several, tmp_path):
-    """Once for each step. If others asked too, they would have other advantages and cost more."""
+    """Rank 0 calls the judge once per step. If every rank called a noisy judge, the advantages would differ."""
     folder = several(2, how={"judge": str(tmp_path / "asked")}, num_steps=2)
     assert (tmp_path / "asked").read_text() == "00"
     means = [record["rollout/score"] for record in read_jsonl(folder / "metrics.jsonl")[1:]]
@@ -414,7 +418,7 @@ def test_rank_0_asks_the_judge_for_all(several, tmp_path):
 
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
     given = dict(num_iterations=1, num_minibatches=1, num_steps=3, save_every=1)
-    # The micro-batches are so small that the second process has some of its own.
+    # With small micro-batches, the second process doesn't only repeat others.
     folder = several(2, how={"spoiled": 1}, micro_batch_tokens=60, **given)
     records = read_jsonl(folder / "metrics.jsonl")
     assert [record.get("optim/skipped") for record in records] == [None, 0, 1, 0]
@@ -437,7 +441,7 @@ def test_sizes_that_do_not_fit_the_processes(monkeypatch, capsys, data, given, e
 
 
 def test_a_process_that_fails_because_another_has_ended_is_silent(monkeypatch):
-    """Its traceback would hide the one that has the reason; any other error is shown."""
+    """A second traceback would hide the first, which has the reason. The process shows any other error."""
     shown = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(error))
     grpo_multigpu.hide_errors_of_peers()
@@ -447,7 +451,7 @@ def test_a_process_that_fails_because_another_has_ended_is_silent(monkeypatch):
     assert shown == [own_error]
 
 
-# ---- the plan of the memory
+# ---- memory
 
 
 def test_the_bytes_of_a_process_are_its_share(several, tmp_path):
@@ -457,7 +461,8 @@ def test_the_bytes_of_a_process_are_its_share(several, tmp_path):
     assert sum(held) == 16 * parameters and max(held) < 0.51 * sum(held)
 
 
-SHAPES = {  # the 1.7 B of the recipe, and Llama 3's 8 B
+# The recipe's model with 1.7 B parameters, and Llama 3 8B.
+SHAPES = {
     "1.7 B on 2": dict(
         hidden_size=2048,
         intermediate_size=8192,
@@ -480,7 +485,7 @@ SHAPES = {  # the 1.7 B of the recipe, and Llama 3's 8 B
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_memory_in_the_docstring_is_counted(name):
-    """Shards of weights, gradients and averages; whole copies in bf16, with their head in float32."""
+    """Weights, gradients and averages are sharded. The two bf16 copies are whole, with heads in float32."""
     numbers = re.search(
         rf"{name} x \d+ GB +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = ([\d.]+)", grpo_multigpu.__doc__
     ).groups()
@@ -494,11 +499,11 @@ def test_the_memory_in_the_docstring_is_counted(name):
     assert [float(x) for x in numbers] == pytest.approx([x / 1e9 for x in expected], abs=0.051)
 
 
-# ---- the rewards elsewhere: the adapters of docs/extend.md
+# ---- rewards in other libraries: the adapters of docs/extend.md
 
 
 def adapters() -> dict:
-    """The code of docs/extend.md's section on other libraries, run."""
+    """Run the code of docs/extend.md's section on other libraries and return its names."""
     section = (
         (ROOT / "docs" / "extend.md")
         .read_text(encoding="utf-8")
@@ -511,7 +516,7 @@ def adapters() -> dict:
 
 
 def test_the_adapter_for_trl():
-    """TRL calls a reward with keywords: prompts, completions (texts, or messages), and the columns of the data set."""
+    """TRL calls a reward with keywords: prompts, completions (texts or messages) and the data set's columns."""
     reward = adapters()["trl_reward"]
     texts = ["<think></think><answer>7</answer>", "<answer>8</answer>", "none"]
     rest = dict(prompts=["q"] * 3, completion_ids=[[1]] * 3, trainer_state=None, log_extra=None)

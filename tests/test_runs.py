@@ -535,7 +535,7 @@ SIGNALS = [
     "where, call, signals", SIGNALS, ids=[f"{where}-{len(s)}" for where, _, s in SIGNALS]
 )
 def test_signals(script, spawn, finished, tmp_path, where, call, signals):
-    """After the first signal the script finishes the step, saves and prints how to resume. The second stops it at once."""
+    """At the first signal the script finishes the step, saves and prints how to resume. The second stops it at once."""
     folder, log = tmp_path / "run", tmp_path / "run.log"
     status = ended(spawn(where=where, call=call, signals=signals))
     assert "Traceback" not in log.read_text() and "stopping after this step" in log.read_text()
@@ -740,7 +740,7 @@ def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
 
 @pytest.mark.scripts("grpo")
 def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch):
-    """The script forces the new checkpoint to disk while the old one still exists, and renames the new one afterwards."""
+    """The script forces the new checkpoint to disk while the old one still exists, and renames the new one later."""
     path, events, fsync, replace = tmp_path / "run" / "checkpoint.pt", [], os.fsync, os.replace
 
     def watch_fsync(file):
@@ -825,7 +825,7 @@ def watch(script, monkeypatch):
 
 @pytest.mark.scripts("grpo")
 def test_full_disk(script, watch, run, finished, tmp_path, capsys):
-    """A limit on file sizes imitates a full disk. The script prints one line, and the last checkpoint can be resumed."""
+    """A limit on file sizes imitates a full disk. The script prints one line, and the user can resume the run."""
     steps = []
 
     def before_sampling(args, *rest):
@@ -1048,7 +1048,7 @@ def test_track_with_settings_that_wandb_refuses(run, wandb_settings, capsys):
 
 @pytest.mark.scripts("grpo", "gspo")
 def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(script, run, watch, monkeypatch):
-    """The first update uses its own log-probabilities as the old ones: bf16 rounds those of another batch differently."""
+    """The first update takes its own log-probabilities as the old ones: bf16 rounds another batch differently."""
     same, exact = [], script.compute_logprobs
     monkeypatch.setattr(
         script, "compute_logprobs", lambda *args: exact(*args) + 1e-4 * torch.rand(())

@@ -252,8 +252,7 @@ def gradients(model, loss):
 
 
 def assert_same_gradients(actual, expected, tolerance=1e-5):
-    """The tolerance is relative to the model's largest gradient: some gradients, say of a key bias, are 0 up to rounding.
-    """
+    """The tolerance is relative to the model's largest gradient: some, say of a key bias, are 0 up to rounding."""
     largest = max(grad.abs().max() for grad in expected.values())
     assert actual.keys() == expected.keys() and largest > 1e-3
     for name, grad in expected.items():

@@ -1,4 +1,4 @@
-"""grpo_tools.py and utils/tools.py: what a call can do, which tokens are seen and trained on."""
+"""grpo_tools.py and utils/tools.py: the calls, the tokens that the policy sees and the tokens that it trains on."""
 
 import json
 import math
@@ -25,7 +25,7 @@ EOS = 2
 EOS_IDS = torch.tensor([EOS])
 
 
-# ==== the calculator and what runs it ====
+# ==== the calculator and run_tool ====
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ HOSTILE = [
     "1e300*1e300",
     "1e999",
     "1+1\ud800",
-    # Cut to MAX_CHARS characters, this would be another sum.
+    # If run_tool cut this text to MAX_CHARS characters, it would compute another sum.
     "1+" * 249 + "1111",
 ]
 
@@ -104,7 +104,7 @@ def test_a_fault_of_a_tool_is_an_answer():
 
 
 def test_calls_run_at_the_same_time():
-    """Each waits until all three have begun."""
+    """Each call waits until all three have started."""
     barrier = threading.Barrier(3)
 
     def tool(call):
@@ -115,7 +115,7 @@ def test_calls_run_at_the_same_time():
 
 
 def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
-    """The answers stay as they are when it returns later."""
+    """If the tool returns later, the answers don't change."""
     monkeypatch.setattr(tools, "SECONDS", 0.2)
     release, returned = threading.Event(), threading.Event()
 
@@ -135,7 +135,7 @@ def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
 
 
 def script_model(monkeypatch, tokenizer, turns, sizes):
-    """Make generate write what `turns` says: the text of a context -> a text or the ids of tokens.
+    """Replace generate by a function that looks up `turns`: the context's text -> a text or token ids.
 
     Each call of generate appends the number of its sequences to `sizes`.
     """
@@ -169,7 +169,7 @@ def tokenizer():
     return AutoTokenizer.from_pretrained(CALLER)
 
 
-# The tool wrote what stands between { and }.
+# The tool wrote the text between { and }.
 TURNS = {
     "a call": ["<calc>4+7</calc>{=11}</think></s>"],
     "no call": ["<think>4</s>"],
@@ -199,7 +199,7 @@ def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, monkeypatch):
         if by_tool:
             answers.append("=22" if name == "cut in an answer" else written)
         else:
-            # This policy writes more than there is room for.
+            # Here the policy writes more than the response has room for.
             too_much = "1" * 40 if name == "cut after it" else ""
             turns["1+1=" + tokenizer.decode(ids)] = written + too_much
         new = tokenizer(written).input_ids
@@ -220,7 +220,7 @@ def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, monkeypatch):
 
 @pytest.mark.parametrize("max_calls", [1, 2, 4])
 def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, monkeypatch):
-    """The tool answers max_calls calls. It never sees the next call, and nothing follows that."""
+    """The tool answers max_calls calls. It never sees the next call, and this call ends the response."""
     seen = []
 
     def tool(call):
@@ -232,7 +232,8 @@ def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, monkey
     for k in range(max_calls + 1):
         turns[text] = f"<calc>{k}</calc>"
         text += f"<calc>{k}</calc>=0"
-    turns[text] = "</s>"  # only sampled if the tool answers one call too many
+    # The policy only gets here if the tool answers one call too many.
+    turns[text] = "</s>"
     sizes = []
     script_model(monkeypatch, tokenizer, turns, sizes)
     rollout = respond(tokenizer, ["1+1="], max_calls=max_calls)
@@ -241,12 +242,12 @@ def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, monkey
     (completion,) = rollout.completions
     assert completion == text.removeprefix("1+1=").removesuffix("=0")
     assert sizes == [1] * (max_calls + 1)
-    # It ended for this reason, and not because it was full.
+    # The response isn't full, so max_calls ended it.
     assert rollout.context_mask.shape[1] < 40
 
 
 def test_responses_of_a_batch_go_on_together(tokenizer, monkeypatch):
-    """Each response goes on from the text it has, until it has ended."""
+    """Each response continues from its text until it ends."""
     turns = {
         "1+1=": "<calc>1+1</calc>",
         "1+1=<calc>1+1</calc>=2": "</s>",
@@ -283,7 +284,7 @@ def test_rows_of_a_rollout_keep_their_fields_together(tokenizer, monkeypatch):
 
 
 def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, monkeypatch):
-    """EOS and the end of a call are text like any other when the tool writes them."""
+    """If the tool writes EOS or the end of a call, both are ordinary text."""
     monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "</s></calc>" if call == "1" else "")
     turns = {
         "1=": "<calc>1</calc>",
@@ -299,7 +300,7 @@ def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, monke
 
 
 def test_the_tokens_trained_on_are_those_sampled(monkeypatch):
-    """This tokenizer can spell a text in several ways. The policy spells it in another one."""
+    """A text has several tokenizations. The policy samples one that differs from the tokenizer's."""
     special, letters = ["<pad>", "<unk>", "</s>"], list("<>/=+calc0123456789")
     merged = ["</", "ca", "lc", "calc", "<calc", "lc>", "47", "85"]
     words = special + letters + merged
@@ -340,7 +341,7 @@ def student():
 
 @pytest.mark.parametrize("end", ["</calc>", "85", "k><answer>8", "nothing"])
 def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
-    """The end of a call may be any tokens. Columns that were not sampled hold the first EOS id."""
+    """Any tokens may spell the end of a call. Columns after this end hold the first EOS id."""
     monkeypatch.setattr(grpo_tools, "CALL_END", end)
     args = grpo_tools.Args(max_prompt_tokens=64, max_new_tokens=24)
     asked = "47+38=<think><calc>47+38" + "</calc>=85" * (end != "</calc>")
@@ -369,7 +370,7 @@ def sampled(student, tokenizer, **given):
 
 
 def test_the_trainer_sees_what_the_sampler_saw(student, tokenizer):
-    """Log-probabilities of policy tokens, the tool's before them in context, three ways."""
+    """Sampler, trainer and a plain forward pass agree on the policy tokens, with the tool's tokens in the context."""
     args, rollout = sampled(student, tokenizer)
     called = [i for i, answers in enumerate(rollout.tool_answers) if answers]
     assert 0 < len(called) < 48
@@ -443,14 +444,15 @@ def train(tmp_path, name="run", **given):
 
 
 def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
-    """Against weights and metrics computed in float64, token by token, of the policy's tokens."""
+    """A float64 reference computes weights and metrics token by token, only from the policy's tokens."""
     double(grpo_tools)
     rollouts, updates = [], []
     sample_responses, minibatches = grpo_tools.sample_responses, grpo_tools.minibatches
 
     def recorded_sample_responses(*call, **named):
         rollout = sample_responses(*call, **named)
-        if "temperature" not in named:  # an evaluation names it
+        # Only an evaluation passes the temperature by name.
+        if "temperature" not in named:
             rollouts.append(rollout)
             updates.append([])
         return rollout
@@ -545,7 +547,8 @@ def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(tmp_path, monkeypatc
     sample_responses, begun = grpo_tools.sample_responses, []
 
     def killed(*call, **named):
-        if "temperature" not in named:  # an evaluation names it
+        # Only an evaluation passes the temperature by name.
+        if "temperature" not in named:
             begun.append(True)
         if len(begun) == 3:
             raise KeyboardInterrupt
@@ -563,7 +566,7 @@ def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(tmp_path, monkeypatc
 
 
 def test_without_a_call_its_accuracy_is_null(tmp_path, monkeypatch):
-    """The first run finds no call. In the second every call is an error, and the run goes on."""
+    """The first run finds no call. In the second run every call is an error, and the run continues."""
     with monkeypatch.context() as changed:
         changed.setattr(grpo_tools, "CALL_END", "\0")
         _, folder = train(tmp_path, "none", num_steps=1)
@@ -586,7 +589,7 @@ def test_bad_values_are_refused_in_one_line(given, tmp_path, capsys):
 
 
 def test_the_search_of_the_docs(tmp_path, monkeypatch):
-    """docs/extend.md: another tool, as it stands there."""
+    """Run the search tool of docs/extend.md unchanged."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"```python\n(PASSAGES.*?)```", text, re.DOTALL)
     (tmp_path / "passages.txt").write_text("the carp is a fish\n\nthe ox\n\nthe carp and the ox")

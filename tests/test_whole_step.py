@@ -1,9 +1,9 @@
 """Two whole steps of main against an independent slow computation in float64.
 
-main runs in float64, and what it sampled, which sequences it put into which minibatch, and its rewards are recorded.
-From these alone the reference computes everything else in the slowest way there is, one sequence and one token at a
-time: log-probabilities by the model's own plain forward, returns, advantages, losses, clipped gradients, torch's Adam,
-the schedule. It must arrive at the same weights and at the same metrics.
+main runs in float64. The test records its samples, its rewards and the sequences of each minibatch. The reference
+computes everything else from these records, one sequence and one token at a time: log-probabilities (by a plain
+forward pass), returns, advantages, losses, clipped gradients, torch's Adam and the schedule. The reference must
+produce the same weights and the same metrics as main.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ COMMON |= dict(
 COMMON |= dict(
     clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5
 )
-CASES = [  # script, fields, what is special
+# (script, fields)
+CASES = [
     ("grpo", {}),
     ("grpo", dict(num_iterations=1, num_minibatches=1, lr_schedule="constant_with_warmup")),
     ("dr_grpo", {}),
@@ -49,7 +50,7 @@ CASES = [  # script, fields, what is special
     ),
     ("reinforce_baseline", dict(baseline="none", beta=0.0)),
     ("dapo", dict(max_resample=5, overlong_cache=4)),
-    # Fewer mixed groups than B, and so minibatches without a sequence.
+    # There are fewer mixed groups than prompts, so some minibatches are empty.
     (
         "dapo",
         dict(
@@ -91,7 +92,7 @@ CASES = [  # script, fields, what is special
             beta=0.0,
         ),
     ),
-    # Lambda is 0 in some responses; the policy stays for a step, and moves in the next.
+    # Lambda is 0 in some responses. The policy doesn't change in the first step and changes in the second.
     (
         "vapo",
         dict(
@@ -145,18 +146,19 @@ CRITICS = ("ppo_rlhf", "vapo")
 
 
 def norm(layer, hidden):
-    """Root mean square norm, in the precision of its input."""
+    """Root mean square norm in the precision of the input."""
     mean = hidden.pow(2).mean(-1, keepdim=True)
     return layer.weight * hidden * torch.rsqrt(mean + layer.variance_epsilon)
 
 
 @pytest.fixture
 def double(monkeypatch):
-    """A function after which a script computes in float64 what it computes in float32 otherwise."""
+    """A function that makes a script compute in float64 instead of float32."""
 
     def call(script):
         monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        monkeypatch.setattr(LlamaRMSNorm, "forward", norm)  # the library's computes in float32
+        # The library's norm computes in float32.
+        monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
         torch.set_default_dtype(torch.float64)
         owners = (
             (script, "AutoModelForCausalLM"),
@@ -175,7 +177,10 @@ def double(monkeypatch):
 
 
 def run(script, monkeypatch, tmp_path, given):
-    """main's args, and for each step: its sequences (prompt, response), its minibatches, samples and metrics."""
+    """Run main. Return its args, each step's records and the checkpoint.
+
+    The records of a step are its sequences (prompt, response), minibatches, samples and metrics.
+    """
     known = {field.name for field in dataclasses.fields(script.Args)}
     given = small_recipe(script) | COMMON | given
     fields = {name: value for name, value in given.items() if name in known}
@@ -187,9 +192,10 @@ def run(script, monkeypatch, tmp_path, given):
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
-        # remax.py samples greedy responses between the samples of a step and its minibatches.
+        # remax.py generates greedy responses after a step's samples and before its minibatches.
         is_greedy_rollout = call[5] == 0 and bool(steps) and not steps[-1]["minibatches"]
-        if call[5] > 0 or is_greedy_rollout:  # not in an evaluation
+        # The test doesn't record evaluations.
+        if call[5] > 0 or is_greedy_rollout:
             prompts = [
                 row[counts].tolist()
                 for row, counts in zip(call[2], call[3], strict=True)
@@ -228,7 +234,7 @@ def run(script, monkeypatch, tmp_path, given):
 
 
 def logprobs_of(model, sequence, temperature):
-    """Log-probability of each response token (|o|,), by a plain forward of one sequence without padding."""
+    """Log-probability of each response token (|o|,), from a plain forward pass of one sequence without padding."""
     prompt, response = sequence
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1] / temperature
     return logits.log_softmax(1)[range(len(response)), response]
@@ -244,8 +250,10 @@ def outputs_of(network, sequence):
 
 
 class WithAdapters(torch.nn.ParameterList):
-    """grpo_lora.py's policy: its parameters are A and B of each linear layer of the trunk, in order, and before it
-    computes anything it forms every W + (alpha / rank) B A."""
+    """grpo_lora.py's policy. Its parameters are A and B of each linear layer of the trunk, in order.
+
+    Each call first computes every W + (alpha / rank) B A.
+    """
 
     def __init__(self, base, args):
         super().__init__()
@@ -278,7 +286,7 @@ def k3(ref, logprob):
 
 
 def clip_gradients(model, limit):
-    """Scale all gradients so that their norm is at most the limit; returns the norm before."""
+    """Scale all gradients so that their norm is at most the limit. Return the norm before scaling."""
     norm = math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters()))
     for parameter in model.parameters():
         parameter.grad *= min(1.0, limit / (norm + 1e-6))
@@ -286,7 +294,7 @@ def clip_gradients(model, limit):
 
 
 def rate(args, update, per_rollout):
-    """Learning rate of this update (from 0), as a share of its peak."""
+    """The learning rate of this update (counted from 0), divided by the peak rate."""
     if update < args.warmup_updates:
         return update / args.warmup_updates
     if args.lr_schedule == "constant_with_warmup":
@@ -296,7 +304,7 @@ def rate(args, update, per_rollout):
 
 
 def rewards_of_the_greedy(model, step, args, tokenizer):
-    """remax.py: the reward of the greedy response to the same prompt, for each sample."""
+    """For each sample of remax.py, the reward of the greedy response to the same prompt."""
     rewards = []
     for (prompt, response), sample in zip(step["greedy"], step["samples"], strict=True):
         logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
@@ -311,7 +319,7 @@ def rewards_of_the_greedy(model, step, args, tokenizer):
 
 
 def process_advantages(step, G, tokenizer):
-    """grpo_process.py: each token's advantage, from the steps that are recorded with the samples."""
+    """Each token's advantage in grpo_process.py, from the steps in the samples file."""
     advantages, sequences = [], iter(step["sequences"])
     for sample in step["samples"]:
         flat = [reward for steps in sample["steps"] for _, reward in steps]
@@ -324,7 +332,8 @@ def process_advantages(step, G, tokenizer):
             row = []
             for t in range(len(response)):
                 start = len(tokenizer.decode(response[:t], skip_special_tokens=True))
-                rewards = [last_reward]  # the last step has every token, including EOS
+                # Every token, including EOS, counts the last step's reward.
+                rewards = [last_reward]
                 if start < len(text):
                     rewards += [reward for end, reward in column_steps if start < end]
                 row.append(math.fsum((reward - mean) / (std + 1e-4) for reward in rewards))
@@ -351,7 +360,7 @@ def group_advantages(name, returns, G, args, memory):
 
 
 def whitened(rows, shift=True):
-    """Rows of numbers, of variance 1 and, with shift, of mean 0 over all of them."""
+    """The rows, scaled to variance 1 over all numbers. With `shift`, their mean becomes 0."""
     flat = [x for row in rows for x in row]
     mean = math.fsum(flat) / len(flat)
     variance = math.fsum((x - mean) ** 2 for x in flat) / len(flat)
@@ -372,7 +381,7 @@ def gae(rewards, values, gamma, lambda_):
 
 
 def token_loss(name, args, logprob, logratio, advantage):
-    """The loss of one token, a tensor with gradient, before any averaging and without the KL."""
+    """The loss of one token as a tensor with gradient, before averaging and without the KL."""
     if name in ("reinforce_baseline", "rloo", "remax"):
         return -advantage * logprob
     ratio = logratio.exp()
@@ -387,14 +396,14 @@ def token_loss(name, args, logprob, logratio, advantage):
 
 
 def bounds_of(args):
-    """How far below and above 1 the clip range reaches; 0.2 where nothing is clipped."""
+    """The distances of the clip range's bounds from 1. Scripts that don't clip get 0.2."""
     if hasattr(args, "clip_eps_low"):
         return args.clip_eps_low, args.clip_eps_high
     return (getattr(args, "clip_eps", 0.2),) * 2
 
 
 def weight(name, args, minibatch, length, counted):
-    """What a token's loss is multiplied by."""
+    """The factor of a token's loss."""
     tokens = sum(counted)
     return {
         "reinforce_baseline": 1 / len(minibatch),
@@ -413,7 +422,7 @@ def weight(name, args, minibatch, length, counted):
 
 
 def reference(name, args, steps):
-    """The weights after all steps, and for each step the metrics that follow from its tokens and rewards."""
+    """The weights after all steps, and each step's metrics, computed from its tokens and rewards."""
     load = dict(dtype=torch.float64)
     model, ref_model, sampler = [
         AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(3)
@@ -437,9 +446,10 @@ def reference(name, args, steps):
         if judge == args.model:
             value_model.score.weight.data.zero_()
         networks, rates = [model, value_model], [args.learning_rate, args.value_learning_rate]
+    # Every update sets the learning rate.
     optimizers = [
         torch.optim.Adam(n.parameters(), lr=1.0) for n in networks
-    ]  # the rate is set at every update
+    ]
     G, memory, all_metrics = args.num_generations, {}, []
     beta = getattr(args, "beta", 0.0)
     per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
@@ -518,7 +528,8 @@ def reference(name, args, steps):
                 equal = [all(equal[k : k + G]) for k in range(0, len(equal), G)]
                 metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
             elif name == "distill":
-                per_sequence = returns  # which nothing is computed from
+                # distill.py replaces these values below.
+                per_sequence = returns
             else:
                 per_sequence = group_advantages(name, returns, G, args, memory)
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
@@ -540,7 +551,7 @@ def reference(name, args, steps):
             metrics["rollout/steps"] = len(flat) / len(sequences)
             metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
         if name == "grpo_offpolicy":
-            # Each token's advantage is multiplied by the token's weight.
+            # The script multiplies each token's advantage by the token's weight.
             with torch.no_grad():
                 sampled = [logprobs_of(sampler, s, args.temperature).tolist() for s in sequences]
             cap = args.rollout_correction
@@ -557,9 +568,10 @@ def reference(name, args, steps):
             metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
             metrics["rollout/truncated_frac"] = sum(truncated) / len(truncated)
 
-        # ---- which sequences are trained on, and which tokens count
+        # ---- the sequences in the minibatches and the tokens that count
         kept, counted = list(range(len(sequences))), lengths
-        fixed = number_of_step <= getattr(args, "value_warmup_steps", 0)  # the policy
+        # The policy doesn't change in these steps.
+        fixed = number_of_step <= getattr(args, "value_warmup_steps", 0)
         is_right = [
             x == 1
             for sample in step["samples"]
@@ -580,12 +592,13 @@ def reference(name, args, steps):
                 n if end or not args.overlong_filter else 0
                 for n, end in zip(lengths, ended, strict=True)
             ]
-            # The minibatches have indices of the kept sequences: these are indices of all.
+            # The minibatches index the kept sequences. This converts them to indices of all sequences.
             step["minibatches"] = [[kept[i] for i in part] for part in step["minibatches"]]
             memory["batches"] = memory.get("batches", 0) + len(groups) // args.num_prompts
             metrics["batches"] = memory["batches"]
         iterations = getattr(args, "num_iterations", 1)
-        parts = args.num_minibatches  # the last ones empty, if there are fewer sequences
+        # With fewer sequences than minibatches, the last ones are empty.
+        parts = args.num_minibatches
         assert len(step["minibatches"]) == iterations * parts
         for k in range(iterations):
             one_pass = step["minibatches"][k * parts : (k + 1) * parts]
@@ -622,7 +635,8 @@ def reference(name, args, steps):
                 if exact:
                     kls = reverse_kl_of(model, ref_model, sequences[i], args.temperature)
                 scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
-                mean = (logprobs - torch.tensor(old[i])).mean()  # of the log-ratios of the sequence
+                # The sequence's mean log-ratio.
+                mean = (logprobs - torch.tensor(old[i])).mean()
                 for t in range(lengths[i]):
                     logratio = mean if name == "gspo" else logprobs[t] - old[i][t]
                     total = total + scale * (
@@ -637,7 +651,7 @@ def reference(name, args, steps):
                         upside = ref[i][t] - logprobs[t]
                         total = total + scale * args.beta * (upside.exp() - upside - 1)
                     ratio = math.exp(logratio.item())
-                    # In gspo.py a sequence has one ratio, so it is counted once.
+                    # In gspo.py a sequence has one ratio, so the test counts this ratio once.
                     if name != "gspo" or t == 0:
                         sums["low"] += ratio < 1 - low
                         sums["high"] += ratio > 1 + high
@@ -678,14 +692,15 @@ def reference(name, args, steps):
             if fixed:
                 norms.append(0.0)
             else:
+                # If every token is clipped, the loss has no gradient. The zero term adds one.
                 (
                     total + 0.0 * sum(p.sum() for p in model.parameters())
-                ).backward()  # all of it may be clipped
+                ).backward()
                 norms.append(clip_gradients(model, args.max_grad_norm))
             if name in CRITICS:
                 sums["value"] += value_total.item()
                 value_total = value_total + 0.0 * sum(p.sum() for p in value_model.parameters())
-                (args.vf_coef * value_total / tokens).backward()  # likewise
+                (args.vf_coef * value_total / tokens).backward()
                 clip_gradients(value_model, args.max_grad_norm)
             for optimizer in optimizers:
                 optimizer.step()
@@ -706,7 +721,7 @@ def reference(name, args, steps):
         }
         if name == "grpo_offpolicy":
             metrics["policy/dual_clip_frac"] = sums["dual"] / count
-            # The sampler gets the weights of the model every few steps.
+            # Every `staleness` steps the sampler gets the model's weights.
             if number_of_step % args.staleness == 0:
                 sampler.load_state_dict(model.state_dict())
         metrics |= {
@@ -724,10 +739,11 @@ def reference(name, args, steps):
     if name == "vapo" and args.value_warmup_steps > 0:
         assert min(memory["lambdas"]) == 0 < max(memory["lambdas"])
     if name == "vapo":
-        assert memory["right"] == {True, False}, "some responses are to be right, and some wrong"
+        assert memory["right"] == {True, False}, "some responses must be right and some wrong"
     if name == "grpo_process" and args.beta > 0:
-        assert len(memory["steps"]) > 1, "the responses are to have different numbers of steps"
-    empties = getattr(args, "max_resample", 1) == 0  # of dapo.py, in two ways
+        assert len(memory["steps"]) > 1, "the responses must have different numbers of steps"
+    # Only the two dapo.py cases without resampling have empty minibatches.
+    empties = getattr(args, "max_resample", 1) == 0
     assert memory["emptied"] == ({True, False} if empties else {False})
     return networks, all_metrics
 
@@ -742,14 +758,14 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     known_as = "grpo" if name in ("grpo_multigpu", "grpo_lora") else name
     networks, expected = reference(known_as, args, steps)
     lengths = [len(response) for step in steps for _, response in step["sequences"]]
-    assert len(set(lengths)) > 3, "the lengths are to be ragged"
+    assert len(set(lengths)) > 3, "the responses must have different lengths"
     for step, metrics in zip(steps, expected, strict=True):
         assert {key: step["metrics"][key] for key in metrics} == pytest.approx(
             metrics, rel=1e-6, abs=1e-9
         )
     clipped = sum(metrics["policy/clip_frac"] for metrics in expected)
     assert clipped > 0 or len(steps[0]["minibatches"]) == 1, (
-        "the updates are to be so large that ratios are clipped"
+        "the updates must be large enough to clip some ratios"
     )
     for key, network in zip(("model", "value_model"), networks, strict=False):
         for parameter, weights in network.state_dict().items():
