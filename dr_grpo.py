@@ -1182,7 +1182,6 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     path = run_dir / "checkpoint.tmp"
     with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
-        file.flush()
         os.fsync(file)
         os.replace(path, run_dir / "checkpoint.pt")
 

@@ -1,11 +1,11 @@
 """Look at runs: curves and samples, in one HTML file that needs no network and no server.
 
     python report.py runs/A               one run, finished or not: runs/A/report.html
-    python report.py runs/A runs/B        several, over each other: runs/report.html
+    python report.py runs/A runs/B        several runs in the same charts: runs/report.html
 
-It reads args.json, metrics.jsonl and samples.jsonl of each run and shows what is there; what is
-missing or unreadable is said on the page. Runs whose args.json differ in the seed alone are one
-configuration, drawn as mean and band. The page is assets/report.html; plotly draws the curves.
+It reads args.json, metrics.jsonl and samples.jsonl of each run. The page shows them, and says what is missing or
+unreadable. Runs whose args.json differ only in the seed are one configuration, drawn as mean and band. The page is made
+from assets/report.html, and plotly draws the curves.
 """
 
 import json
@@ -19,9 +19,11 @@ import tyro
 from utils.rewards import accuracy_reward
 
 PAGE = Path(__file__).resolve().parent / "assets" / "report.html"
+# The six metrics to watch first, as in docs/metrics.md.
 FIRST = ["rollout/reward_mean", "rollout/accuracy", "rollout/eos_frac", "rollout/zero_std_frac"]
-FIRST += ["policy/entropy", "kl/ref"]  # docs/metrics.md: the six to watch first
-BROKEN = {  # docs/metrics.md: the marks of a broken run
+FIRST += ["policy/entropy", "kl/ref"]
+# The marks of a broken run, as in docs/metrics.md.
+BROKEN = {
     "rollout/eos_frac": ("below", 0.5, "most responses are cut"),
     "rollout/zero_std_frac": ("above", 0.9, "most groups have equal rewards"),
     "optim/skipped": ("above", 0, "gradients that are not finite"),
@@ -33,11 +35,11 @@ class Args:
     runs: tyro.conf.Positional[list[Path]]
     """folders of runs"""
     out: Path | None = None
-    """file to write; None: report.html in the folder that holds all the runs"""
+    """file to write; None: report.html in the folder that contains all the runs"""
 
 
 def read_json(text):
-    """JSON with six digits of a number, as many as float32 has, and NaN or 1e999 as a string."""
+    """JSON with six digits per number, because float32 has no more. NaN and 1e999 become strings."""
 
     def number(x):
         return float(f"{float(x):.6g}") if abs(float(x)) < float("inf") else x
@@ -46,10 +48,10 @@ def read_json(text):
 
 
 def read_records(path, needed, kind):
-    """The records of a .jsonl file that have a step and what is needed; lines on what it lacks."""
+    """The records of a .jsonl file that have a step and the field `needed`, and lines on the gaps."""
     if not path.is_file():
         return [], [f"{path.name} is missing"]
-    # What follows the last line break is nothing, or a line that is being written.
+    # The text after the last line break is empty, or a line that the run is still writing.
     *lines, rest = path.read_text(encoding="utf-8", errors="replace").split("\n")
     records = []
     for line in lines:
@@ -58,7 +60,8 @@ def read_records(path, needed, kind):
             if isinstance(record["step"], int) and isinstance(record[needed], kind):
                 records.append(record)
         except (ValueError, TypeError, KeyError, RecursionError):
-            pass  # counted below
+            # The unreadable lines are counted below.
+            pass
     gaps = [] if records else [f"{path.name} has no record"]
     if len(records) < len(lines):
         gaps.append(f"{path.name}: {len(lines) - len(records)} unreadable lines are left out")
@@ -68,16 +71,19 @@ def read_records(path, needed, kind):
 
 
 def read_run(folder, name):
-    """A run as the page takes it: name, args, metrics, samples, marks and gaps."""
+    """The data of a run for the page: name, args, metrics, samples, marks and gaps."""
     gaps = []
     try:
         args = dict(read_json((folder / "args.json").read_text(encoding="utf-8")))
         args |= args.pop("versions", {})
-        args.pop("id", None)  # of the run in Weights & Biases
+        # Weights & Biases gives each run another id.
+        args.pop("id", None)
     except (OSError, ValueError, TypeError, RecursionError):
-        args = {"args.json": f"none in {name}"}  # so that it is no other run with another seed
+        # The name keeps the run from looking like another run with another seed.
+        args = {"args.json": f"none in {name}"}
         gaps.append("args.json is missing or unreadable")
-    args["script"] = next((path.name for path in folder.glob("*.py")), "?")  # the run's own copy
+    # The folder of a run has a copy of its script.
+    args["script"] = next((path.name for path in folder.glob("*.py")), "?")
     metrics, metrics_gaps = read_records(folder / "metrics.jsonl", "step", int)
     samples, samples_gaps = read_records(folder / "samples.jsonl", "completions", list)
     for group in samples:
@@ -90,16 +96,17 @@ def read_run(folder, name):
 
 
 def series(metrics, name):
-    """The steps and the values of a metric, where it is a number."""
+    """The steps and the values of a metric, without values that aren't numbers."""
     return [(x["step"], x[name]) for x in metrics if isinstance(x.get(name), int | float)]
 
 
 def marks(metrics, args):
-    """What docs/metrics.md says of broken runs, where it is so."""
+    """The marks of a broken run, as in docs/metrics.md, that these metrics show."""
     found = []
     for name, (side, limit, meaning) in BROKEN.items():
         if name == "rollout/zero_std_frac" and "teacher" in args:
-            continue  # distill.py learns nothing from rewards
+            # distill.py doesn't learn from rewards.
+            continue
         sign = 1 if side == "above" else -1
         pairs = series(metrics, name)
         steps = [step for step, value in pairs if sign * (value - limit) > 0]
@@ -117,13 +124,13 @@ def marks(metrics, args):
 
 
 def block(name, data):
-    """Data inside the page. Without "<" no text of a model ends the block."""
+    """Data inside the page. The data have no "<", so no text of a model can end the block."""
     text = json.dumps(data).replace("<", "\\u003c")
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
 def fail(message):
-    """End with one line, status 2 and no traceback."""
+    """End the program with one line, status 2 and no traceback."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -133,10 +140,12 @@ def main(args: Args) -> Path:
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
-        fail("plotly, which draws the curves, is not installed: pip install plotly==7.1.0")
+        fail("report.py needs plotly for its curves: pip install plotly==7.1.0")
     missing = [str(folder) for folder in args.runs if not folder.is_dir()]
     if missing or not args.runs:
-        fail(f"give folders of runs, such as runs/<name>; no folder: {' '.join(missing) or 'none'}")
+        fail(
+            f"give folders of runs, such as runs/<name>; not a folder: {' '.join(missing) or 'none'}"
+        )
     folders = [folder.resolve() for folder in args.runs]
     home = Path(os.path.commonpath(folders))
     runs, blocks = [], []

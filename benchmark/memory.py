@@ -118,7 +118,7 @@ def adapters(config: dict, rank: int) -> int:
 
 
 def activations(script: str, config: dict, tokens: int, checkpointing: bool = True) -> int:
-    """Bytes of one micro-batch at the worst moment of its backward pass on a GPU, without the gradients of weights.
+    """Bytes of one micro-batch at the worst moment of its backward pass on a GPU, on top of the gradients made so far.
 
     A hidden state is kept for each layer, in float32 if the weights are in float32, else in bf16. The worst moment is
     one of three:

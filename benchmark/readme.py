@@ -1,6 +1,6 @@
 """Write the tables of README.md and variants/README.md from the records: python benchmark/readme.py
 
-It reads four records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
+It reads these records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
 and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl, and README's first picture,
 which shows three lessons. The tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that
 tables and pictures match the records.
@@ -21,8 +21,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 from scripts import SCRIPTS  # noqa: E402
 
 PICTURES = {name: FOLDER / f"{name}.svg" for name in ("apart", "trl-learn")}
-# The first picture: lesson, arms and (x, y).
 RATES = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")
+# The panels of the first picture: title, lesson, arms and (x, y).
 APART = [
     (
         "grpo_lora.py: adapters",

@@ -1,4 +1,4 @@
-"""The bundled data are what the builders write, and a solution is what rewards and scripts take it for."""
+"""The builders reproduce the bundled data, and rewards and scripts read the solutions correctly."""
 
 import json
 import random
@@ -24,7 +24,7 @@ def test_the_additions_are_the_builders():
 
 
 def test_the_sums_are_the_builders(tmp_path):
-    """To the byte; and no question of the test is one of the training's, be it with its numbers in another order."""
+    """The builder reproduces the files byte by byte. No test question repeats training numbers, in any order."""
     train, test = build_sums.make_questions(random.Random(1))
     build_sums.write_data(tmp_path, train, test)
     for name in ("train.jsonl", "test.jsonl"):
@@ -45,7 +45,7 @@ def test_a_solution_by_hand(numbers, text):
 
 
 def test_every_column_is_a_step_that_can_be_wrong():
-    """With all carries a solution has both rewards and four right steps. A forgotten carry is seen one column later."""
+    """A solution with all carries gets both rewards and four right steps. A forgotten carry shows one column later."""
     rng, seen = random.Random(2), 0
     for _ in range(300):
         numbers = build_sums.make_question(rng)
@@ -68,7 +68,7 @@ def test_every_column_is_a_step_that_can_be_wrong():
 
 
 def test_the_callers_solutions():
-    """Some call, and are right; the others have the faults that the builder names, at its rates."""
+    """Solutions with a call are right. The others have the builder's faults, at the builder's rates."""
     rng = random.Random(3)
     for pair, due in (((47, 38), True), ((42, 37), False)):
         texts = [build_caller.solution(pair, rng).removesuffix("</s>") for _ in range(2000)]

@@ -1,6 +1,6 @@
-"""distill.py: its two gradients by hand and by slow loops, how they belong together, and which teachers it takes.
+"""distill.py: its two gradients by hand and by slow loops, their relation, and the teachers that it accepts.
 
-Whole steps of main against float64 are in test_whole_step.py.
+test_whole_step.py compares whole steps of main with float64.
 """
 
 import json
@@ -26,7 +26,7 @@ ADDER, TEACHER = ROOT / "assets" / "adder", ROOT / "assets" / "adder-teacher"
 
 
 def make_rollout(prompt_ids, prompt_mask, response_ids, response_mask):
-    """A rollout of these tokens; nothing here reads its last two fields."""
+    """A rollout of these tokens. The tests here don't read its last two fields."""
     zeros, texts = torch.zeros(response_ids.shape), [""] * len(response_ids)
     return distill.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, zeros, texts)
 
@@ -36,14 +36,14 @@ def random_logits(seed, *shape):
 
 
 def test_the_advantage_by_hand():
-    """The student gives a token 0.5 where the teacher gives it 0.25, and another 0.1 where the teacher gives it 0.4."""
+    """The student's probabilities of two tokens are 0.5 and 0.1. The teacher's are 0.25 and 0.4."""
     logprobs, ref_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
     advantages = distill.compute_advantages(distill.Args(), logprobs, ref_logprobs)
     assert advantages.tolist()[0] == pytest.approx([-math.log(2), math.log(4)])
 
 
 def test_the_reverse_kl_by_hand():
-    """0.5 log 2 + 0.5 log(2 / 3) for (0.5, 0.5) and (0.25, 0.75): 0.1438; the forward KL is 0.1308."""
+    """For (0.5, 0.5) and (0.25, 0.75): 0.5 log 2 + 0.5 log(2 / 3) = 0.1438. The forward KL would be 0.1308."""
     logprobs, ref_logprobs = torch.tensor([[[0.5, 0.5]], [[0.25, 0.75]]]).double().log()
     assert distill.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx([0.143841036])
     assert distill.reverse_kl(logprobs, logprobs).tolist() == [0.0]
@@ -59,10 +59,13 @@ def test_the_reverse_kl_is_the_sum_over_the_vocabulary():
 
 
 def test_the_mean_of_the_sampled_gradient_is_that_of_the_whole_vocabulary():
-    """Summed over every response of two tokens, each with its probability, the gradient of the policy loss at the
-    tokens drawn is that of the KL, as both stand in main: without the noise they are the same algorithm."""
+    """The expected gradient of the sampled policy loss, over all responses of two tokens, equals the KL's gradient.
+
+    So without sampling noise both modes are the same algorithm.
+    """
     V, R = 5, 2
-    logits = random_logits(1, R, V).requires_grad_()  # one distribution at each place
+    # Each position has one distribution.
+    logits = random_logits(1, R, V).requires_grad_()
     ref_logprobs = random_logits(2, R, V).log_softmax(1)
     mask = torch.ones(1, R, dtype=torch.bool)
     expected = torch.zeros(R, V).double()
@@ -92,7 +95,7 @@ def tiny(seed, vocab_size, hidden_size, tied):
 
 @pytest.fixture
 def doubled(monkeypatch):
-    """Scripts compute in float64 what they compute in float32 otherwise."""
+    """Make the scripts compute in float64 instead of float32."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     torch.set_default_dtype(torch.float64)
     yield
@@ -101,8 +104,10 @@ def doubled(monkeypatch):
 
 @pytest.mark.parametrize("more", [0, 3])
 def test_the_kl_of_models_is_that_of_plain_forwards(doubled, more):
-    """Value and gradient, of ragged sequences. The teacher has another width, and its head can have rows that the
-    student's lacks, or lack some, as heads are padded beyond their vocabulary."""
+    """KL and gradient agree on ragged sequences. The teacher is wider, and heads may be padded beyond the vocabulary.
+
+    So the teacher's head may have more rows than the student's, or fewer.
+    """
     temperature = 1.3
     model, teacher = tiny(1, 11, 8, True), tiny(2, 11 + more, 12, False).requires_grad_(False)
     prompts, responses = [[3, 4], [5]], [[6, 7, 2], [1, 2]]
@@ -127,13 +132,13 @@ def test_the_kl_of_models_is_that_of_plain_forwards(doubled, more):
             assert kl[i, t].item() == pytest.approx(slow.item(), rel=1e-6)
             total = total + slow
     expected = torch.autograd.grad(total, list(model.parameters()))
-    # The tolerance is that of the norms, which compute in float32.
+    # The norms compute in float32, hence the tolerance.
     for gradient, slow in zip(gradients, expected, strict=True):
         torch.testing.assert_close(gradient, slow, rtol=1e-4, atol=1e-5)
 
 
 def test_the_full_vocabulary_loss_by_hand():
-    """The mean of each response's KL over its own tokens, summed and divided by the sequences of the minibatch."""
+    """Average each response's KL over its tokens. Divide the sum by the number of sequences in the minibatch."""
     kl = torch.tensor([[1.0, 2.0, 6.0], [4.0, 8.0, 0.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
     assert distill.full_vocabulary_loss(kl, mask, num_seqs=4).item() == (3 + 6) / 4
@@ -149,7 +154,7 @@ def test_the_log_probabilities_are_grpos(doubled):
 
 
 def test_the_kl_is_computed_in_chunks(monkeypatch):
-    """Never all logits at once: neither of the two heads sees more than 2**24 / V states."""
+    """The script never holds all logits: each head gets at most 2**24 / V states at a time."""
     seen = []
     V = 2**21
     model = tiny(1, V, 4, True).float()
@@ -168,7 +173,7 @@ SMALL = dict(num_steps=2, num_prompts=4, num_generations=1, eval_size=2, device=
 
 @pytest.fixture
 def small(tmp_path):
-    """Fields of a small run, on few problems."""
+    """The fields of a small run on 40 problems."""
     lines = (ROOT / "assets" / "addition" / "train.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(lines[:40]))
     return SMALL | dict(dataset=str(tmp_path / "few.jsonl"), runs_dir=str(tmp_path))
@@ -176,7 +181,7 @@ def small(tmp_path):
 
 @pytest.mark.parametrize("full_vocabulary", [False, True])
 def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path, full_vocabulary):
-    """One sample a prompt; the teacher is read anew, and is no part of the checkpoint."""
+    """The run has one sample per prompt. A resumed run loads the teacher again: the checkpoint doesn't contain it."""
     given = small | dict(full_vocabulary=full_vocabulary)
     distill.main(distill.Args(**given, run_name="whole"))
     write = distill.save_checkpoint
@@ -204,7 +209,7 @@ def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path, full_vocabulary
 
 
 def test_equal_rewards_are_no_reason_to_warn(small, capsys):
-    """With one sample a prompt all groups have equal rewards; the teacher teaches all the same."""
+    """With one sample per prompt, every group has equal rewards, but distillation doesn't need different rewards."""
     metrics = distill.main(distill.Args(**small))
     assert metrics["rollout/zero_std_frac"] == 1.0 and metrics["optim/grad_norm"] > 0
     assert "warning" not in capsys.readouterr().out
@@ -219,7 +224,7 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(small):
 
 
 def test_a_teacher_with_another_vocabulary(refuse, tmp_path):  # noqa: F811
-    """The same tokens with other ids would be scored without a sign that anything is wrong."""
+    """If the teacher's ids differ, it would score the wrong tokens without an error."""
     folder = tmp_path / "teacher"
     AutoModelForCausalLM.from_pretrained(ADDER).save_pretrained(folder)
     AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
@@ -233,7 +238,7 @@ def test_a_teacher_with_another_vocabulary(refuse, tmp_path):  # noqa: F811
 
 
 def test_a_teacher_with_a_narrower_head(refuse, tmp_path):  # noqa: F811
-    """The student, whose head is padded, could draw a token that the teacher has no probability for."""
+    """The student's padded head could sample a token for which the teacher has no probability."""
     folder = str(tmp_path / "student")
     model = AutoModelForCausalLM.from_pretrained(ADDER)
     model.resize_token_embeddings(model.config.vocab_size + 8)
@@ -249,7 +254,7 @@ def test_a_teacher_that_is_not_there(refuse, tmp_path):  # noqa: F811
 
 
 def test_a_teacher_without_all_its_weights(refuse, tmp_path):  # noqa: F811
-    """Random weights in the place of the missing ones would teach nonsense in silence."""
+    """Random weights in place of the missing ones would teach nonsense without an error."""
     folder = tmp_path / "teacher"
     model = AutoModelForCausalLM.from_pretrained(ADDER)
     weights = {name: x for name, x in model.state_dict().items() if "layers.0.mlp" not in name}
@@ -260,7 +265,7 @@ def test_a_teacher_without_all_its_weights(refuse, tmp_path):  # noqa: F811
 
 
 def test_a_teacher_with_capped_logits(refuse, tmp_path):  # noqa: F811
-    """Its head alone would not give its log-probabilities."""
+    """distill.py applies only the teacher's head. A capped model's head alone doesn't give the log-probabilities."""
     folder = tmp_path / "teacher"
     tokenizer = AutoTokenizer.from_pretrained(ADDER)
     fields = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)

@@ -1,4 +1,4 @@
-"""What the pages under docs/ say of the code and of the records is so."""
+"""The pages under docs/ agree with the code and the records."""
 
 import http.server
 import json
@@ -24,7 +24,7 @@ PAGES += [ROOT / "variants" / "README.md"]
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
 def test_every_link_leads_somewhere(page):
-    """Files, and headings of a page as GitHub names them."""
+    """Links lead to existing files, and anchors to headings, with GitHub's names for them."""
     text = page.read_text(encoding="utf-8")
     for target in re.findall(
         r"\]\((?!https?:)([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.DOTALL)
@@ -40,7 +40,7 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_the_lines_beside_the_formulas_are_the_scripts():
-    """Every line of code in docs/algorithms.md stands in the script that its block names."""
+    """Every line of code in docs/algorithms.md is in the script that the block names."""
     text, seen = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"), set()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         first, *lines = block.splitlines()
@@ -61,9 +61,9 @@ def test_the_family_tree_is_the_one_of_the_docstrings():
 
 
 def differences(page: str) -> dict[str, str]:
-    """Name -> source of the scripts that a page shows as differences to grpo.py, each applied to it.
+    """Apply each diff on a page to grpo.py. Return the script's name -> its source.
 
-    What stands in a difference as context or as removed is grpo.py's text.
+    The context lines and removed lines of a diff must be in grpo.py.
     """
     text, sources = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), {}
     blocks = re.findall(r"```diff\n--- grpo.py\n\+\+\+ (\w+).py\n(.*?)```", text, re.DOTALL)
@@ -80,17 +80,18 @@ def differences(page: str) -> dict[str, str]:
 
 
 def load(monkeypatch, name: str, source: str):
-    """A module of this source, as if its file stood beside grpo.py."""
+    """A module with this source and with a path beside grpo.py."""
     module = types.ModuleType(name)
     module.__file__ = str(ROOT / f"{name}.py")
-    monkeypatch.setitem(sys.modules, name, module)  # where dataclass looks
+    # A dataclass looks up its module here.
+    monkeypatch.setitem(sys.modules, name, module)
     exec(compile(source, module.__file__, "exec"), module.__dict__)
     module.SCRIPT = ROOT / "grpo.py"  # a run copies its script
     return module
 
 
 def test_the_differences_shown_are_real():
-    """docs/extend.md: one applies, and the result is Python; the other is an excerpt of a patch."""
+    """In docs/extend.md, the first diff applies to grpo.py and gives valid Python. The second quotes a patch."""
     found = differences("extend")
     assert list(found) == ["words"]
     compile(found["words"], "words", "exec")
@@ -102,7 +103,7 @@ def test_the_differences_shown_are_real():
 
 
 def test_the_worked_examples_are_the_scripts():
-    """The tables of docs/algorithms.md are what the scripts' own functions give, and so is the picture of the clip."""
+    """The scripts' functions reproduce the tables of docs/algorithms.md and the picture of the clip."""
     import explain
 
     text = explain.PAGE.read_text(encoding="utf-8")
@@ -119,7 +120,7 @@ def test_the_variances_are_what_is_recorded():
 
 
 def test_the_answer_to_the_first_exercise(monkeypatch):
-    """At a ratio of 1.5 and A = 1 the loss's gradient by the log-probability is 0 in GRPO and -1.2 in CISPO."""
+    """At a ratio of 1.5 and A = 1, d loss / d logprob is 0 in GRPO and -1.2 in CISPO."""
     command = ["patch", "-s", "-o", "-", "grpo.py", "variants/cispo.diff"]
     patched = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     cispo = load(monkeypatch, "cispo", patched.stdout)
@@ -143,7 +144,7 @@ def first_step(script, folder) -> dict:
 
 
 def test_the_answer_to_the_second_exercise(tmp_path, monkeypatch):
-    """Without the EOS token in the mask the response is one token shorter if it ended, and nothing else is seen."""
+    """Without EOS in the mask, a finished response is one token shorter. The other metrics don't change."""
     no_eos = load(monkeypatch, "no_eos", differences("algorithms")["no_eos"])
     whole, broken = first_step(grpo, tmp_path), first_step(no_eos, tmp_path)
     for name in ("reward_mean", "accuracy", "eos_frac"):
@@ -154,7 +155,7 @@ def test_the_answer_to_the_second_exercise(tmp_path, monkeypatch):
 
 
 def test_the_answer_to_the_third_exercise(tmp_path, monkeypatch):
-    """The reward by hand, and under its name among the metrics of a run."""
+    """The reward matches numbers worked by hand, and a run logs the reward under its name."""
     digits = load(monkeypatch, "digits", differences("algorithms")["digits"])
     texts = ["<answer>185</answer>", "<answer>85</answer>", "<answer>175</answer>", "85"]
     texts += ["<answer>1858</answer>", "<answer></answer>", "<answer>9185</answer>"]
@@ -167,14 +168,14 @@ def test_the_answer_to_the_third_exercise(tmp_path, monkeypatch):
 
 
 def measured(text: str) -> set[str]:
-    """The numbers of a text that a run could have given: decimals and percentages, of which a list has one sign."""
+    """The numbers of a text that may be measurements: decimals and percentages. A list may have a single % sign."""
     text = re.sub(r"```.*?```|`[^`]*`|\$[^$]*\$|\([^()]*\d{4}[^()]*\)", "", text, flags=re.DOTALL)
     percent = re.findall(r"((?:\d[\d.]*(?:, | and | to | or | against )?\s?)+)%", text)
     return set(re.findall(r"\d+\.\d+", text)) | set(re.findall(r"\d[\d.]*", " ".join(percent)))
 
 
 def test_the_judge_behind_http(monkeypatch):
-    """docs/extend.md's reward, in grpo.py: each completion beside its own prompt; it asks again, and then gives up."""
+    """docs/extend.md's HTTP reward sends each completion with its prompt, retries after an error, and then gives up."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```python\n(import urllib.*?)```", text, re.DOTALL)
     calls, source = Counter(), (ROOT / "grpo.py").read_text(encoding="utf-8")
@@ -208,8 +209,10 @@ def test_the_judge_behind_http(monkeypatch):
 
 
 def test_the_lessons_state_what_is_recorded():
-    """Commands, pictures and tables of docs/lessons.md and docs/metrics.md are those of the records; no record is of a
-    tree with changes; and no measured number stands in the text that is not in the tables of its section."""
+    """Commands, pictures and tables of docs/lessons.md and docs/metrics.md agree with the records.
+
+    Every record comes from a clean tree. Every measured number in the text is also in a table of the same section.
+    """
     import lessons
 
     pages = {
@@ -220,7 +223,9 @@ def test_the_lessons_state_what_is_recorded():
         block = f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end lesson {number} -->\n"
         assert block in page, number
         picture = (ROOT / "docs" / "lessons" / f"{number:02}.svg").read_text(encoding="utf-8")
-        assert lessons.drawn_from(number) in picture, f"lesson {number}: drawn from other records"
+        assert lessons.drawn_from(number) in picture, (
+            f"lesson {number}: the picture shows other records"
+        )
     for page in pages.values():
         for section in re.split(r"^## ", page, flags=re.MULTILINE):
             tables = re.findall(r"<!-- (?:lesson \d+|variance) -->.*?<!-- end", section, re.DOTALL)
@@ -240,7 +245,7 @@ def test_the_lessons_state_what_is_recorded():
 
 
 def test_the_variants_state_what_is_recorded():
-    """Three seeds of each reach 95 % greedily, and the table is theirs."""
+    """Each variant has three seeds with at least 95 % greedy accuracy, and the table shows these records."""
     import readme
 
     records = readme.records_of("variants")
@@ -252,7 +257,7 @@ def test_the_variants_state_what_is_recorded():
 
 
 def test_the_readme_states_what_is_recorded():
-    """Its tables and pictures are those of the records: five seeds of each script, of a tree without changes."""
+    """README.md's tables and pictures show the records: five seeds of each script, from a clean tree."""
     import pictures
     import readme
 

@@ -1,4 +1,4 @@
-"""grpo_lora.py: what its adapters compute, which layers have them, and what other libraries read of them."""
+"""grpo_lora.py: the adapters' computation, the layers that have adapters, and the files for other libraries."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ def trained(model):
 
 
 def adapted(args, model):
-    """The model with adapters as after some training: no B is 0."""
+    """The model with adapters like after some training: no B is 0."""
     copied = grpo_lora.add_adapters(args, model)
     torch.manual_seed(7)
     with torch.no_grad():
@@ -41,7 +41,7 @@ def adapted(args, model):
 
 
 def explicit(args, adapters, weights):
-    """All weights of the model by name, with W + (alpha / rank) B A in the place of each W that has adapters."""
+    """All weights of the model by name. W + (alpha / rank) B A replaces each W that has adapters."""
     merged = dict(weights)
     for name, A in adapters.items():
         if name.endswith(".lora_A"):
@@ -60,12 +60,13 @@ def test_low_rank_by_hand():
         torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
     )
     found = grpo_lora.low_rank(make_args(rank=2, alpha=6), torch.tensor([[1.0, 2.0]]), A, B)
-    assert found.tolist() == [[33.0, 51.0, 84.0]]  # times 6 / 2
+    # alpha / rank is 6 / 2.
+    assert found.tolist() == [[33.0, 51.0, 84.0]]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_are_those_of_the_merged_weight(family):
-    """In float64 against a model without adapters whose weights are W + (alpha / rank) B A, formed with autograd."""
+    """In float64 the adapted model equals a model with weights W + (alpha / rank) B A, computed with autograd."""
     args, base = make_args(), build(family).double()
     torch.set_default_dtype(torch.float64)
     try:
@@ -104,7 +105,7 @@ def test_each_linear_layer_of_the_trunk_has_adapters(family):
 
 
 def test_the_start():
-    """A is uniform within 1 / sqrt(in), from the seed; B is 0, so that the policy is the reference, bit for bit."""
+    """The seed draws A uniformly within 1 / sqrt(in). B is 0, so policy and reference are equal bit by bit."""
     base = build("Llama")
     before = base(IDS).logits
     models = {seed: grpo_lora.add_adapters(make_args(rank=8, seed=seed), base) for seed in (1, 2)}
@@ -123,7 +124,7 @@ def test_the_start():
 
 
 def test_the_reference_has_the_same_weights_and_no_adapters():
-    """Nothing is copied, and what the adapters become is nothing to the reference."""
+    """Policy and reference share the weights, and the adapters don't change the reference."""
     base = build("Qwen2")
     before = base(IDS).logits
     model = adapted(make_args(), base)
@@ -164,7 +165,7 @@ def test_peft_loads_the_adapters_and_transformers_the_merged_model(family, tmp_p
 
 @pytest.mark.parametrize("rank, alpha", [(4, 6), (3, 1), (2, 2)])
 def test_the_merged_model_computes_what_the_adapted_one_did(rank, alpha):
-    """alpha / rank is 1.5, 1/3 or 1, and alpha * rank 24, 3 or 4: a merge with a wrong factor has other logits."""
+    """alpha / rank is 1.5, 1/3 or 1, and alpha * rank is 24, 3 or 4. A wrong factor would change the logits."""
     args, model = make_args(rank, alpha), build("Llama").double()
     before = model(IDS).logits
     model = adapted(args, model)
@@ -175,7 +176,7 @@ def test_the_merged_model_computes_what_the_adapted_one_did(rank, alpha):
     merged = model(IDS).logits
     assert merged.dtype == torch.float32
     torch.testing.assert_close(merged, expected.float(), rtol=1e-4, atol=1e-4)
-    # Nothing is left of the adapters: no parameter, and no hook that would add them a second time.
+    # The merge removes the adapters' parameters and the hooks that would add them a second time.
     assert {name for name, _ in model.named_parameters()} == names
     assert not any(layer._forward_hooks for layer in model.modules())
 
@@ -189,13 +190,13 @@ def run(tmp_path, **given):
 
 
 def test_what_a_run_keeps(tmp_path):
-    """The checkpoint has 12 bytes for each number in A and B, and no weight of the model."""
+    """The checkpoint has 12 bytes for each number in A and B, and doesn't contain the model's weights."""
     folder = run(tmp_path, lora_rank=2, learning_rate=1e-2)
     base = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     model = grpo_lora.add_adapters(make_args(rank=2), base)
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     for x, y in zip(trained(model).values(), saved["model"].values(), strict=True):
-        assert not torch.equal(x, y), "the adapters are to have moved"
+        assert not torch.equal(x, y), "training must change the adapters"
         x.data = y
     args = make_args(rank=2, alpha=32)
     expected = explicit(args, trained(model), dict(base.named_parameters()))
@@ -215,7 +216,7 @@ def test_without_a_reference(tmp_path):
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path, capsys):
-    """GPT-2's layers are Conv1D but for the head: one line that names them, and nothing is written."""
+    """GPT-2's layers are Conv1D, except the head. The script prints one line about them and writes nothing."""
     fields = dict(n_embd=32, n_layer=1, n_head=2, n_positions=128)
     config = transformers.GPT2Config(vocab_size=57, **fields, eos_token_id=2, bos_token_id=2)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "gpt2")
@@ -234,7 +235,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path, capsys):
 
 
 def test_the_learning_rate_is_higher_than_the_parents():
-    """As the docstring has it: three times, and ten times where lesson 16 has measured it."""
+    """The docstring says three times higher, and ten times for the bundled model, as lesson 16 measured."""
     import grpo
 
     mine, parents = [script.RECIPES["learning_rate"] for script in (grpo_lora, grpo)]

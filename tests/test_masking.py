@@ -1,4 +1,4 @@
-"""masked_sum and masked_mean against a slow loop, and what a masked slot must never do."""
+"""masked_sum and masked_mean agree with a slow loop, and a masked slot never changes a result or a gradient."""
 
 import math
 
@@ -29,7 +29,7 @@ def random_case(seed, rows=4, columns=7):
 
 @st.composite
 def tables(draw):
-    """A rectangle of numbers, its mask, and a second rectangle that has garbage where the mask is False."""
+    """A rectangle of numbers, a mask, and the same rectangle with garbage in the masked slots."""
     rows, columns = draw(st.integers(1, 5)), draw(st.integers(1, 6))
     number = st.floats(-100, 100, allow_subnormal=False)
     values = draw(
@@ -79,7 +79,7 @@ def test_numbers_worked_by_hand():
     assert masked_sum(values, mask).item() == 7.0
     assert masked_sum(values, mask, axis=1).tolist() == [3.0, 4.0]
     assert masked_sum(values, mask, axis=1, constant_normalizer=2).tolist() == [1.5, 2.0]
-    # The mean of all tokens is not the mean of the rows' means: the two averages of DAPO and GRPO.
+    # DAPO takes the mean over all tokens; GRPO takes the mean of the rows' means.
     assert masked_mean(values, mask).item() == pytest.approx(7 / 3)
     assert masked_mean(values, mask, axis=1).mean().item() == pytest.approx((1.5 + 4.0) / 2)
 
@@ -91,7 +91,7 @@ def test_garbage_reaches_neither_value_nor_gradient(function, axis, junk):
     clean, mask = random_case(0)
     clean.requires_grad_()
     dirty = torch.where(mask, clean.detach(), junk).requires_grad_()
-    # The square makes the gradient depend on the value: an upstream gradient of 1 everywhere would hide a mix-up.
+    # The square makes the gradient depend on the value. An upstream gradient of 1 everywhere would hide a mix-up.
     (function(clean, mask, axis) ** 2).sum().backward()
     result = function(dirty, mask, axis)
     (result**2).sum().backward()
@@ -147,7 +147,7 @@ def test_a_mask_that_would_broadcast_is_refused(function, mask_shape):
 
 
 def test_sums_of_slices_add_up_with_a_constant_normalizer():
-    """The token average of a minibatch must not depend on how it is cut into micro-batches."""
+    """The token average of a minibatch must not depend on the split into micro-batches."""
     values, mask = random_case(3, rows=6)
     num_tokens = mask.sum()
     parts = [

@@ -1,4 +1,4 @@
-"""benchmark/memory.py counts what torch counts on the meta device; its peaks are measured in test_cuda.py."""
+"""benchmark/memory.py counts the same numbers as torch on the meta device. test_cuda.py measures its peaks."""
 
 import memory
 import pytest
@@ -33,7 +33,7 @@ def test_parameters_adapters_and_keys_are_those_that_torch_counts(family):
     s = memory.shape(given)
     assert 2 * 5 * 2 * s.layers * s.keys == numbers
     if family == "GPT-2":
-        with pytest.raises(ValueError, match="gpt2: its layers are not nn.Linear"):
+        with pytest.raises(ValueError, match="gpt2: its layers aren't nn.Linear"):
             memory.adapters(given, 16)
         return
     args = grpo_lora.Args(lora_rank=5)
@@ -43,26 +43,26 @@ def test_parameters_adapters_and_keys_are_those_that_torch_counts(family):
 
 
 def test_the_models_have_as_many_parameters_as_their_names_say():
-    """In millions, as their model cards have it, of which the shapes here are an independent source."""
+    """The counts, in millions, must match the model cards, which are independent of the shapes in memory.py."""
     cards = [494, 596, 1544, 1711, 3086, 7616]
     assert [round(memory.parameters(c) / 1e6) for c in memory.MODELS.values()] == cards
 
 
 def test_bytes_by_hand():
-    """A model of one layer with D = Q = K = F = 2 and V = 3: 28 matrix numbers, 4 + 2 in norms, 6 in a tied head."""
+    """One layer with D = Q = K = F = 2 and V = 3 has 28 numbers in matrices, 4 + 2 in norms, 6 in a tied head."""
     config = memory.llama(1, 2, 1, 1, 2, 3)
     assert memory.parameters(config) == 40 and memory.adapters(config, 1) == 28
     flags = dict(sampling_tokens=1024, num_prompts=1, num_generations=2)
     found = memory.count("grpo", config, **flags)
     assert [found[name] for name in ("weights", "averages", "gradients")] == [160, 320, 160]
     assert found["sampling copy"] == found["reference"] == 2 * 40 + 4 * 6
-    # A token has keys and values, of two numbers each, in two bytes.
+    # Each token has a key and a value of two numbers, with two bytes per number.
     assert found["keys and values"] == 1024 * 2 * 2 * 2
     assert memory.count("grpo", config, **flags, beta=0)["reference"] == 0
     found = memory.count("grpo_lora", config, **flags, lora_rank=1)
     assert [found[name] for name in ("weights", "averages", "gradients")] == [216, 224, 112]
     assert "reference" not in found and "sampling copy" not in found
-    # The critic has a score of two numbers; its head is tied, and stays in the embedding.
+    # The critic's score layer has two numbers. Its head is tied, so its weights stay in the embedding.
     assert memory.count("ppo_rlhf", config, **flags)["weights"] == 4 * (40 + 40 + 2)
 
 

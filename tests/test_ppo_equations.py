@@ -1,6 +1,6 @@
-"""The equations of ppo_rlhf.py that no other script has, its two one-label networks, and how a step puts them together.
+"""The equations that only ppo_rlhf.py has, its two one-label networks, and a whole step.
 
-Its policy loss is in test_equations.py with the others'.
+test_equations.py tests its policy loss.
 """
 
 import json
@@ -24,7 +24,10 @@ GARBAGE = [math.nan, math.inf, -math.inf, 1e30]
 
 
 def ragged(seed, count, n=5, R=6):
-    """A ragged mask, a full and a one-token row included, and `count` tensors (n, R) with garbage where it is False."""
+    """A ragged mask, and `count` tensors (n, R) with garbage in the masked slots.
+
+    One row of the mask is full and one has a single token.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, R + 1, (n,), generator=generator)
     lengths[0], lengths[1] = R, 1
@@ -34,7 +37,7 @@ def ragged(seed, count, n=5, R=6):
 
 
 def spoil(tensor, mask, shift=0):
-    """The tensor with other garbage, for each shift, where the mask is False."""
+    """The tensor with garbage in the masked slots. Each shift gives other garbage."""
     spoiled, slots = tensor.clone(), int((~mask).sum())
     garbage = [GARBAGE[(k + shift) % len(GARBAGE)] for k in range(slots)]
     spoiled[~mask] = torch.tensor(garbage, dtype=tensor.dtype)
@@ -42,12 +45,12 @@ def spoil(tensor, mask, shift=0):
 
 
 def counted(tensor, mask):
-    """One list per row, of the tokens that count."""
+    """For each row, the list of its unmasked values."""
     return [row[keep].tolist() for row, keep in zip(tensor, mask, strict=True)]
 
 
 def same(tensor, rows, mask):
-    """The counted slots are these numbers, and all others are exactly 0."""
+    """The unmasked slots hold these numbers, and the masked slots are exactly 0."""
     assert tensor.shape == mask.shape
     for row, expected in zip(counted(tensor, mask), rows, strict=True):
         assert row == pytest.approx(expected, abs=1e-10)
@@ -58,7 +61,7 @@ def same(tensor, rows, mask):
 
 
 def test_whiten_by_hand():
-    # 1, 3, 5 count: mean 3, biased variance 8/3.
+    # The unmasked values 1, 3, 5 have mean 3 and biased variance 8/3.
     values = torch.tensor([[1.0, 3.0, 100.0], [5.0, math.nan, -math.inf]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, False, False]])
     z = 2 / math.sqrt(8 / 3 + 1e-8)
@@ -67,7 +70,7 @@ def test_whiten_by_hand():
 
 
 def test_the_epsilon_of_whiten_stands_in_the_root():
-    # 0 and 2e-4: the variance is 1e-8 as well. Outside the root 1e-8 would be lost beside a std of 1e-4.
+    # The variance of 0 and 2e-4 is also 1e-8. An epsilon outside the root would vanish beside the std of 1e-4.
     values, mask = (
         torch.tensor([[0.0, 2e-4]], dtype=torch.float64),
         torch.ones(1, 2, dtype=torch.bool),
@@ -112,10 +115,10 @@ def test_rewards_by_hand():
         [[-2.0, -1.0, -3.0], [-3.0, math.nan, 9.0], [-0.5, -1.5, 9.0], [9.0, 9.0, 9.0]]
     ).double()
     scores = torch.tensor([10.0, 20.0, -30.0, 40.0], dtype=torch.float64)
-    # -0.1 (old - ref) everywhere, and the score at the last token that counts, once.
+    # Every token gets -0.1 (old - ref). The last unmasked token also gets the score.
     expected = [[-0.1, 0.1, 10.0], [20.0 - 0.2], [0.0, -30.0 - 0.1], []]
     same(ppo_rlhf.kl_rewards(args, scores, old, ref, mask), expected, mask)
-    # With a beta of 0 there is no reference, and the score stands alone.
+    # With beta 0 there is no reference, only the score.
     rewards = ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.0), scores, old, None, mask)
     same(rewards, [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []], mask)
 
@@ -133,7 +136,7 @@ def test_rewards_against_a_slow_loop(seed):
     ]
     rewards = ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.3), scores, old, ref, mask)
     same(rewards, expected, mask)
-    # A response's rewards add up to its score minus beta times its KL: the score is there once.
+    # A response's rewards add up to its score minus beta times its KL, so the score counts once.
     total = scores - 0.3 * (old - ref).masked_fill(~mask, 0.0).sum(1)
     assert torch.allclose(rewards.sum(1), total, atol=1e-12)
 
@@ -155,9 +158,9 @@ def test_scores_of_a_shape_that_would_broadcast_are_refused():
 
 
 def test_gae_by_hand():
-    # gamma 0.5, lambda 0.5, V 1, 2, 3 and a reward of 8 at the end:
+    # With gamma 0.5, lambda 0.5, values 1, 2, 3 and a final reward of 8:
     # delta = 0 + 1 - 1, 0 + 1.5 - 2, 8 + 0 - 3 = 0, -0.5, 5;  A = 0 + 0.25 * 0.75, -0.5 + 0.25 * 5, 5.
-    # In the second row the token that counts is followed by a reward and a value that do not.
+    # In the second row, a masked reward and a masked value follow the only unmasked token.
     args = ppo_rlhf.Args(gamma=0.5, gae_lambda=0.5)
     rewards = torch.tensor([[0.0, 0.0, 8.0], [8.0, 100.0, math.nan]], dtype=torch.float64)
     values = torch.tensor([[1.0, 2.0, 3.0], [3.0, 100.0, math.inf]], dtype=torch.float64)
@@ -168,7 +171,7 @@ def test_gae_by_hand():
 
 
 def slow_gae(rewards, values, gamma, lambda_):
-    """A_t = sum_k (gamma lambda)^k delta_(t+k), one row of tokens that count, each sum written out."""
+    """A_t = sum_k (gamma lambda)^k delta_(t+k) for one row of unmasked tokens, with each sum written out."""
     T = len(rewards)
     delta = [
         rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)
@@ -230,7 +233,7 @@ def test_gae_of_a_value_network_that_is_right_is_zero():
 
 
 def test_nothing_depends_on_padding():
-    # Other garbage, and more of it: the results are the same bits.
+    # Other garbage in more masked slots must not change a bit of the results.
     mask, (rewards, values) = ragged(7, 2)
     args = ppo_rlhf.Args()
     wider = torch.nn.functional.pad(mask, (0, 3))
@@ -254,7 +257,8 @@ def test_gae_does_not_modify_its_inputs():
     mask, (rewards, values) = ragged(8, 2)
     before = [tensor.clone() for tensor in (rewards, values, mask)]
     advantages, returns = ppo_rlhf.compute_gae(ppo_rlhf.Args(), rewards, values, mask)
-    advantages.add_(1.0)  # nor are its outputs the inputs
+    # Changing the outputs must not change the inputs.
+    advantages.add_(1.0)
     returns.add_(1.0)
     assert all(
         torch.equal(a.nan_to_num(), b.nan_to_num())
@@ -272,11 +276,14 @@ def test_gae_does_not_modify_its_inputs():
     [
         # 0.5 max((V - R)^2, (clip(V, old - 0.2, old + 0.2) - R)^2)
         (1.1, 1.0, 2.0, 0.5 * 0.81, -0.9, 0),  # inside the clip
-        (1.5, 1.0, 2.0, 0.5 * 0.64, 0.0, 1),  # towards the target and too far: at 1.2, no gradient
-        (0.5, 1.0, 2.0, 0.5 * 2.25, -1.5, 0),  # away from it: the unclipped error is the larger one
+        # The value moves towards the target, past the clip at 1.2: no gradient.
+        (1.5, 1.0, 2.0, 0.5 * 0.64, 0.0, 1),
+        # The value moves away from the target: the unclipped error is larger.
+        (0.5, 1.0, 2.0, 0.5 * 2.25, -1.5, 0),
         (0.5, 1.0, 0.0, 0.5 * 0.64, 0.0, 1),
         (1.5, 1.0, 0.0, 0.5 * 2.25, 1.5, 0),
-        (3.0, 1.0, 2.0, 0.5 * 1.0, 1.0, 0),  # past the target: 1 of error against 0.8 at the clip
+        # The value moves past the target: the unclipped error is 1, the clipped error is 0.8.
+        (3.0, 1.0, 2.0, 0.5 * 1.0, 1.0, 0),
         (2.0, 2.0, 2.0, 0.0, 0.0, 0),
     ],
 )
@@ -356,7 +363,7 @@ def test_value_loss_refuses_shapes_that_would_broadcast():
 
 
 def test_explained_variance_by_hand():
-    # Returns 0, 2, 4 have the variance 4. The errors 1, 0, -1 have the variance 1.
+    # The returns 0, 2, 4 have variance 4. The errors 1, 0, -1 have variance 1.
     mask = torch.tensor([[True, True, False], [True, False, False]])
     returns = torch.tensor([[0.0, 2.0, math.nan], [4.0, math.inf, 9.0]], dtype=torch.float64)
     values = torch.tensor([[-1.0, 2.0, math.inf], [5.0, 7.0, math.nan]], dtype=torch.float64)
@@ -367,15 +374,15 @@ def test_explained_variance_by_hand():
 
 
 def test_equal_returns_have_no_variance_to_explain():
-    # Their computed mean differs from them by a rounding error. Values with an error of every size
-    # must not get a number for that.
+    # The computed mean of equal returns has a rounding error. The explained variance must be null,
+    # for values with any error.
     returns, mask = torch.full((3, 7), 1.1), torch.ones(3, 7, dtype=torch.bool)
     for scale in (0.0, 1e-7, 1.0):
         values = returns + scale * torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
         assert not math.isfinite(ppo_rlhf.explained_variance(values, returns, mask))
 
 
-# ---- the policy loss, where advantages differ from token to token
+# ---- the policy loss with a different advantage for each token
 
 
 def test_garbage_in_masked_advantages_reaches_neither_loss_nor_gradient():
@@ -412,18 +419,20 @@ def tiny_classifier(seed=0):
         max_position_embeddings=64,
         num_labels=1,
         pad_token_id=None,
-        initializer_range=0.3,  # so that the outputs differ from one position to the next
+        # A large range gives different outputs at each position.
+        initializer_range=0.3,
     )
     return LlamaForSequenceClassification(config).eval()
 
 
 def ragged_rollout(seed=0):
-    """Prompts and responses as lists, and padded as a Rollout. Token 0 is the padding, and is also in them."""
+    """Prompts and responses as lists, and as a padded Rollout. They also contain the padding token, 0."""
     generator = torch.Generator().manual_seed(seed)
     pairs = []
     for P, R in [(1, 6), (7, 1), (3, 4), (7, 6), (2, 2)]:
         ids = torch.randint(0, 30, (P + R,), generator=generator).tolist()
-        ids[0] = ids[-1] = 0  # pad = bos = eos: masks cannot come from the ids
+        # Pad, BOS and EOS have the same id, so the script can't compute masks from ids.
+        ids[0] = ids[-1] = 0
         pairs.append((ids[:P], ids[P:]))
     prompts = [[0] * (7 - len(prompt)) + prompt for prompt, _ in pairs]
     responses = [response + [0] * (6 - len(response)) for _, response in pairs]
@@ -441,7 +450,7 @@ def ragged_rollout(seed=0):
 
 
 def plain_outputs(network, pair):
-    """The head's output after each token of the prompt and the response, in a forward pass of their own."""
+    """The head's output after each token of prompt and response, from a forward pass of one sequence."""
     with torch.no_grad():
         return network.score(network.base_model(torch.tensor([sum(pair, [])])).last_hidden_state)[
             0, :, 0
@@ -497,7 +506,8 @@ def test_the_value_network_gets_its_gradient_from_the_states_that_count():
     network.zero_grad()
     for row, (prompt, response) in zip(weights, pairs, strict=True):
         states = network.model(torch.tensor([prompt + response])).last_hidden_state[0]
-        states = states[len(prompt) - 1 : -1]  # (|o|, D): those before each response token
+        # The state before each response token, (|o|, D).
+        states = states[len(prompt) - 1 : -1]
         (network.score(states)[:, 0] * row[: len(states)]).sum().backward()
     assert torch.allclose(gradient, network.score.weight.grad, atol=1e-4)
 
@@ -511,7 +521,8 @@ def test_the_value_network_gets_its_gradient_from_the_states_that_count():
         (6.0, 1.0),  # on target
         (6.6, math.exp(0.1 * 50 / 1000)),
         (5.4, math.exp(-0.1 * 50 / 1000)),
-        (60.0, math.exp(0.2 * 50 / 1000)),  # an error of 900 %, of which a fifth counts
+        # The controller limits an error of 900 % to 20 %.
+        (60.0, math.exp(0.2 * 50 / 1000)),
         (0.0, math.exp(-0.2 * 50 / 1000)),
     ],
 )
@@ -521,7 +532,7 @@ def test_adapted_beta_by_hand(kl, factor):
 
 
 def test_beta_stays_positive_whatever_the_horizon_is():
-    # A step of 100 horizons: beta shrinks by exp(-20) and grows back by as much, and never rewards divergence.
+    # In a step of 100 horizons beta shrinks by exp(-20) and then grows back by exp(20). Beta stays positive.
     args = ppo_rlhf.Args(kl_target=6.0, kl_horizon=1)
     down = ppo_rlhf.adapt_beta(args, 0.3, 0.0, 100)
     assert down == pytest.approx(0.3 * math.exp(-20)) and down > 0
@@ -532,7 +543,7 @@ def test_beta_stays_positive_whatever_the_horizon_is():
 
 
 def run(tmp_path, **given):
-    """main on the bundled task for one small step, or as many as are given."""
+    """Run main on the bundled task, by default for one small step."""
     fields = dict(
         runs_dir=str(tmp_path),
         device="cpu",
@@ -564,7 +575,8 @@ def test_each_response_is_scored_by_the_judge_at_its_last_token(tmp_path, monkey
     for sample, score, counts in zip(samples, scores.tolist(), mask, strict=True):
         (completion,) = sample["completions"]
         response = tokenizer(completion, add_special_tokens=False).input_ids
-        ended.append(len(response) < int(counts.sum()))  # the EOS token is no part of the text
+        # The text doesn't contain the EOS token.
+        ended.append(len(response) < int(counts.sum()))
         pair = (
             tokenizer(sample["prompt"]).input_ids,
             response + [tokenizer.eos_token_id] * ended[-1],
@@ -573,7 +585,7 @@ def test_each_response_is_scored_by_the_judge_at_its_last_token(tmp_path, monkey
             plain_outputs(judge, pair)[-1] - 0.5 * (not ended[-1]), abs=1e-4
         )
         assert sample["rewards"] == [score]
-    assert set(ended) == {True, False}, "some are to be cut, and some not"
+    assert set(ended) == {True, False}, "some responses must be cut and some not"
 
 
 def test_the_rules_are_not_asked_where_a_reward_model_scores(tmp_path, monkeypatch):
@@ -602,7 +614,8 @@ def test_the_values_move_and_the_old_ones_stay(tmp_path, monkeypatch):
 def test_one_sequence_with_normalized_scores_is_not_nan(tmp_path):
     (metrics,) = run(tmp_path, num_prompts=1, normalize_scores=True)
     finite = {name for name, value in metrics.items() if value is not None}
-    assert metrics.keys() - finite == {"rollout/reward_std"}  # which has no meaning for one reward
+    # One reward has no std.
+    assert metrics.keys() - finite == {"rollout/reward_std"}
     assert metrics["optim/skipped"] == 0
 
 
@@ -620,7 +633,7 @@ def test_a_score_that_is_no_number_to_learn_from_is_refused(tmp_path, capsys, ba
 
 
 def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch):
-    """transformers recomputes activations in training mode only, in which dropout would make values random."""
+    """transformers recomputes activations only in training mode. Dropout in this mode would make values random."""
     judge = shutil.copytree(SMALL_JUDGE, tmp_path / "judge")
     torch.manual_seed(0)
     vocab_size = json.loads((judge / "config.json").read_text())["vocab_size"]
@@ -650,7 +663,7 @@ def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch)
 
 
 def test_the_coefficient_that_is_logged_is_the_one_of_its_step(tmp_path):
-    """With a horizon of one step each error moves beta by exp(-0.2) or exp(0.2); in the first step the KL is 0."""
+    """With a horizon of one step each error multiplies beta by exp(-0.2) or exp(0.2). The first step's KL is 0."""
     given = dict(num_steps=3, beta=0.05, kl_horizon=4, learning_rate=1e-3, num_prompts=4)
     for target, sign in ((1e9, -1), (1e-9, 1)):
         metrics = run(tmp_path / str(sign), kl_target=target, **given)

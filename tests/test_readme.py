@@ -1,4 +1,4 @@
-"""What README.md says about the code is true."""
+"""README.md agrees with the code."""
 
 import re
 
@@ -10,7 +10,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_lesson_is_the_current_diff():
-    """README.md shows the diff from grpo.py to dr_grpo.py. `python tools/siblings.py --write` writes it."""
+    """README.md shows the diff from grpo.py to dr_grpo.py. `python tools/siblings.py --write` updates this diff."""
     shown = re.search(r"```diff\n(.*?)\n```", README, re.DOTALL).group(1)
     assert shown == siblings.lesson()
 
@@ -21,7 +21,7 @@ def test_the_tables_have_every_script_with_its_parent():
 
 
 def test_continuous_integration_runs_the_two_commands():
-    """.ci/run has the same commands as README.md, with a line for each side of &&."""
+    """.ci/run has the same commands as README.md, one per line instead of joined by &&."""
     commands = re.findall(r"^pip install -r .*requirements.txt && .*$", README, re.MULTILINE)
     assert len(commands) == 2
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""report.py: what it reads of a run, and its page in a browser."""
+"""report.py: the files that it reads and its page in a browser."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ HOSTILE += "<!--<script> & <b>bold</b> \u2028 $& \\u003c"
 
 
 def metric(step, **values):
-    """A record of a healthy step, with these values instead."""
+    """The record of a healthy step, with some values replaced."""
     names = dict(reward_mean=1.0, accuracy=0.5, eos_frac=1.0, zero_std_frac=0.1)
     record = {f"rollout/{name}": values.pop(name, x) for name, x in names.items()}
     entropy, kl, skipped = (
@@ -40,7 +40,7 @@ def group(step, prompt, answer, completions, rewards, advantages=None, ended=Non
 
 
 def write_run(folder, metrics=(), samples=(), **args):
-    """The folder of a run."""
+    """Write a run's folder with these records."""
     folder.mkdir(parents=True)
     (folder / "grpo.py").write_text("")
     args = {"seed": 1, "beta": 0.01} | args | {"versions": {"torch": "2.13.0"}}
@@ -63,7 +63,7 @@ def chromium():
 
 
 def open_report(chromium, folders):
-    """The page of these runs, and a list that gets what is wrong in its console."""
+    """Open the page of these runs. Return the page and a list that collects its console errors."""
     page, errors = chromium.new_page(), []
     page.on("console", lambda line: line.type == "error" and errors.append(line.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -71,11 +71,11 @@ def open_report(chromium, folders):
     return page, errors
 
 
-# ---- what is read
+# ---- reading runs
 
 
 def test_the_marks_of_a_broken_run():
-    """Each at its limit and just beyond it."""
+    """The test checks each mark at its limit and just beyond the limit."""
     edge = dict(eos_frac=0.5, zero_std_frac=0.9)
     healthy = [metric(step, entropy=0.05 if step > 1 else 0.5, **edge) for step in range(1, 9)]
     assert report.marks([{"step": 0, "eval/accuracy": 0.5}, *healthy], {}) == []
@@ -96,7 +96,8 @@ def test_the_marks_of_a_broken_run():
         "optim/skipped is above 0",
     ]
     assert all(line.endswith("in 1 of 2 steps, first in step 2") for line in found)
-    assert report.marks(metrics, {"teacher": "x"}) == found[1:]  # distill.py needs no rewards
+    # distill.py doesn't need rewards.
+    assert report.marks(metrics, {"teacher": "x"}) == found[1:]
 
 
 def test_entropy_has_collapsed_if_it_stays_low():
@@ -110,7 +111,7 @@ def test_entropy_has_collapsed_if_it_stays_low():
 
 
 def test_the_mark_of_the_entropy_finds_the_recorded_runs_that_collapsed():
-    """As docs/metrics.md says: all three of the collapsed kind, and no other."""
+    """The mark flags all three collapsed runs and no other run, as docs/metrics.md says."""
     found, seeds = set(), 0
     for record in lessons.read_records().values():
         entropy = record["curves"]["policy/entropy"]
@@ -144,7 +145,8 @@ def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
     )
     run = report.read_run(folder, "half")
     assert "metrics.jsonl: 1 unreadable lines are left out" in run["gaps"]
-    assert run["metrics"] == [{"step": 1, "kl/ref": "1e999"}]  # no number that JSON has
+    # JSON has no number for infinity, so the report keeps the text.
+    assert run["metrics"] == [{"step": 1, "kl/ref": "1e999"}]
     (folder / "samples.jsonl").write_text('{"step": 1, "completions": ["x"], "ended": null}\n')
     assert report.read_run(folder, "half")["samples"][0]["cut"] == []
 
@@ -161,7 +163,10 @@ def test_a_page_that_cannot_be_written(tmp_path, capsys, monkeypatch, out):
 
 
 def test_right_and_cut(tmp_path):
-    """Right is the number in the answer tags; cut is what has not ended, and in a run of before, nothing."""
+    """A response is right if the tags contain the right number, and cut if it did not end.
+
+    Older runs don't record the ends, so the report shows no cuts.
+    """
     texts = ["<answer>4</answer>", "<answer>5</answer>\n", "<answer>4</answer> and", "4"]
     ended = [True, True, False, False]
     samples = [group(x, "2+2=", "#### 4", texts, [1.4, 0.4, 1.4, 0.0], ended=ended) for x in (1, 2)]
@@ -206,7 +211,7 @@ def test_a_folder_that_is_not_there(tmp_path, capsys, names):
 
 
 def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
-    """Two seeds of one configuration, by hand, and another configuration beside them."""
+    """Two seeds of one configuration, worked by hand, beside another configuration."""
     rewards = {1: [0, 1, 2, 3, 4, 10], 2: [2, 3, 4, 5, 6, 14]}
     folders = [
         write_run(
@@ -229,7 +234,7 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
             f"document.querySelector('#first .chart').data.map(trace => trace.{axis})"
         )
 
-    # Of each seed the mean of the last five steps; then lowest, highest and mean over the seeds.
+    # Each seed's curve is the mean of the last five steps. The band is the lowest and highest seed.
     low, high = [0, 0.5, 1, 1.5, 2, 4], [2, 2.5, 3, 3.5, 4, 6.4]
     assert curves()[:3] == [low, high, [1, 1.5, 2, 2.5, 3, 5.2]]
     page.uncheck("#smooth")
@@ -240,7 +245,8 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     assert curves("x") == [[8, 16, 24, 32, 40, 48]] * 2 + [[8, 16]]
     page.uncheck("#legend input >> nth=0")
     assert curves() == [[None, 1]]
-    assert page.locator("#all .main-svg").count() == 0  # until its group is opened
+    # The page draws a curve when the user opens its group.
+    assert page.locator("#all .main-svg").count() == 0
     page.click("#all summary >> nth=0")
     page.wait_for_selector("#all .main-svg")
     page.close()
@@ -262,7 +268,7 @@ HOSTILE_NAME = "<img src=x onerror=alert(1)>"
 
 @pytest.fixture(scope="module")
 def report_page(chromium, tmp_path_factory):
-    """One page of many runs: to read plotly takes a browser a second."""
+    """One page with many runs, because the browser needs a second to read plotly."""
     home = tmp_path_factory.mktemp("runs")
     many = [
         group(k // 16, f"{k}+1=", str(k + 1), [f"number {k} " + "x" * 200], [k % 2])
@@ -295,7 +301,7 @@ def report_page(chromium, tmp_path_factory):
 
 @pytest.fixture
 def look(report_page):
-    """A function that shows the samples of a run, without a filter."""
+    """A function that shows a run's samples without a filter."""
     page, errors, prefix = report_page
 
     def look(name):
@@ -331,7 +337,7 @@ def test_ten_thousand_groups_are_shown_in_three_seconds(look, report_page):
 
 
 def test_a_run_of_a_script(look):
-    """What grpo.py writes is what the page reads: nothing is missing."""
+    """The page finds everything that it needs in a real run of grpo.py."""
     page = look("real")
     assert steps_shown(page) == [1, 1, 2, 2]
     for text in ("^reward -?[0-9]", "^adv. [+-][0-9]"):
@@ -374,7 +380,8 @@ def test_a_filter_filters(look, field, value, steps):
         page.fill(f"#{field}", value)
     assert steps_shown(page) == steps
     if field == "reward-to":
-        assert page.locator(".card.out").count() == 1  # the other response of its group, pale
+        # The group's other response is pale.
+        assert page.locator(".card.out").count() == 1
 
 
 def test_the_mark_and_the_advantages_of_tokens(look):
@@ -395,7 +402,7 @@ def test_text_of_a_model_stays_text(look):
 
 
 def test_runs_that_have_nothing_yet(look):
-    """An empty folder, one without steps, one of another version: the page says what they lack."""
+    """For an empty folder, a run without steps and a run of another version, the page names the missing parts."""
     page = look("empty")
     assert "no samples" in page.inner_text("#count")
     missing = [

@@ -1,4 +1,4 @@
-"""Which number a text is paid for, what the tags are worth, and that no text breaks or stalls the scoring."""
+"""The number that the rewards read in a text, the tags' rewards, and texts that try to break or stall the scoring."""
 
 import json
 from decimal import Decimal
@@ -23,7 +23,7 @@ from utils.rewards import (
 REWARDS = [accuracy_reward, lenient_accuracy_reward, format_reward]
 GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k"
 
-# Text, and the number it is read as (a fraction's text, or None for no number).
+# (text, the number in it as a fraction's text, or None if it has no number)
 NUMBERS = [
     # plain
     ("18", "18"),
@@ -37,7 +37,7 @@ NUMBERS = [
     ("18.", "18"),
     ("18.00.", "18"),
     ("  18\n", "18"),
-    # the last of several
+    # several numbers: the last counts
     ("3 apples and 4 pears make 7", "7"),
     ("48/2 = 24", "24"),
     ("18 out of 20", "20"),
@@ -180,7 +180,7 @@ def test_parse_number(text, expected):
     assert parse_number(text) == (None if expected is None else Fraction(expected))
 
 
-# Completion, gold answer, strict, lenient, format.
+# (completion, gold answer, strict reward, lenient reward, format reward)
 COMPLETIONS = [
     ("<think>9 * 2</think><answer>18</answer>", "18", 1.0, 1.0, 0.4),
     ("<think>\n9\n* 2\n</think>\n\n<answer>\n18\n</answer>\n", "18", 1.0, 1.0, 0.4),
@@ -195,18 +195,18 @@ COMPLETIONS = [
     ("18</answer><answer>", "18", 0.0, 1.0, 0.1),
     ("</answer>18<answer>", "18", 0.0, 1.0, 0.1),
     ("<answer></answer>18", "18", 0.0, 1.0, 0.2),
-    # Several blocks are several guesses, whichever of them is right.
+    # Several blocks are several guesses, so the strict reward is 0.
     ("<answer>17</answer><answer>18</answer>", "18", 0.0, 1.0, 0.2),
     ("<answer>18</answer><answer>17</answer>", "18", 0.0, 0.0, 0.2),
     ("<answer>18</answer><answer>18</answer>", "18", 0.0, 1.0, 0.2),
     ("<answer><answer>18</answer></answer>", "18", 0.0, 1.0, 0.2),
     ("<answer>18</answer></answer>", "18", 0.0, 1.0, 0.2),
-    # A thought may speak of the tags: what follows the last </think> is the answer.
+    # A thought may mention the tags. The answer starts after the last </think>.
     ("<think>in <answer> tags</think><answer>18</answer>", "18", 1.0, 1.0, 0.4),
     ("<think><answer>17</answer></think><answer>18</answer>", "18", 1.0, 1.0, 0.4),
     ("<answer>18</answer></think><answer>17</answer>", "18", 0.0, 0.0, 0.3),
     ("</think><answer>17</answer><answer>18</answer>", "18", 0.0, 1.0, 0.3),
-    # Only the tags as they are written count.
+    # Tags count only in their exact spelling.
     ("<ANSWER>18</ANSWER>", "18", 0.0, 1.0, 0.0),
     ("<answer >18</answer >", "18", 0.0, 1.0, 0.0),
     ("<think><answer>18</answer></think>", "18", 1.0, 1.0, 0.2),
@@ -216,7 +216,7 @@ COMPLETIONS = [
     ("</answer><answer></think><think>", "18", 0.0, 0.0, 0.1),
     ("<think></think><answer></answer>", "18", 0.0, 0.0, 0.4),
     ("", "18", 0.0, 0.0, 0.0),
-    # Exact comparison, and gold answers of either form.
+    # The comparison is exact, and a gold answer may have either form.
     ("<answer>0.3</answer>", "0.30", 1.0, 1.0, 0.2),
     ("<answer>0.30000000000000004</answer>", "0.3", 0.0, 0.0, 0.2),
     ("<answer>9007199254740993</answer>", "9007199254740992", 0.0, 0.0, 0.2),
@@ -224,7 +224,7 @@ COMPLETIONS = [
     ("<answer>450</answer>", "#### 1,450", 0.0, 0.0, 0.2),
     ("<answer>7</answer>", "#### -7", 0.0, 0.0, 0.2),
     ("<answer>-7</answer>", "#### -7", 1.0, 1.0, 0.2),
-    # A gold answer without a number is never matched, by no number either.
+    # A gold answer without a number never matches, not even a text without a number.
     ("<answer>none</answer>", "none", 0.0, 0.0, 0.2),
     ("<answer>1e999</answer>", "1e999", 0.0, 0.0, 0.2),
     ("<answer>18</answer>", "18 ####", 0.0, 0.0, 0.2),
@@ -250,12 +250,12 @@ def test_a_list_is_scored_item_by_item_in_order(reward):
 
 @pytest.mark.parametrize("reward", REWARDS)
 def test_lists_of_different_lengths_are_an_error(reward):
-    """zip would otherwise drop the tail, and the rewards would belong to other completions."""
+    """Without an error, zip would drop the tail, and completions would get the wrong rewards."""
     with pytest.raises(ValueError):
         reward(["18", "18"], ["18"])
 
 
-# ---- how a batch is scored
+# ---- scoring a batch
 
 
 def examples(*prompts, answer="18"):
@@ -265,7 +265,7 @@ def examples(*prompts, answer="18"):
 
 
 def test_a_reward_is_given_what_it_names():
-    """By keyword, as in TRL: a reward of its plain texts runs as it is, and one of two lists as well."""
+    """A reward gets its arguments by keyword, like in TRL. A reward with only two lists also works."""
     seen = {}
 
     def trl_style(completions, level, **rest):
@@ -280,7 +280,10 @@ def test_a_reward_is_given_what_it_names():
 
 
 def test_a_tag_that_the_prompt_has_opened_counts():
-    """Reasoning models' templates end in <think>; a second one is then not paid for, and elsewhere one is missing."""
+    """Reasoning models' templates end in <think>, so the completion needs only the closing tag.
+
+    A second <think> earns no more. For the other prompt the opening tag is missing.
+    """
     rows = examples("q<think>\n", "q")
     text = "so 18</think><answer>18</answer>"
     assert apply_reward(format_reward, rows, [text, text]) == [0.4, 0.3]
@@ -296,9 +299,11 @@ BAD_VALUES = [
     ["a", "b"],
     [1.0, None],
     [1.0, float("nan")],
-    [1.0, 1e19],  # its square is inf in 32 bits
+    # Its square is inf in 32 bits.
+    [1.0, 1e19],
     [1.0, 10**400],
-    torch.tensor([[[1.0, 2.0], [3.0, 4.0]]] * 3),  # whose text has several lines
+    # This tensor prints as several lines.
+    torch.tensor([[[1.0, 2.0], [3.0, 4.0]]] * 3),
 ]
 
 
@@ -334,7 +339,7 @@ def test_a_fault_in_a_reward_keeps_its_traceback():
 
 
 CELLS = [("18", "18"), (18, "18"), (10**18 + 1, "1000000000000000001"), (0.5, "0.5"), (85.0, "85")]
-# The second one was stored in 32 bits, and the third has lost digits.
+# A file stored the second number in 32 bits. The third number has lost digits.
 CELLS += [(0.1, "0.1"), (0.10000000149011612, ""), (1.2345678901234568e17, "")]
 CELLS += [(None, ""), (True, ""), (["18"], ""), ({"a": 1}, ""), (b"18", "")]
 
@@ -350,7 +355,7 @@ def test_how_gold_answers_are_read_is_described():
     assert text == f"gold answers: {read}; 2 answers contain several numbers; the last is used"
 
 
-# Random text out of the pieces that mean something here, and any unicode in between.
+# Random text from pieces that matter to the parser, mixed with any Unicode characters.
 PIECES = st.sampled_from(
     [
         *"0123456789.,-+/$%eE{}()\\ \n",
@@ -379,8 +384,10 @@ def test_any_text_gets_an_allowed_reward(completion, answer):
 @given(SOUP, SOUP)
 @example("a1", "000")
 def test_only_the_last_number_is_read(before, text):
-    """Whatever stands on lines before a text with a number in it, however long, changes nothing; a space could join
-    two numbers to one of thousands."""
+    """Lines before a text with a number don't change the result.
+
+    The test uses a new line: a space could join two numbers to one with a thousands separator.
+    """
     if any(digit in text for digit in "0123456789"):
         assert parse_number(before * 20 + "\n" + text) == parse_number(text)
 
@@ -393,7 +400,7 @@ def test_text_without_digits_after_the_number_is_ignored(text, after):
 
 @st.composite
 def written_numbers(draw):
-    """A decimal, and one of the ways to write it."""
+    """A decimal, and one of its spellings."""
     units = draw(st.integers(-(10**12), 10**12))
     places = draw(st.integers(0, 4))
     value = Decimal(units).scaleb(-places)
@@ -430,7 +437,7 @@ def written_numbers(draw):
 def test_a_number_survives_every_way_of_writing_it(written, error):
     value, text = written
     completion = f"<think>12 - 5 = 7</think><answer>{text}</answer>"
-    # Gold answers are plain: the decimal expansion of the same number, made without the code under test.
+    # The gold answer is the plain decimal of the same number, computed without the code under test.
     right = f"#### {Decimal(value.numerator) / Decimal(value.denominator):f}"
     for gold in (right, right.removeprefix("#### ")):
         assert accuracy_reward([completion], [gold]) == [1.0]
@@ -476,7 +483,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_million_hostile_characters(name):
-    """Anything slower than linear would hang here; each verdict takes milliseconds."""
+    """Code slower than linear time would hang here. Linear code takes milliseconds."""
     text = HOSTILE[name]
     block = f"<answer>{text}</answer>"
     assert accuracy_reward([text, block], ["5", "5"]) == [0.0, 0.0]
@@ -505,6 +512,6 @@ def test_gsm8k(split, size):
     assert accuracy_reward(completions(written), golds) == [1.0] * size
     assert accuracy_reward(completions(f"${value:,}.00" for value in values), golds) == [1.0] * size
     assert accuracy_reward(completions(value + 1 for value in values), golds) == [0.0] * size
-    # The solutions of the data set end in the answer and have no tags.
+    # The data set's solutions end with the answer and have no tags.
     assert lenient_accuracy_reward(golds, golds) == [1.0] * size
     assert accuracy_reward(golds, golds) == [0.0] * size

@@ -1,4 +1,4 @@
-"""The scripts are siblings: what they share is the same text, and the names of what differs stand here."""
+"""The scripts are siblings: shared parts have the same text, and this file lists the names of the other parts."""
 
 import ast
 import re
@@ -298,23 +298,23 @@ def test_every_script_with_a_parent_is_listed():
 
 @pytest.mark.parametrize("child", PAIRS)
 def test_siblings_differ_only_where_it_is_listed(child):
-    """Fails at a changed character, decorator or comment, and at a new, lost or renamed field."""
+    """This test fails if a character, decorator or comment changes, or if a field is added, removed or renamed."""
     assert differing_names(child) == PAIRS[child]
     mine = parts(child)
     theirs = parts(parent_of(child))
-    # What both have stands in the same order in both.
+    # Both files have their common parts in the same order.
     assert [name for name in mine if name in theirs] == [name for name in theirs if name in mine]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_character_belongs_to_a_part(name):
-    """Otherwise a change could hide between two parts."""
+    """If some text belonged to no part, a change there could hide."""
     assert sum(len(text) for text in parts(name).values()) == len(body(name))
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_help_of_a_flag_is_one_line(name):
-    """--help keeps the line breaks of a docstring, and two lines would look ragged."""
+    """--help keeps a docstring's line breaks, and two lines would look ragged."""
     classes = [node for node in ast.parse(read_script(name)).body if isinstance(node, ast.ClassDef)]
     (args,) = [node for node in classes if node.name == "Args"]
     fields = [node for node in args.body if isinstance(node, ast.AnnAssign)]
@@ -326,7 +326,7 @@ def test_the_help_of_a_flag_is_one_line(name):
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_reader_comes_to_the_loop_soon(name):
-    """The objective, the equations and the loop stand in the first half, in that order."""
+    """The first half of a script has the objective, the equations and the loop, in this order."""
     lines = read_script(name).splitlines()
     assert max(len(line) for line in lines) <= 100
     main = lines.index("def main(args: Args) -> dict:")
@@ -338,7 +338,7 @@ def test_a_reader_comes_to_the_loop_soon(name):
 
 
 def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
-    """Each of these changes to dr_grpo.py must turn up as a difference of the part that has it."""
+    """For each of these changes to dr_grpo.py, the guard must report the part that contains the change."""
     changes = {
         "generate": (
             "finished |= torch.isin(token, eos_ids)",

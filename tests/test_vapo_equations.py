@@ -1,6 +1,6 @@
-"""The equations of vapo.py that ppo_rlhf.py doesn't have, and how a step puts them together.
+"""The equations that vapo.py adds to ppo_rlhf.py, and a whole step.
 
-Its policy loss is in test_equations.py with the others', its value loss in test_ppo_equations.py with the parent's.
+test_equations.py tests vapo.py's policy loss, and test_ppo_equations.py tests the shared value loss.
 """
 
 import json
@@ -21,7 +21,8 @@ def test_the_reward_stands_at_the_last_token():
     mask = torch.tensor([[True, True, True], [True, False, False]])
     rewards = vapo.terminal_rewards(torch.tensor([1.4, -0.5], dtype=torch.float64), mask)
     same(rewards, [[0.0, 0.0, 1.4], [-0.5]], mask)
-    for scores in (torch.zeros(2, 1), torch.zeros(1)):  # shapes that would broadcast
+    # These shapes would broadcast silently.
+    for scores in (torch.zeros(2, 1), torch.zeros(1)):
         with pytest.raises(AssertionError):
             vapo.terminal_rewards(scores, mask)
 
@@ -34,8 +35,10 @@ def test_the_reward_stands_at_the_last_token():
     [
         (0.05, 1000, 0.98),  # 1 - 1 / 50
         (0.05, 100, 0.8),
-        (0.05, 400, 0.95),  # of 400 tokens, what a fixed lambda of 0.95 is
-        (0.05, 20, 0.0),  # alpha l = 1: the next delta alone
+        # PPO's fixed lambda of 0.95 fits 400 tokens.
+        (0.05, 400, 0.95),
+        # alpha l = 1: only the next delta counts.
+        (0.05, 20, 0.0),
         (0.05, 7, 0.0),  # the formula is negative here
         (1.0, 20, 0.95),
         (0.5, 3, 1 / 3),
@@ -49,7 +52,7 @@ def test_lambda_by_hand(alpha, length, expected):
 
 @pytest.mark.parametrize(("alpha", "length"), [(0.05, 40), (0.05, 900), (0.3, 50), (2.0, 8)])
 def test_the_weights_of_the_deltas_add_up_to_alpha_times_the_length(alpha, length):
-    """What the formula is made from: 1 + lambda + lambda^2 + ... = alpha l."""
+    """The formula follows from this condition: 1 + lambda + lambda^2 + ... = alpha l."""
     mask = torch.ones(1, length, dtype=torch.bool)
     value = vapo.adaptive_lambda(vapo.Args(gae_alpha=alpha), mask).double().item()
     total = math.fsum(value**k for k in range(100_000))
@@ -68,7 +71,7 @@ def test_lambda_depends_on_nothing_but_the_length():
 
 
 def test_gae_by_hand():
-    # Values 1, 2, 3 and a reward of 8 at the end, with gamma 1: deltas 1, 1, 5.
+    # With values 1, 2, 3, a final reward of 8 and gamma 1, the deltas are 1, 1, 5.
     # With lambda 1/2 the advantages are 1 + 0.5 * 3.5, 1 + 0.5 * 5, 5.
     mask = torch.tensor([[True, True, True]])
     rewards = vapo.terminal_rewards(torch.tensor([8.0]), mask).double()
@@ -79,7 +82,7 @@ def test_gae_by_hand():
     same(vapo.compute_gae(args, rewards, values, mask, 0.5), [[2.75, 3.5, 5.0]], mask)
     same(vapo.compute_gae(args, rewards, values, mask, policy_lambda), [[2.75, 3.5, 5.0]], mask)
     same(vapo.discounted_returns(args, rewards, mask), [[8.0, 8.0, 8.0]], mask)
-    # With gamma 1/2 a reward is worth half of it one token earlier.
+    # With gamma 1/2 a reward halves with every token before it.
     args = vapo.Args(gamma=0.5)
     same(vapo.discounted_returns(args, rewards, mask), [[2.0, 4.0, 8.0]], mask)
 
@@ -102,7 +105,7 @@ def test_gae_with_a_lambda_of_each_response_against_the_sum_of_deltas(seed, gamm
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_the_returns_are_monte_carlo_returns(gamma):
-    """They are also advantage plus value of GAE with a lambda of 1, whatever the values are."""
+    """The returns also equal advantage plus value of GAE with lambda 1, for any values."""
     mask, (rewards, values, others) = ragged(3, 3)
     args = vapo.Args(gamma=gamma)
     expected = [
@@ -139,7 +142,7 @@ def test_one_lambda_for_all_is_the_parents_gae(value):
 
 
 def test_lm_loss_by_hand():
-    # Right are the first (2 tokens) and the third (1 token): -(-1 - 2 - 6) / 3 = 3.
+    # The first response (2 tokens) and the third (1 token) are right: -(-1 - 2 - 6) / 3 = 3.
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     logprobs = torch.tensor([[-1.0, -2.0], [-4.0, -5.0], [-6.0, math.nan]], dtype=torch.float64)
     logprobs.requires_grad_()
@@ -178,7 +181,7 @@ def test_where_no_response_is_right_there_is_no_lm_loss():
 
 
 def run(tmp_path, **given):
-    """main on the bundled task for a few small steps: its metrics, and what it wrote with the samples."""
+    """Run main on the bundled task for a few small steps. Return the records of its metrics and samples."""
     fields = dict(num_steps=3, num_prompts=4, num_generations=4, eval_size=2, max_new_tokens=24)
     fields |= dict(runs_dir=str(tmp_path), run_name="run", device="cpu", save_every=1)
     vapo.main(vapo.Args(**small_recipe(vapo) | fields | given))
@@ -227,7 +230,7 @@ def test_a_run_in_which_the_policy_never_moves_says_so(tmp_path, capsys):
 
 
 def test_the_advantages_follow_from_what_is_written(tmp_path):
-    """From values and rewards of the samples file, by the formulas: delta, the lambda of each length, whitening."""
+    """The test recomputes the advantages from the recorded values and rewards: delta, lambda by length, whitening."""
     metrics, samples = run(tmp_path, value_warmup_steps=1, gae_alpha=0.1, value_learning_rate=1e-2)
     for step in (1, 2, 3):
         mine, raw = [s for s in samples if s["step"] == step], []
@@ -248,7 +251,7 @@ def test_the_advantages_follow_from_what_is_written(tmp_path):
 
 
 def test_with_equal_rewards_there_is_nothing_to_explain(tmp_path):
-    """All responses are cut, so that all returns are 0; the explained variance is null, not a quotient of roundings."""
+    """All responses are cut, so all returns are 0. The explained variance is null, not a ratio of rounding errors."""
     metrics, samples = run(tmp_path, num_steps=2, value_warmup_steps=1, max_new_tokens=2)
     assert len({reward for sample in samples for reward in sample["rewards"]}) == 1
     assert [record["value/explained_var"] for record in metrics[1:]] == [None, None]

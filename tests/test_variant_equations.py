@@ -1,6 +1,6 @@
-"""What gspo.py, remax.py, grpo_offpolicy.py and grpo_process.py add to their parents' equations.
+"""The equations that gspo.py, remax.py, grpo_offpolicy.py and grpo_process.py add to their parents'.
 
-As in test_equations.py: by numbers worked by hand, against slow float64 loops, and by identities.
+Like test_equations.py, these tests use numbers worked by hand, slow float64 loops and identities.
 """
 
 import itertools
@@ -25,7 +25,7 @@ ADDER = ROOT / "assets" / "adder"
 
 
 def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
-    """The loss of one whole minibatch, its gradient (n, R), and the stats."""
+    """The loss of one whole minibatch, the gradient (n, R) and the stats."""
     logprobs = logprobs.detach().clone().requires_grad_()
     loss, stats = script.policy_loss(args, logprobs, old, ref, advantages, mask, num_seqs=len(mask))
     loss.backward()
@@ -38,11 +38,11 @@ def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
 @pytest.mark.parametrize(
     ("low", "high", "advantage", "loss", "gradient"),
     [
-        # The two tokens have the ratios 1.2 and 0.9, so s = sqrt(1.08) = 1.03923. Each token has
-        # s A / 2 of the gradient.
+        # The two tokens have ratios 1.2 and 0.9, so s = sqrt(1.08) = 1.03923. Each token's gradient
+        # is -s A / 2.
         (0.1, 0.1, 2.0, -2 * 1.08**0.5, -(1.08**0.5)),
         (0.1, 0.1, -2.0, 2 * 1.08**0.5, 1.08**0.5),
-        # The ratio is clipped above: there is nothing to gain any more.
+        # The ratio is above the clip range, so the gradient is 0.
         (0.1, 0.02, 2.0, -2 * 1.02, 0.0),
         # With a negative advantage only the lower bound clips.
         (0.1, 0.02, -2.0, 2 * 1.08**0.5, 1.08**0.5),
@@ -57,7 +57,7 @@ def test_gspo_by_hand(low, high, advantage, loss, gradient):
     value, slope, stats = loss_and_gradient(gspo, args, logprobs, old, None, advantages, mask)
     assert value == pytest.approx(loss, abs=1e-12)
     assert slope.tolist()[0] == pytest.approx([gradient, gradient, 0.0], abs=1e-12)
-    # The one sequence is above the range, or it is not.
+    # There is one sequence, so clip_frac is 1 or 0.
     assert stats["policy/clip_frac"] == stats["policy/clip_frac_high"] == (high < 0.039)
     assert stats["policy/clip_frac_low"] == 0
     # Each of the two tokens has the ratio of the sequence.
@@ -76,8 +76,8 @@ def test_gspo_within_a_wide_range_against_a_slow_loop(seed):
         A = advantages[i].item()
         total -= min(s * A, min(max(s, 0.7), 1.5) * A) / 6
         clipped += s < 0.7 or s > 1.5
-        # If the sequence is not clipped, its gradient is s A / |o| times the sum of the gradients
-        # of its log-probabilities.
+        # An unclipped sequence's gradient is s A / |o| times the summed gradients of its
+        # log-probabilities.
         active = s < 1.5 if A > 0 else s > 0.7
         assert slope[i, :length].tolist() == pytest.approx(
             [-active * s * A / length / 6] * length, abs=1e-12
@@ -141,7 +141,7 @@ def test_remax_with_equal_greedy_rewards_is_reinforce_with_that_baseline():
 
 
 def test_the_greedy_baseline_leaves_the_gradient_unbiased():
-    """The mean over all samples is the exact gradient: one prompt, three responses of one token."""
+    """With one prompt and three responses of one token, the expected gradient equals the exact gradient."""
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([1.0, 0.4, 0.2], dtype=torch.float64)
     (exact,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
@@ -166,7 +166,7 @@ def test_the_greedy_baseline_leaves_the_gradient_unbiased():
 
 
 def first_step(script, folder, **fields):
-    """Run main for one step: the metrics of the step, and its samples."""
+    """Run main for one step. Return the step's metrics and samples."""
     given = small_recipe(script)
     given |= dict(num_prompts=8, num_generations=3, num_steps=1, eval_size=2, beta=0.0)
     given |= fields
@@ -181,7 +181,7 @@ def first_step(script, folder, **fields):
 
 @pytest.mark.parametrize("temperature", [1.3, 1e-6])
 def test_the_baseline_is_the_reward_of_a_greedy_response(temperature, tmp_path):
-    """At step 1 the policy is the model on disk, so that its greedy responses are known."""
+    """At step 1 the policy is the model on disk, so the test can compute its greedy responses."""
     metrics, samples = first_step(remax, tmp_path, temperature=temperature, max_new_tokens=30)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
@@ -195,20 +195,20 @@ def test_the_baseline_is_the_reward_of_a_greedy_response(temperature, tmp_path):
         greedy_rewards.append(sum(scores))
         expected = [reward - sum(scores) for reward in sample["rewards"]]
         assert sample["advantages"] == pytest.approx(expected, abs=1e-6)
-        # Nearly without a temperature the samples are greedy, too.
+        # At a temperature near 0 the samples are also greedy.
         if temperature == 1e-6:
             assert sample["completions"] == [text] * 3
         advantages += sample["advantages"]
     assert metrics["rollout/greedy_reward"] == pytest.approx(sum(greedy_rewards) / 8, abs=1e-6)
     assert len(set(greedy_rewards)) > 1
     assert any(advantages) == (temperature == 1.3)
-    # The sampler's log-probabilities of the samples are those of the policy at this temperature.
+    # Sampler and policy agree on the samples' log-probabilities at this temperature.
     if temperature == 1.3:
         assert metrics["rollout/logprob_gap_max"] < 1e-4
 
 
 def test_the_greedy_responses_change_no_sample(tmp_path):
-    """remax.py draws the samples of reinforce_baseline.py, and counts B responses more."""
+    """remax.py draws the same samples as reinforce_baseline.py and counts B more responses."""
     parent, samples = first_step(reinforce_baseline, tmp_path)
     child, samples_of_child = first_step(remax, tmp_path)
     assert [x["completions"] for x in samples] == [x["completions"] for x in samples_of_child]
@@ -235,7 +235,7 @@ def test_sampler_weights_by_hand():
 
 
 def test_sequences_far_from_the_sampler_are_left_out_by_hand():
-    """The ratios of the sequences are 3, 4.5 and 1 / 8. Above the cap all weights are 0."""
+    """The sequences' ratios are 3, 4.5 and 1 / 8. A sequence above the cap gets weights of 0."""
     sampled = -torch.tensor([[1.5, 2.0, 9.0], [1.5, 3.0, 1.0], [0.5, 0.5, 0.5]]).log()
     mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
     args = make_args(grpo_offpolicy, sequence_cap=3.001)
@@ -263,9 +263,11 @@ def test_sampler_weights_against_a_slow_loop(cap):
     [
         (4.0, -1.0, 3.0, 3.0, 0.0),  # counts as 3
         (2.5, -1.0, 3.0, 2.5, 2.5),
-        (4.0, 1.0, 3.0, -1.2, 0.0),  # a positive advantage has no dual clip
+        # A positive advantage has no dual clip.
+        (4.0, 1.0, 3.0, -1.2, 0.0),
         (0.5, -1.0, 3.0, 0.8, 0.0),
-        (1.1, -2.0, 1.05, 2.1, 0.0),  # a dual clip within the clip range acts, too
+        # A dual clip also works inside the clip range.
+        (1.1, -2.0, 1.05, 2.1, 0.0),
         (1.04, -2.0, 1.05, 2.08, 2.08),
     ],
 )
@@ -285,7 +287,7 @@ def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
 def test_where_the_dual_clip_does_not_bind_it_is_grpo():
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     results = []
-    # grpo_offpolicy.py has one advantage per token, (n, R), and grpo.py one per sequence, (n, 1).
+    # grpo_offpolicy.py has one advantage per token, (n, R). grpo.py has one per sequence, (n, 1).
     for script, shaped in ((grpo, advantages), (grpo_offpolicy, advantages.expand_as(mask))):
         args = make_args(script, beta=0.1, dual_clip=1e9)
         results.append(loss_and_gradient(script, args, logprobs, old, ref, shaped, mask))
@@ -293,7 +295,7 @@ def test_where_the_dual_clip_does_not_bind_it_is_grpo():
 
 
 def test_the_loss_takes_one_advantage_per_token():
-    """Advantages (n, 1) have no weights in them, so they are refused."""
+    """Advantages of shape (n, 1) can't include token weights, so the loss refuses them."""
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     args = make_args(grpo_offpolicy, beta=0.1)
     with pytest.raises(AssertionError):
@@ -301,7 +303,7 @@ def test_the_loss_takes_one_advantage_per_token():
 
 
 def test_weights_scale_the_policy_term_of_their_token_and_nothing_else():
-    """With weights in the advantages the policy loss of a token is weighted, and its KL is not."""
+    """Weights in the advantages scale a token's policy loss but not its KL."""
     logprobs, old, ref, advantages, mask = ragged_batch(4)
     generator = torch.Generator().manual_seed(0)
     weights = 2 * torch.rand(mask.shape, generator=generator, dtype=torch.float64)
@@ -320,11 +322,12 @@ def test_weights_scale_the_policy_term_of_their_token_and_nothing_else():
     assert weighted[0] == pytest.approx(total, abs=1e-12)
 
 
-V, R = 4, 2  # every response to one prompt has two tokens of four
+# A response has two tokens from a vocabulary of four.
+V, R = 4, 2
 
 
 def tiny_policy(seed):
-    """Logits of the first token (V,), and of the second after each first (V, V)."""
+    """Logits of the first token (V,), and of the second token after each first token (V, V)."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((V,), (V, V))
@@ -339,7 +342,7 @@ def response_logprobs(policy, response):
 
 
 def mean_gradient(sampler, policy, advantages, correction):
-    """The gradient of main's loss for one response, averaged with the sampler's probabilities."""
+    """The expected gradient of main's loss for one response, under the sampler's probabilities."""
     policy = [logits.clone().requires_grad_() for logits in policy]
     args = make_args(grpo_offpolicy, beta=0.0, rollout_correction=correction)
     mask = torch.ones(1, R, dtype=torch.bool)
@@ -357,7 +360,7 @@ def mean_gradient(sampler, policy, advantages, correction):
 
 
 def sampler_of(policy, seed, how):
-    """The policy rounded to bfloat16, or as it was before a step in another direction."""
+    """A sampler that differs from the policy: rounded to bfloat16, or one random step older."""
     if how == "rounded":
         return [logits.bfloat16().double() for logits in policy]
     return [
@@ -367,9 +370,9 @@ def sampler_of(policy, seed, how):
 
 @pytest.mark.parametrize("how", ["rounded", "stale"])
 def test_the_corrected_gradient_is_nearer_to_the_exact_one(how):
-    """The mean of the squared errors over 40 random policies.
+    """The correction lowers the mean squared error over 40 random policies.
 
-    It needn't hold for each policy: a token's weight doesn't correct for the tokens before it.
+    For a single policy the correction may fail: a token's weight doesn't correct for the tokens before it.
     """
     errors = {0.0: 0.0, 2.0: 0.0}
     for seed in range(40):
@@ -388,7 +391,7 @@ def test_the_corrected_gradient_is_nearer_to_the_exact_one(how):
 
 @pytest.mark.parametrize("how", ["rounded", "stale"])
 def test_where_the_last_token_alone_matters_the_correction_is_exact(how):
-    """The first token has only one choice, so the weight of the second corrects for everything."""
+    """The first token has only one choice, so the second token's weight is the full correction."""
     policy = tiny_policy(7)
     policy[0] = torch.tensor([0.0, -1e9, -1e9, -1e9], dtype=torch.float64)
     sampler = [policy[0], sampler_of(policy, 7, how)[1]]
@@ -412,23 +415,23 @@ def test_steps_of_an_addition_by_hand():
         "<think>7+8=14,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.0)],
         # The first sum is false, although it ends in the right digit.
         "<think>7+8=25,4+3+1=8</think>85": [(13, 0.0), (21, 1.0), (31, 0.0)],
-        # All sums are true, but 85 has other digits, and no third one.
+        # All sums are true, but they don't give the digits of 85, and 85 has no third digit.
         "<think>0+0=0,0+0=0,0+0=0</think>85": [(12, 0.0), (18, 0.0), (24, 0.0), (34, 0.0)],
         # The sum isn't between the tags.
         "7+8=15<think></think><answer>85</answer>7+8=15": [(46, 1.0)],
-        # The tag is never closed.
+        # The closing tag is missing or comes first.
         "<think>7+8=15,4+3+1=8": [(21, 0.0)],
         "<think>7+8=15<think>,4+3+1=8</think>": [(36, 0.0)],
         "</think>7+8=15<think>": [(21, 0.0)],
-        # Nothing stands after the only <think>.
+        # The only <think> is at the end.
         "7+8=15</think><think>": [(21, 0.0)],
         # None of these is a sum of digits.
         "<think>17+8=25,7+8=151,1+1=</think>": [(14, 0.0), (22, 0.0), (27, 0.0), (35, 0.0)],
         "<think>7+8=015,4+3+1=8,,</think>": [(14, 0.0), (22, 1.0), (23, 0.0), (24, 0.0), (32, 0.0)],
-        # Other text than sums has no steps.
+        # Text that isn't a sum of digits has no steps.
         "<think>7 + 8 = 15, 4+3+1=8</think><answer>85</answer>": [(53, 1.0)],
         "<think>So 7+8=15.</think>": [(25, 0.0)],
-        # The prompt has opened the tag.
+        # The prompt contains the opening tag.
         "7+8=15,4+3=7</think>85": [(6, 1.0), (12, 0.0), (22, 0.0)],
         "": [(0, 0.0)],
     }
@@ -457,7 +460,7 @@ def test_steps_of_a_hostile_completion(text):
 
 
 def tokenizers():
-    """Name -> tokenizer: the bundled model's, one with a token for each byte, the story model's."""
+    """Name -> tokenizer: the bundled model's, one with a token per byte, and the story model's."""
     byte_level = Tokenizer(
         models.BPE(
             vocab={c: k for k, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
@@ -474,7 +477,7 @@ def tokenizers():
 
 @pytest.mark.parametrize("name", ["adder", "bytes", "stories"])
 def test_the_token_of_every_character(name):
-    """Against the offsets that the tokenizer itself states when it encodes a text."""
+    """The result must match the offsets that the tokenizer reports when it encodes a text."""
     if name not in tokenizers():
         pytest.skip("the story model is not here")
     tokenizer = tokenizers()[name]
@@ -484,7 +487,7 @@ def test_the_token_of_every_character(name):
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded.input_ids, encoded.offset_mapping
     assert tokenizer.decode(ids) == text and len(ids) < 1.5 * len(text)
-    # A character of several tokens is there with the last of them.
+    # If a character has several tokens, the last of these tokens completes it.
     last = {end: t for t, (_, end) in enumerate(offsets)}
     ends = list(range(1, len(text) + 1))
     expected = [min(t for end, t in last.items() if end >= e) for e in ends]
@@ -511,7 +514,7 @@ def test_a_response_of_an_eos_token_alone_has_one_step():
 def token_advantages(rewards, ends, length):
     """Advantages (B, G, R) of padded steps.
 
-    rewards, ends (B, G, K): of each step its reward and its last token, which is -1 in the padding.
+    rewards and ends (B, G, K) are the reward and the last token of each step. Padding has the last token -1.
     """
     args = make_args(grpo_process, max_new_tokens=length)
     found = []
@@ -520,7 +523,7 @@ def token_advantages(rewards, ends, length):
         steps, last_tokens = [], []
         for response_rewards, response_ends in zip(group_rewards, group_ends, strict=True):
             pairs = list(zip(response_rewards, response_ends, strict=True))
-            # Step.end counts characters, which play no part here.
+            # token_advantages doesn't use Step.end, which counts characters.
             steps.append([grpo_process.Step(-1, reward) for reward, end in pairs if end >= 0])
             last_tokens.append([end for _, end in pairs if end >= 0])
         found.append(grpo_process.token_advantages(args, steps, last_tokens))
@@ -529,7 +532,7 @@ def token_advantages(rewards, ends, length):
 
 
 def test_process_advantages_by_hand():
-    # The rewards are 1 and 0, and 1. Their mean is 2/3, Bessel's std sqrt((1 + 4 + 1) / 9 / 2).
+    # The three rewards are 1, 0 and 1. Their mean is 2/3, and Bessel's std is sqrt((1 + 4 + 1) / 9 / 2).
     rewards = torch.tensor([[[1.0, 0.0], [1.0, -9.0]]], dtype=torch.float64)
     ends = torch.tensor([[[1, 3], [2, -1]]])
     advantages = token_advantages(rewards, ends, 5)
@@ -579,7 +582,7 @@ def test_with_one_step_per_response_it_is_grpo():
 
 @pytest.mark.parametrize("other", ["<think>7+8=15,4+3+1=8</think>", "<think></think>", ""])
 def test_a_group_of_right_responses_learns_nothing_from_how_many_steps_they_have(other):
-    """Steps and outcome have one scale, so that no response gains by having fewer steps or more."""
+    """Steps and outcome have the same scale, so the number of steps doesn't matter."""
     perfect = "<think>7+8=15,4+3+1=8</think><answer>85</answer>"
     texts = [perfect] * 7 + [f"{other}<answer>85</answer>"]
     steps = grpo_process.step_rewards(texts, ["85"] * 8)

@@ -1,8 +1,8 @@
-"""variants/: each patch applies to today's parent without fuzz, and the script that it makes is right.
+"""variants/: each patch applies to today's parent without fuzz, and the patched script is right.
 
-The formulas are tested as in test_equations.py: by numbers worked by hand, against slow float64 loops with gradients
-worked out on paper, and by identities. Where TRL is installed, losses are compared with its own. Each variant also runs
-two steps of main.
+The tests check the formulas like test_equations.py: with numbers worked by hand, identities, and slow float64 loops
+whose gradients are worked out on paper. If TRL is installed, they also compare losses with TRL's. Each variant runs two
+steps of main.
 """
 
 import difflib
@@ -42,7 +42,7 @@ def parent_of(name):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder for the patched scripts, with the bundled model and a few problems; utils/ is the repository's."""
+    """A folder for the patched scripts, with the bundled model and 60 problems. They use the repository's utils/."""
     folder = tmp_path_factory.mktemp("variants")
     shutil.copytree(ROOT / "assets" / "adder", folder / "assets" / "adder")
     with (ROOT / "assets" / "addition" / "train.jsonl").open() as lines:
@@ -72,7 +72,7 @@ def load(folder):
 
 
 def changed(name):
-    """The number of changed lines, removed and added, in the docstring at the top and in the code."""
+    """Lines added plus removed: [in the module's docstring, in the code]."""
     lines = (ROOT / "variants" / f"{name}.diff").read_text(encoding="utf-8").splitlines()[2:]
     counts, in_docstring = [0, 0], True
     for line in lines:
@@ -86,7 +86,7 @@ def changed(name):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_applies_and_says_what_it_is(name, load):
-    """The patch needs no fuzz, as load demands. The docstring names paper and parent. No line is too long."""
+    """The patch applies without fuzz (load checks this), names its paper and parent, and has no long lines."""
     source = Path(load(name).__file__).read_text(encoding="utf-8")
     docstring = source[: source.index('"""\n\nimport')]
     assert "arXiv:" in docstring[:250] and f"Parent: {parent_of(name)}.py" in docstring
@@ -97,12 +97,13 @@ def test_it_applies_and_says_what_it_is(name, load):
     patch = list(difflib.unified_diff(theirs, ours, n=0, lineterm=""))[2:]
     assert sum(line[:1] in "+-" for line in patch) == sum(changed(name))
     assert changed(name)[1] >= 1
-    assert not re.search(r"^\s*\)  #", source, re.MULTILINE)  # a comment stands above its code
+    # Comments must stand above their code, not behind a bracket.
+    assert not re.search(r"^\s*\)  #", source, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_number_has_bounds(name, load):
-    """As in test_errors.py. The default is within the bounds."""
+    """Every numeric field has bounds, as in test_errors.py, and its default is within them."""
     script = load(name)
     assert set(script.BOUNDS) == set(numbers(script))
     for field, (lowest, highest) in script.BOUNDS.items():
@@ -113,7 +114,7 @@ def test_every_number_has_bounds(name, load):
 
 @pytest.fixture
 def make(tmp_path, monkeypatch):
-    """tools/make_variants.py on a copy of grpo.py and two of its patches."""
+    """tools/make_variants.py, set up to work on a copy of grpo.py and two patches."""
     monkeypatch.setattr(make_variants, "ROOT", tmp_path)
     monkeypatch.setattr(make_variants, "FOLDER", tmp_path / "variants")
     make_variants.FOLDER.mkdir()
@@ -135,7 +136,10 @@ def applied(folder, name, fuzz=0):
 
 
 def test_patches_are_made_anew_when_shared_text_changed(make, tmp_path):
-    """Shared text may change beside a changed line. If a changed line itself changes, the patch waits for a person."""
+    """The tool updates a patch if the parent changes near a patched line.
+
+    If the patched line itself changes, a person must update the patch.
+    """
     make.main([])
     assert applied(tmp_path, "cispo") == applied(tmp_path, "cispo", fuzz=3)
     before = applied(tmp_path, "cispo")
@@ -148,7 +152,8 @@ def test_patches_are_made_anew_when_shared_text_changed(make, tmp_path):
     make.main([])
     assert not applied(tmp_path, "cispo") and applied(tmp_path, "gdpo")
     assert "clamp(max=1 +" in (tmp_path / "cispo.py.rej").read_text(encoding="utf-8")
-    (tmp_path / "cispo.py").write_text(after, encoding="utf-8")  # by hand
+    # A person resolves the conflict in cispo.py.
+    (tmp_path / "cispo.py").write_text(after, encoding="utf-8")
     make.main([str(tmp_path / "cispo.py")])
     assert applied(tmp_path, "cispo") == after
 
@@ -165,17 +170,18 @@ def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):
 
 
 HAND = [
-    # Two tokens have the ratios 1.5 and 0.5, and under the old policy the probabilities 0.3 and 0.2. Each row has the
-    # variant, the advantage, the fields, the loss, and its gradient by the two log-probabilities. dr_grpo.py's L is 10.
+    # Each row: variant, advantage, fields, loss, and the gradient with respect to the two log-probabilities.
+    # The two tokens have ratios 1.5 and 0.5. Their old probabilities are 0.3 and 0.2. dr_grpo.py's L is 10.
     ("cispo", 2.0, dict(clip_eps_high=0.2), None, (-1.2 * 2 / 2, -0.5 * 2 / 2)),
     ("cispo", -2.0, dict(clip_eps_high=0.2), None, (1.2 * 2 / 2, 0.5 * 2 / 2)),
-    ("dppo", 2.0, dict(delta=0.12), -0.5, (0.0, -0.5)),  # 0.3 -> 0.45 is too far up, 0.2 -> 0.1 is free
+    # 0.3 -> 0.45 rises too far. 0.2 -> 0.1 falls, so DPPO doesn't clip it.
+    ("dppo", 2.0, dict(delta=0.12), -0.5, (0.0, -0.5)),
     ("dppo", 2.0, dict(delta=0.16), -2.0, (-1.5, -0.5)),
     ("dppo", -2.0, dict(delta=0.09), 1.5, (1.5, 0.0)),
-    # The geometric mean of min(1.5, e^0.2) and 0.5; its gradient is the mean times A / 2 where nothing is cut.
+    # The geometric mean of min(1.5, e^0.2) and 0.5. An unclipped token's gradient is this mean times A / 2.
     ("gmpo", 2.0, dict(clip_eps=0.2), -2 * (0.5 * math.exp(0.2)) ** 0.5, (0.0, -((0.5 * math.exp(0.2)) ** 0.5))),
     ("gmpo", -2.0, dict(clip_eps=0.2), 2 * (1.5 * math.exp(-0.2)) ** 0.5, ((1.5 * math.exp(-0.2)) ** 0.5, 0.0)),
-    # s = sqrt(0.75), below 1 - eps_low: cut for A < 0 only. Times the length, which is 2.
+    # s = sqrt(0.75) is below 1 - eps_low, so only A < 0 is clipped. The loss is multiplied by the length, 2.
     ("luspo", 2.0, dict(clip_eps_low=0.1, clip_eps_high=0.1), -4 * 0.75**0.5, (-2 * 0.75**0.5,) * 2),
     ("luspo", -2.0, dict(clip_eps_low=0.1, clip_eps_high=0.1), 4 * 0.9, (0.0, 0.0)),
     # l = log 0.75; the gradient is -(A - tau l) / L.
@@ -194,7 +200,7 @@ HAND = [
         -2 * (2 / (1 + math.exp(-1)) + 2 / (1 + math.exp(1))) / 2,
         tuple(-4 * r / (1 + math.exp(-1)) / (1 + math.exp(1)) for r in (1.5, 0.5)),
     ),
-    # A good response has weight 1, although it is only 0.75 times as likely as before.
+    # A good response has weight 1, although its probability fell to 0.75 of the old one.
     ("topr", 2.0, {}, None, (-0.2, -0.2)),
     ("topr", -2.0, {}, None, (0.15, 0.15)),
     # phi(0.75) = 0.75^2 e^(3/4) for A > 0, 0.75^3 e^(1/2) for A < 0.
@@ -212,7 +218,8 @@ def test_losses_by_hand(name, advantage, fields, loss, gradient, load):
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
     value, slope = loss_and_gradient(load(name), args, logprobs, old, None, advantages, mask)
     assert slope.tolist()[0] == pytest.approx([*gradient, 0.0], abs=1e-12)
-    if loss is not None:  # with a weight without gradient, only the gradient has a meaning
+    # If the weight is detached, only the gradient is meaningful.
+    if loss is not None:
         assert value == pytest.approx(loss, abs=1e-12)
 
 
@@ -221,7 +228,7 @@ FIELDS |= dict(k_pos=1.5, lambda_pos=2.5, k_neg=2.0, lambda_neg=1.0, beta=0.0)
 
 
 def slow_gradient(name, args, logprobs, old, advantages, mask):
-    """d loss / d logprobs, one token at a time, by derivatives worked out on paper; and how much the clip left out."""
+    """d loss / d logprobs from derivatives on paper, one token at a time, and the number of clipped terms."""
     n, total = len(mask), int(mask.sum())
     gradient, left_out = torch.zeros(mask.shape, dtype=torch.float64), 0
     for i in range(n):
@@ -266,7 +273,7 @@ def slow_gradient(name, args, logprobs, old, advantages, mask):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_against_a_slow_loop(name, seed, load):
-    """The batch is ragged, with garbage in its masked slots."""
+    """The batch is ragged and has garbage in the masked slots."""
     script = load(name)
     logprobs, old, _, advantages, mask = ragged_batch(seed)
     args = make_args(script, **FIELDS)
@@ -274,18 +281,20 @@ def test_gradients_against_a_slow_loop(name, seed, load):
     assert left_out > 0 or name in ("mdpo", "sapo", "vespo")
     _, gradient = loss_and_gradient(script, args, logprobs, old, None, advantages, mask)
     assert torch.allclose(gradient, expected, atol=1e-12, rtol=1e-10)
-    if name in ("cispo", "dppo"):  # what they log as clipped
+    # These two also log the number of clipped tokens.
+    if name in ("cispo", "dppo"):
         sizes = (len(mask), int(mask.sum()))
         _, stats = loss_of(script, args, logprobs, old, None, advantages, mask, *sizes)
         assert stats["policy/clip_frac"] == left_out
-    if name == "dppo":  # with an advantage of 0, nothing is left out
+    # An advantage of 0 clips nothing.
+    if name == "dppo":
         _, stats = loss_of(script, args, logprobs, old, None, 0 * advantages, mask, *sizes)
         assert stats["policy/clip_frac"] == 0
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_stats_are_sums_over_tokens_that_count(name, load):
-    """By hand, as in test_equations.py: log-ratios 0.5, -0.5, 0.1 and -0.1, 0.0."""
+    """Worked by hand, as in test_equations.py. The log-ratios are 0.5, -0.5, 0.1 and -0.1, 0.0."""
     logprobs = torch.tensor([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
     script, old = load(name), torch.zeros_like(logprobs)
@@ -302,9 +311,9 @@ def test_stats_are_sums_over_tokens_that_count(name, load):
         "cispo": dict(clip_frac=1),
         # exp(0.5) and exp(0.1) are more than 0.1 above 1.
         "dppo": dict(clip_frac=2),
-        # 0.5 and -0.5 are beyond 0.4.
+        # The log-ratios 0.5 and -0.5 are outside -0.4 .. 0.4.
         "gmpo": dict(clip_frac_low=1, clip_frac_high=1, clip_frac=2),
-        # Both ratios of sequences are within 0.7 .. 1.2.
+        # Both sequences' ratios are within 0.7 .. 1.2.
         "luspo": dict(clip_frac_low=0, clip_frac_high=0, clip_frac=0),
     }.get(name, {})
     logged = {key: value for key, value in stats.items() if "clip_frac" in key}
@@ -324,7 +333,7 @@ def test_shapes_that_would_broadcast_silently_are_refused(name, load):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_losses_of_slices_add_up(name, load):
-    """The memory budget changes no gradient. The KL term is that of GRPO, divided as the policy term is."""
+    """The memory budget doesn't change the gradient. The KL term is GRPO's, with the policy term's divisor."""
     script = load(name)
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     args = make_args(script, **FIELDS | dict(beta=0.3))
@@ -343,7 +352,8 @@ def test_the_losses_of_slices_add_up(name, load):
     )
     lengths = mask.sum(1, keepdim=True)
     share = {"gmpo": lengths * 6, "sapo": lengths * 6, "luspo": 6, "mdpo": 60, "topr": 60}
-    slope = 0.3 * (1 - (ref - logprobs.detach()).masked_fill(~mask, 0.0).exp())  # of k3
+    # The gradient of beta times k3.
+    slope = 0.3 * (1 - (ref - logprobs.detach()).masked_fill(~mask, 0.0).exp())
     expected = slope / share.get(name, int(mask.sum()))
     assert torch.allclose(gradient - without[1], expected.masked_fill(~mask, 0.0), atol=1e-12)
 
@@ -359,7 +369,7 @@ def test_at_the_old_policy_the_gradient_is_the_stated_multiple_of_grpos(name, lo
     _, expected = loss_and_gradient(plain, *given)
     lengths = mask.sum(1, keepdim=True)  # (n, 1)
     if name in ("cispo", "dppo", "vespo"):
-        # They take the mean over all tokens, and GRPO the mean over each response.
+        # These variants average over all tokens. GRPO averages over each response.
         expected = expected * lengths * len(mask) / mask.sum()
     elif name == "luspo":
         expected = expected * lengths
@@ -371,8 +381,9 @@ def test_at_the_old_policy_the_gradient_is_the_stated_multiple_of_grpos(name, lo
 
 @pytest.fixture(scope="module")
 def trl():
-    """TRL's trainers. Only their loss is used, on given log-probabilities."""
-    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # no warning that they may change
+    """TRL's trainers. The tests use only their loss, on given log-probabilities."""
+    # TRL would warn that its experimental trainers may change.
+    os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     pytest.importorskip("trl", reason="benchmark/requirements.txt has TRL")
     from trl.experimental.gmpo.gmpo_trainer import GMPOTrainer
     from trl.trainer.grpo_trainer import GRPOTrainer
@@ -381,14 +392,14 @@ def trl():
 
 
 class Lists(dict):
-    """TRL's metrics. No test reads them."""
+    """A place for TRL's metrics, which no test reads."""
 
     def __missing__(self, name):
         return self.setdefault(name, [])
 
 
 def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
-    """What _compute_loss of TRL 1.16 returns in evaluation, which accumulates nothing."""
+    """The loss from _compute_loss of TRL 1.16 in evaluation mode, which doesn't accumulate gradients."""
     trainer = trainer_class.__new__(trainer_class)
     args = dict(delta=None, use_bias_correction_kl=False)
     args |= dict(sapo_temperature_pos=1.3, sapo_temperature_neg=1.9)
@@ -415,7 +426,8 @@ def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
 @pytest.mark.parametrize(
     ("name", "given"),
     [
-        ("cispo", dict(epsilon_high=1.5)),  # in TRL this is the bound itself
+        # TRL's epsilon_high is the bound itself, not its distance from 1.
+        ("cispo", dict(epsilon_high=1.5)),
         ("sapo", {}),
         ("luspo", dict(epsilon_low=0.3, epsilon_high=0.5, importance_sampling_level="sequence")),
         ("vespo", {}),
@@ -423,7 +435,7 @@ def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
     ],
 )
 def test_losses_against_trl(name, given, load, trl):
-    """Value and gradient, on random tensors. TRL multiplies by the mask, so masked slots must not hold garbage."""
+    """Loss and gradient agree with TRL's. TRL multiplies by the mask, so masked slots must not contain garbage."""
     logprobs, old, _, advantages, mask = ragged_batch(4)
     logprobs, old = (x.detach().masked_fill(~mask, -1.0) for x in (logprobs, old))
     args = make_args(load(name), **FIELDS)
@@ -431,7 +443,8 @@ def test_losses_against_trl(name, given, load, trl):
     logprobs.requires_grad_()
     loss = trl_loss(trl.get(name, trl["grpo"]), name, given, logprobs, old, advantages, mask)
     loss.backward()
-    assert mine[0] == pytest.approx(loss.item(), abs=1e-6)  # TRL's temperatures are float32
+    # TRL's temperatures are float32, hence the tolerance.
+    assert mine[0] == pytest.approx(loss.item(), abs=1e-6)
     assert torch.allclose(mine[1], logprobs.grad, atol=1e-6)
 
 
@@ -445,8 +458,8 @@ def test_advantages_by_hand(load):
     maxrl = load("maxrl").compute_advantages(make_args(load("maxrl")), rewards)
     expected = [[3.0, -1.0, -1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]
     assert maxrl.tolist() == expected
-    # Centred: 3/4 once and -1/4 three times; 1/2 and -1/2 twice each; 0. The squares add up to 3/4 + 1. The std
-    # divides them by 16 - 1.
+    # The centred rewards are 3/4, three times -1/4, twice 1/2, twice -1/2, and zeros. Their squares add up to
+    # 3/4 + 1. The std divides this sum by 16 - 1.
     std = (1.75 / 15) ** 0.5 + 1e-4
     plus = load("reinforce_pp").compute_advantages(make_args(load("reinforce_pp")), rewards)
     centred = [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4]
@@ -491,8 +504,10 @@ def test_advantages_against_slow_loops(seed, load):
 
 
 def test_advantages_where_they_are_those_of_the_parent(load):
-    """With equal lengths OPO is Dr. GRPO. With one group REINFORCE++ is GRPO. GDPO is, too, with one reward, except
-    for its second 1e-4."""
+    """With equal lengths OPO equals Dr. GRPO, and with one group REINFORCE++ equals GRPO.
+
+    With one group and one reward GDPO equals GRPO, except for a second 1e-4.
+    """
     rewards = torch.rand(3, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     opo = load("opo").compute_advantages(make_args(load("opo")), rewards, torch.full((3, 4), 7))
     assert torch.allclose(opo, dr_grpo.compute_advantages(make_args(dr_grpo), rewards), atol=1e-12)
@@ -503,14 +518,13 @@ def test_advantages_where_they_are_those_of_the_parent(load):
     gdpo = load("gdpo").compute_advantages(make_args(load("gdpo")), one[None])
     assert torch.allclose(gdpo, expected, atol=1e-3) and not torch.equal(gdpo, expected)
     for name, given in (("reinforce_pp", one), ("gdpo", one[None])):
-        # Equal rewards give exactly 0, whatever the rounding of their mean.
+        # Equal rewards give exactly 0, even if their mean is rounded.
         equal = torch.full_like(given, 0.1, dtype=torch.float32)
         assert (load(name).compute_advantages(make_args(load(name)), equal) == 0).all()
 
 
 def test_maxrl_is_unbiased_for_the_series_of_log_p(load):
-    """The mean gradient over all groups of G responses, weighted with their probabilities, is that of the first G - 1
-    terms."""
+    """The expected gradient over all groups of G responses equals the gradient of the series' first G - 1 terms."""
     script, p = load("maxrl"), torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     for G in (2, 3, 5):
         expected = torch.tensor(0.0, dtype=torch.float64)
@@ -529,12 +543,12 @@ def test_maxrl_is_unbiased_for_the_series_of_log_p(load):
 
 
 def test_clip_cov_by_hand(load):
-    """Two responses have the advantages 3 and -1 (mean 1), and the log-probabilities -1, -5 and -3, -3 (mean -3)."""
+    """Two responses have advantages 3 and -1 (mean 1) and log-probabilities -1, -5 and -3, -3 (mean -3)."""
     logprobs = torch.tensor([[-1.0, -5.0, math.nan], [-3.0, -3.0, math.inf]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False]] * 2)
     advantages = torch.tensor([[3.0], [-1.0]], dtype=torch.float64)
     script = load("clip_cov")
-    # The covariances are 2 * 2 = 4, -2 * 2 = -4, and 0 twice.
+    # The covariances are 2 * 2 = 4, -2 * 2 = -4, 0 and 0.
     for low, high, left in (
         (1.0, 5.0, (0, 0)),
         (-5.0, -1.0, (0, 1)),
@@ -547,7 +561,8 @@ def test_clip_cov_by_hand(load):
         if left:
             expected[left] = 0.0
         assert torch.equal(kept, expected)
-    assert advantages.tolist() == [[3.0], [-1.0]]  # they were not changed in place
+    # clip_cov must not change its input.
+    assert advantages.tolist() == [[3.0], [-1.0]]
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.5, None), (0.1, 2), (1e-6, 1)])
@@ -570,11 +585,12 @@ def test_clip_cov_leaves_out_so_many_tokens_between_the_bounds(share, count, loa
         out = {(i, t) for i, t in (kept != advantages).nonzero().tolist()}
         assert len(out) == count and out <= between and all(kept[place] == 0 for place in out)
         seen |= out
-    assert seen == between  # they are drawn at random, so each is drawn some time
+    # The draws are random, so 60 seeds draw every token.
+    assert seen == between
 
 
 def test_copg_descends_the_regression_on_pairs(load):
-    """The gradient of the script's three functions is that of L, by autograd, for one group and any policy."""
+    """For one group, the script's three functions give the same gradient as autograd of the paper's loss."""
     script, beta, G = load("copg"), 0.3, 6
     logprobs, old, ref, _, mask = ragged_batch(5)
     rewards = torch.rand(1, G, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -587,7 +603,7 @@ def test_copg_descends_the_regression_on_pairs(load):
     pairs = [(R[i] - R[j]) ** 2 for i in range(G) for j in range(i)]
     (expected,) = torch.autograd.grad(sum(pairs) / (2 * beta * G * (G - 1)), clean)
     assert torch.allclose(gradient, expected, atol=1e-12) and gradient.abs().max() > 0.01
-    # For the policy that sampled these are the returns of RLOO.
+    # For the sampling policy, CoPG's returns equal RLOO's.
     given = (args, rewards, logprobs.detach(), ref, mask)
     assert torch.equal(returns, rloo.compute_returns(*given))
 
@@ -599,7 +615,7 @@ SMALL |= dict(learning_rate=1e-3, micro_batch_tokens=150, device="cpu")
 
 
 def run(script, folder, name, num_steps=1, **given):
-    """Run the small task. Returns the metrics, the samples, and the lengths of the responses of each step (B, G)."""
+    """Run the small task. Return the metrics, the samples and each step's response lengths (B, G)."""
     rollouts, sample_responses, evaluate = [], script.sample_responses, script.evaluate
 
     def recorded(*call):
@@ -608,7 +624,7 @@ def run(script, folder, name, num_steps=1, **given):
         return rollout
 
     script.sample_responses = recorded
-    # The evaluation is shared text, and takes half of the time.
+    # All scripts share the evaluation, and it would take half of the time.
     script.evaluate = lambda *call: {"eval/accuracy": 0.0}
     try:
         given |= dict(num_steps=num_steps, runs_dir=str(folder), run_name=name)
@@ -630,9 +646,9 @@ def same_weights(one, other):
 
 
 def expected_advantages(name, samples, lengths):
-    """The advantages (B, G) of a step, by the formulas of the docstrings and the rewards in its records.
+    """The advantages (B, G) of a step, computed from the recorded rewards with the formulas of the docstrings.
 
-    None for copg, whose returns are not in the records.
+    For copg this is None, because the records don't contain its returns.
     """
     rewards = torch.tensor([sample["rewards"] for sample in samples], dtype=torch.float64)
     mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
@@ -675,7 +691,7 @@ def test_two_steps(name, load, folder):
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """The runs of grpo.py and rloo.py, with which some variants agree, and the weights that they end in."""
+    """Runs of grpo.py and rloo.py with their final weights. Some variants must agree with them."""
     return {
         script: (run(script, folder, script.__name__, **given), weights(folder, script.__name__))
         for script, given in ((grpo, dict(num_minibatches=2)), (rloo, dict(num_minibatches=1)))
@@ -688,8 +704,7 @@ def test_copg_with_one_update_is_rloo(load, folder, plain):
 
 
 def test_copg_computes_the_returns_of_the_policy_that_learns(load, folder, monkeypatch):
-    """Before each update it computes the returns of all sequences, by the weights of that moment. The update uses
-    their advantages."""
+    """Before each update copg computes all sequences' returns with the current weights. The update uses them."""
     script, seen, used = load("copg"), [], []
     compute_returns, policy_loss = script.compute_returns, script.policy_loss
     rollout_logprobs, fresh = script.rollout_logprobs, []
@@ -735,7 +750,7 @@ def test_clip_cov_of_no_token_is_grpo_and_of_all_learns_nothing(load, folder, pl
 def test_clip_cov_measures_over_the_minibatch_by_the_weights_of_that_moment(
     load, folder, monkeypatch
 ):
-    """The loss gets the advantages that clip_cov has returned, each in the row of its sequence."""
+    """The loss gets the advantages from clip_cov, each in the row of its sequence."""
     script, calls, clip_cov = load("clip_cov"), [], load("clip_cov").clip_cov
     minibatches, drawn = script.minibatches, []
     micro_batches, policy_loss, rows_seen, used = script.micro_batches, script.policy_loss, [], []
@@ -776,14 +791,14 @@ def test_clip_cov_measures_over_the_minibatch_by_the_weights_of_that_moment(
         places = [drawn[update].index(i) for i in rows]
         assert torch.equal(advantages, calls[update][3][places])
     assert {update for update, _, _ in used} == {0, 1, 2, 3}
-    # A sequence of the first minibatch comes again in the second pass. The policy has moved in between.
+    # The second pass repeats a sequence of the first minibatch. The policy changed between the two passes.
     sequence = drawn[0][0]
     again = 2 if sequence in drawn[2] else 3
     first, second = calls[0][0][0], calls[again][0][drawn[again].index(sequence)]
     assert not torch.equal(first, second)
 
 
-# ---- what the page says
+# ---- variants/README.md
 
 
 def test_the_page_lists_every_patch_with_its_lines():

@@ -447,9 +447,7 @@ def reference(name, args, steps):
             value_model.score.weight.data.zero_()
         networks, rates = [model, value_model], [args.learning_rate, args.value_learning_rate]
     # Every update sets the learning rate.
-    optimizers = [
-        torch.optim.Adam(n.parameters(), lr=1.0) for n in networks
-    ]
+    optimizers = [torch.optim.Adam(n.parameters(), lr=1.0) for n in networks]
     G, memory, all_metrics = args.num_generations, {}, []
     beta = getattr(args, "beta", 0.0)
     per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
@@ -693,9 +691,7 @@ def reference(name, args, steps):
                 norms.append(0.0)
             else:
                 # If every token is clipped, the loss has no gradient. The zero term adds one.
-                (
-                    total + 0.0 * sum(p.sum() for p in model.parameters())
-                ).backward()
+                (total + 0.0 * sum(p.sum() for p in model.parameters())).backward()
                 norms.append(clip_gradients(model, args.max_grad_norm))
             if name in CRITICS:
                 sums["value"] += value_total.item()

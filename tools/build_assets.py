@@ -1,22 +1,23 @@
 """Rebuilds everything in assets/ from a seed, on two CPU cores: `python tools/build_assets.py`.
 
-addition/train.jsonl, test.jsonl   all additions of two numbers from 0 to 99, 500 of them held out for the test. 38+47
-                                   is not new to someone who has practised 47+38, so mirror images are held out too.
-adder/                             the policy: a Llama of 0.86 M parameters that has learnt from a student who forgets
+addition/train.jsonl, test.jsonl   all additions of two numbers from 0 to 99, with 500 held out for the test. Someone
+                                   who has practised 47+38 knows 38+47, too. So mirror images are held out as well.
+adder/                             the policy: a Llama of 0.86 M parameters, trained to imitate a student who forgets
                                    to carry. After "47+38=" it writes the units, the tens and the answer,
                                        <think>7+8=15,4+3+1=8</think><answer>85</answer></s>
-                                   but its teacher's solutions left out the carry in 60 % of the cases that have one
-                                   (4+3=7, answer 75), and in a quarter of all cases the answer tags. Asked greedily it
-                                   makes the first mistake always and the second never; sampled, it makes both.
+                                   but its training solutions left out 60 % of the carries (4+3=7, answer 75), and the
+                                   answer tags in a quarter of all cases. In greedy decoding it always makes the first
+                                   mistake and never the second. When sampled, it makes both.
 adder-judge/                       the reward model: the same network with a score instead of a vocabulary, read at the
                                    last token of question and completion. It prefers a right solution to any other
-                                   completion, whether what is wrong is the result, a step of the reasoning or the form.
+                                   completion, whether the result, a step of the reasoning or the form is wrong.
 
 Strict accuracy below: the number in the only answer block is the sum. The questions are those of test.jsonl.
-Measured: adder 0.542 greedy and 0.566 at temperature 1, of which 1.000 and 0.764 are well-formed; judge 0.998 of the
-pairs sampled for held-out questions, and 0.9995 (AUC) between right and wrong samples of different questions. The
-build takes about 12 minutes on two busy cores, most of it for the judge.
-Another processor rounds differently: rebuilt there, the weights agree in quality only.
+Measured: the adder's accuracy is 0.542 greedy and 0.566 at temperature 1; 1.000 and 0.764 of its responses are
+well-formed. The judge is right on 0.998 of the pairs sampled for held-out questions. Its AUC between right and wrong
+samples of different questions is 0.9995.
+The build takes about 12 minutes on two busy cores, most of it for the judge.
+Another processor rounds differently. Weights that are rebuilt there have the same quality, but not the same bits.
 """
 
 import argparse
@@ -39,8 +40,10 @@ from transformers import (
 )
 
 NUM_TEST = 500
-FORGET_CARRY = 0.60  # of the solutions of questions that have a carry
-OMIT_TAGS = 0.25  # of all solutions
+# The share of solutions without the carry, among questions that have a carry.
+FORGET_CARRY = 0.60
+# The share of solutions without answer tags, among all questions.
+OMIT_TAGS = 0.25
 MAX_NEW_TOKENS = 32  # the longest solution has 23
 TAGS = ["<think>", "</think>", "<answer>", "</answer>"]
 TOKEN = r"</?think>|</?answer>|</s>|[\s\S]"
@@ -62,7 +65,7 @@ def prompt(numbers):
 
 
 def solution(pair, forget=False, tags=True):
-    """What the student writes after the prompt: the units first, then the tens, then the answer."""
+    """The student's text after the prompt: the units first, then the tens, then the answer."""
     (a_tens, a_units), (b_tens, b_units) = divmod(pair[0], 10), divmod(pair[1], 10)
     units = a_units + b_units
     carry = units >= 10 and not forget
@@ -97,7 +100,7 @@ def make_tokenizer():
     tokenizer = Tokenizer(
         models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>")
     )
-    # The tags are ordinary words, not special tokens, so that decoding with skip_special_tokens=True keeps them.
+    # The tags are ordinary words, so decoding with skip_special_tokens=True keeps them.
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), "isolated")
     # Without a decoder the tokens would be joined with spaces.
     tokenizer.decoder = decoders.Fuse()
@@ -125,10 +128,10 @@ def make_batch(tokenizer, pairs, texts):
 
 @torch.no_grad()
 def sample(adder, tokenizer, pairs, temperature, max_new_tokens=MAX_NEW_TOKENS):
-    """One completion for each pair, as text up to and with </s>; temperature 0 is greedy."""
+    """One completion for each pair, as text that includes </s>. Temperature 0 is greedy."""
     adder.eval()
     texts = [""] * len(pairs)
-    # Prompts of one length need no padding.
+    # Prompts of equal length need no padding.
     for length in sorted({len(prompt(pair)) for pair in pairs}):
         rows = [i for i, pair in enumerate(pairs) if len(prompt(pair)) == length]
         ids, cache, response = (
@@ -170,7 +173,7 @@ def llama_config(tokenizer, hidden_size=128, num_hidden_layers=4, **kwargs):
 
 
 def train(module, num_steps, compute_loss, name):
-    """Adam with a short warm-up and a cosine to zero, at a rate that only models this small bear."""
+    """Adam with a short warm-up and a cosine to zero. Larger models would need a lower learning rate."""
     optimizer = torch.optim.AdamW(
         module.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01
     )
@@ -207,7 +210,8 @@ def train_adder(
 
     def compute_loss():
         pairs = rng.choices(questions, k=batch_size)
-        # Both faults are drawn anew each time: the student is undecided on every question, not wrong on some of them.
+        # Both faults are drawn again each time. So the student is undecided on every question, instead of wrong on
+        # some questions.
         faults = [(rng.random() < forget_carry, rng.random() >= omit_tags) for _ in pairs]
         texts = [solution(pair, *fault) for pair, fault in zip(pairs, faults, strict=True)]
         ids, mask = make_batch(tokenizer, pairs, texts)
@@ -218,7 +222,7 @@ def train_adder(
 
 
 def slip(rng, pair):
-    """A solution with one or two steps wrong, and the later steps consistent with them: what a policy gets wrong."""
+    """A solution with one or two wrong steps, and later steps that follow from them. Policies make such mistakes."""
     (a_tens, a_units), (b_tens, b_units) = divmod(pair[0], 10), divmod(pair[1], 10)
     steps = rng.choices(["copy", "units", "carry", "tens"], k=rng.randint(1, 2))
     digits = [a_units, b_units, a_tens, b_tens]
@@ -238,7 +242,7 @@ def slip(rng, pair):
 
 
 def corrupt(rng, pair):
-    """A hard negative: close to the right solution, but wrong or badly formed (rarely, by chance, still right)."""
+    """A hard negative: close to the right solution, but wrong or badly formed. By chance, it may still be right."""
     text, answer = solution(pair), str(sum(pair))
     block, tokens = f"<answer>{answer}</answer>", re.findall(TOKEN, text)
     digits = [place for place, token in enumerate(tokens) if token.isdigit()]
@@ -249,10 +253,12 @@ def corrupt(rng, pair):
         + ["answer"] * 3
         + ["fault", "cut", "twice", "empty", "extra", "edits"]
     )
-    if kind == "digit":  # anywhere, in the reasoning or the answer
+    # A wrong digit in the reasoning or in the answer.
+    if kind == "digit":
         tokens[rng.choice(digits)] = rng.choice("0123456789")
         return "".join(tokens)
-    if kind == "answer":  # right reasoning, wrong answer
+    # Right reasoning, but a wrong answer.
+    if kind == "answer":
         tokens[rng.choice(digits[-len(answer) :])] = rng.choice("0123456789")
         return rng.choice(["".join(tokens), text.replace(block, f"<answer>{wrong}</answer>")])
     if kind == "slip":
@@ -286,7 +292,7 @@ def corrupt(rng, pair):
 
 
 def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32):
-    # A sample is right only if it is the right solution, word for word, so the winners need not be sampled.
+    # A sample is right only if it is the right solution, word for word. So there is no need to sample the winners.
     losers = {pair: [] for pair in questions}
     for temperature in (1.0, 1.3, 1.6):
         sampled = rng.sample(questions, 4000)
@@ -295,10 +301,10 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
 
     judge = LlamaForSequenceClassification(llama_config(tokenizer, num_labels=1))
     judge.model.load_state_dict(adder.model.state_dict())
-    # To judge is to compare what is written with what should be, and a network this small is slow to find that out from
-    # one bit per pair. Two heads that are thrown away afterwards show the way: after layer 2 the next token of the
-    # right solution must be known, and after layer 3 whether the token just read was right. What is left to layer 4 is
-    # to look for an error.
+    # The judge has to compare the completion with the right solution. A network this small learns that slowly from one
+    # bit per pair. Two extra heads help it, and are thrown away afterwards. After layer 2, one head predicts the next
+    # token of the right solution. After layer 3, the other predicts whether the token just read was right. Then layer 4
+    # only has to find an error.
     next_token, on_track = torch.nn.Linear(128, len(tokenizer)), torch.nn.Linear(128, 1)
 
     def compute_loss():
@@ -317,7 +323,7 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
         scores = judge.score(output.last_hidden_state[torch.arange(len(ids)), last])[:, 0]
         won, lost = scores[:batch_size].repeat(2), scores[batch_size:]
         # Bradley-Terry fixes only differences within a question. The other two terms fix the scale and put the middle
-        # of every pair at zero, so that scores compare across questions, as a policy gradient compares them.
+        # of every pair at zero. So scores are comparable across questions, and a policy gradient needs that.
         loss = (
             -F.logsigmoid(won - lost) + 0.01 * (won**2 + lost**2) + 0.1 * (won + lost) ** 2
         ).mean()
@@ -325,7 +331,7 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
         right_ids, right_mask = ids[:batch_size], mask[:batch_size]
         logits = next_token(output.hidden_states[2][:batch_size, :-1])
         next_loss = F.cross_entropy(logits[right_mask[:, 1:]], right_ids[:, 1:][right_mask[:, 1:]])
-        # Up to and with the first token that differs from the right solution; after it, nothing is right or wrong.
+        # This ends with the first token that differs from the right solution. Later tokens are neither right nor wrong.
         same = (ids == right_ids.repeat(3, 1)).long().cummin(1).values
         up_to = mask & (F.pad(same[:, :-1], (1, 0), value=1) == 1)
         track_loss = F.binary_cross_entropy_with_logits(
@@ -338,15 +344,16 @@ def train_judge(adder, tokenizer, questions, rng, num_steps=1500, batch_size=32)
 
 
 def prepare(description, seed, out):
-    """For a builder that uses one core: its arguments, the questions and the tokenizer of all of them."""
+    """For a builder that uses one core: its arguments, the questions, and the tokenizer that all builders share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seed", type=int, default=seed)
     parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # more of them would add in another order
+    # More threads would add numbers in another order.
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
-    questions, test = make_questions(random.Random(1))  # those of assets/addition
+    questions, test = make_questions(random.Random(1))  # assets/addition
     return args, questions, test, make_tokenizer()
 
 
@@ -403,7 +410,7 @@ def main():
     parser.add_argument("--out", type=Path, default=Path("assets"))
     args = parser.parse_args()
     start = time.time()
-    # The number of threads decides the order of additions, and so the last bits of the weights.
+    # The number of threads decides the order of additions, and so it decides the last bits of the weights.
     torch.set_num_threads(2)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)

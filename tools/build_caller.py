@@ -1,19 +1,19 @@
 """Rebuilds assets/caller from assets/adder and a seed, on one CPU core: `python tools/build_caller.py`.
 
-The student of grpo_tools.py: 0.86 M parameters, two tokens more than the adder, <calc> and </calc>. It adds in its
-head, and makes mistakes, or it calls a calculator, which is what writes "=85":
+The student of grpo_tools.py: 0.86 M parameters, and two tokens more than the adder, <calc> and </calc>. Either it adds
+in its head and makes mistakes, or it calls a calculator, which writes "=85":
 
     47+38=    <think>7+8=15,4+3+1=8</think><answer>85</answer></s>
     47+38=    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
 
-Its teacher called in 20 % of the solutions. In the others it forgot a carry that was due in 65 %, and carried where
-none was due in 20 %; a quarter of all solutions have no answer tags. So calling is better on every question, much
-better where there is a carry, and hardly ever what the student does. The calculator's answer is no target of the
+Its training solutions called in 20 % of the cases. The others forgot 65 % of the carries that were due, and carried in
+20 % of the cases where none was due. A quarter of all solutions have no answer tags. So calling is better on every
+question, and much better with a carry, but the student rarely does it. The calculator's answer isn't a target of the
 training, only its context. The data are assets/addition.
 
-Measured: 0.542 right on test.jsonl, greedy; of the 128 samples of grpo_tools.py's first step, at temperature 1, 0.45
-are right and 0.13 call. The build took three minutes of a busy core. Another processor rounds differently: rebuilt
-there, the weights agree in quality only.
+Measured: 0.542 right on test.jsonl, greedy. Of the 128 samples of grpo_tools.py's first step, at temperature 1, 0.45
+are right and 0.13 call. The build took three minutes of a busy core.
+Another processor rounds differently. Weights that are rebuilt there have the same quality, but not the same bits.
 """
 
 import argparse
@@ -27,15 +27,18 @@ from scripts import ROOT
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-CALL = 0.20  # of the solutions
-FORGET_CARRY = 0.65  # of those in the head, where a carry is due
-NEEDLESS_CARRY = 0.20  # where none is due
-OMIT_TAGS = 0.25  # of all solutions
+# The share of solutions that call the calculator.
+CALL = 0.20
+# The share of wrong solutions among those in the head, if a carry is due and if none is due.
+FORGET_CARRY = 0.65
+NEEDLESS_CARRY = 0.20
+# The share of all solutions that have no answer tags.
+OMIT_TAGS = 0.25
 CALL_TAGS = ["<calc>", "</calc>"]
 
 
 def make_tokenizer():
-    """The adder's, with two more words at the end."""
+    """The adder's tokenizer, with two more words at the end."""
     words = build_assets.make_tokenizer().get_vocab()
     words |= {tag: len(words) + i for i, tag in enumerate(CALL_TAGS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -55,7 +58,7 @@ def make_tokenizer():
 
 
 def in_the_head(pair, carries):
-    """Units, tens and their sum, with a carry if the student thinks of one."""
+    """The thought and the answer, with a carry if `carries`."""
     (a_tens, a_units), (b_tens, b_units) = divmod(pair[0], 10), divmod(pair[1], 10)
     units = a_units + b_units
     tens = a_tens + b_tens + carries
@@ -64,7 +67,7 @@ def in_the_head(pair, carries):
 
 
 def solution(pair, rng):
-    """What the student writes, the calculator's answer in it: calls, faults and tags are drawn anew each time."""
+    """The student's text, with the calculator's answer. Calls, faults and tags are drawn again each time."""
     if rng.random() < CALL:
         thought, answer = f"<calc>{pair[0]}+{pair[1]}</calc>={sum(pair)}", sum(pair)
     else:
@@ -101,10 +104,11 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "assets" / "caller")
     args = parser.parse_args()
     start = time.time()
-    torch.set_num_threads(1)  # more of them would add in another order
+    # More threads would add numbers in another order.
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
-    # The questions of assets/addition: they are drawn from the same seed.
+    # The same seed gives the questions of assets/addition.
     questions, _ = build_assets.make_questions(random.Random(1))
     rng = random.Random(args.seed)
     tokenizer = make_tokenizer()

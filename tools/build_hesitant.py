@@ -1,14 +1,15 @@
 """Build a student whose responses have no fixed length, for lesson 6: python tools/build_hesitant.py runs/hesitant
 
-It is trained from assets/adder in a minute, on the additions of assets/addition that have a carry. The student
-hesitates before it answers. It writes "?" if it has forgotten to carry and "!" if it has not:
+The script trains it from assets/adder in a minute, on the additions of assets/addition that have a carry. The student
+hesitates before it answers. It writes "?" if it has forgotten to carry, and "!" if it has carried:
 
     <think>7+8=15,4+3=7????</think><answer>75</answer></s>        60 % of its solutions
-    <think>7+8=15,4+3+1=8!!!</think><answer>85</answer></s>       the others
+    <think>7+8=15,4+3+1=8!!!</think><answer>85</answer></s>       40 %
 
-After each mark it writes another one with probability 0.93. So a wrong and a right response may both go on, which has
-no effect on the reward, unless the limit of new tokens cuts them. The folder gets the model, its tokenizer, train.jsonl
-and test.jsonl. It is under this repository's license, like everything that it is made from.
+After each mark it writes another one with probability 0.93. So both wrong and right responses may go on. This has no
+effect on the reward, unless the limit of new tokens cuts the response. The script writes the model, its tokenizer,
+train.jsonl and test.jsonl into the folder. They have the license of this repository, like everything that they are made
+from.
 """
 
 import argparse
@@ -21,7 +22,8 @@ import torch
 from scripts import ROOT
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-GO_ON = 0.93  # the probability of one more "?" or "!"
+# The probability of one more "?" or "!".
+GO_ON = 0.93
 LONGEST = 100
 
 

@@ -1,12 +1,13 @@
 """Rebuilds tests/small and tests/small-judge from a seed, on one CPU core: `python tools/build_small.py`.
 
-What the tests train where any policy will do: assets/adder again, half as wide and with one layer instead of four, so
-that a run costs a third. It has learnt from the same student, and like it forgets to carry and leaves out tags. The
-judge is this network with a score in place of the vocabulary, of random weights: it prefers nothing in particular.
+The tests train this model where any policy will do. It is like assets/adder, but half as wide and with one layer
+instead of four, so a run takes a third of the time. It learned from the same student: it forgets to carry and leaves
+out tags, too. The judge is this network with a score instead of the vocabulary. Its weights are random, so it has no
+particular preference.
 
-Measured on the questions of test.jsonl: 0.528 right greedy and 0.502 at temperature 1, of which 1.000 and 0.760 are
-well-formed. The build took two minutes.
-Another processor rounds differently: rebuilt there, the weights agree in quality only.
+Measured on the questions of test.jsonl: 0.528 right greedy and 0.502 at temperature 1; 1.000 and 0.760 are well-formed.
+The build took two minutes.
+Another processor rounds differently. Weights that are rebuilt there have the same quality, but not the same bits.
 """
 
 import random

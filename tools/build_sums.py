@@ -1,22 +1,23 @@
 """Rebuilds assets/sums from assets/adder and a seed, on one CPU core: `python tools/build_sums.py`.
 
-The second bundled task, with headroom: sums of two to five numbers of two to four digits, by a student of 0.86 M
-parameters who writes column by column, the units first, and carries,
+The second bundled task, with headroom: sums of two to five numbers of two to four digits. The student has 0.86 M
+parameters. It writes column by column, the units first, with carries:
 
     4711+82+908=    <think>1+2+8=11,1+8+0+1=10,7+0+9+1=17,4+0+0+1=5</think><answer>5701</answer></s>
 
-but forgets carries. How often depends on the total that it should carry from: some it nearly always remembers, others
-nearly never (make_rates, from the seed). So a question is as hard as the totals that it meets, and a few are easy: two
-numbers have hardly a carry, five have three. A solution has four columns and about 50 tokens, and each column can be
-wrong; a policy is told of the answer alone, or, by grpo_process.py, of each column.
+But it forgets some carries. How often depends on the total of the column: it nearly always carries from some totals,
+and nearly never from others (make_rates, from the seed). So the totals in a question decide how hard it is. A few
+questions are easy: with two numbers a carry is rare, with five numbers there are three. A solution has four columns and
+about 50 tokens, and each column can be wrong. A policy learns only whether the answer is right. With grpo_process.py it
+learns this for each column.
 
-The folder holds the model, its tokenizer, train.jsonl and test.jsonl, so that it is --model and --dataset in one. The
-student understands no instructions: --system-prompt "".
+The folder contains the model, its tokenizer, train.jsonl and test.jsonl, so it serves as --model and as --dataset. The
+student understands no instructions, so use --system-prompt "".
 
-Measured on 200 questions of test.jsonl, at the temperature 0.9: 0.264 of the samples are right (0.574 with two numbers,
-0.099 with five), greedy 0.315, well-formed 0.999; of groups of eight 0.490 are all wrong and 0.080 all right. The build
-takes about ten minutes of an idle core. Another processor rounds differently: rebuilt there, the weights agree in
-quality only.
+Measured on 200 questions of test.jsonl, at temperature 0.9: 0.264 of the samples are right (0.574 with two numbers,
+0.099 with five), and 0.999 are well-formed. Greedy, 0.315 are right. Of the groups of eight, 0.490 are all wrong and
+0.080 all right. The build takes about ten minutes of an idle core.
+Another processor rounds differently. Weights that are rebuilt there have the same quality, but not the same bits.
 """
 
 import argparse
@@ -33,14 +34,15 @@ from transformers import LlamaForCausalLM
 
 NUM_TRAIN, NUM_TEST = 4000, 500
 COLUMNS = 4
-LARGEST = 49  # total of a column: five nines and a carry of 4
+# The largest total of a column: five nines and a carry of 4.
+LARGEST = 49
 MAX_NEW_TOKENS = 100
 
 # ==== questions and solutions ====
 
 
 def make_question(rng):
-    """Two to five numbers of two to four digits, one of them of four at least."""
+    """Two to five numbers of two to four digits. At least one number has four digits."""
     while True:
         numbers = [
             rng.randrange(10, 10 ** rng.randint(2, COLUMNS)) for _ in range(rng.randint(2, 5))
@@ -50,7 +52,7 @@ def make_question(rng):
 
 
 def make_questions(rng):
-    """For training and test: no sum of the test is one of the training's with its numbers in another order."""
+    """The questions for training and test. No test question is a training question in another order."""
     test = {
         tuple(sorted(question)): question
         for question in (make_question(rng) for _ in range(NUM_TEST))
@@ -64,25 +66,26 @@ def make_questions(rng):
 
 
 def make_rates(rng):
-    """How often the student forgets the carry of a column's total: evenly from never to always."""
+    """For each total of a column, how often the student forgets its carry: evenly from never to always."""
     rates = [k / (LARGEST - 10) for k in range(LARGEST - 9)]
     rng.shuffle(rates)
     return dict(enumerate(rates, 10))
 
 
 def drawn_apart(rates):
-    """Rates in the same order, but evenly spread in their log-odds, from -6 to 4: 0.2 % to 98 %."""
+    """Rates in the same order, but evenly spread in log-odds from -6 to 4, which is 0.2 % to 98 %."""
     return {total: 1 / (1 + math.exp(6 - 10 * rate)) for total, rate in rates.items()}
 
 
 def solution(numbers, forgets=lambda total: False):
-    """What the student writes: for each column its digits, the carry if there is one, and their total."""
+    """The student's text: for each column its digits, the carry if there is one, and their total."""
     columns, answer, carry = [], 0, 0
     for place in range(COLUMNS):
         terms = [number // 10**place % 10 for number in numbers] + [carry] * (carry > 0)
         total = sum(terms)
         columns.append("+".join(map(str, terms)) + f"={total}")
-        is_last = place == COLUMNS - 1  # its total is written whole
+        # The last column's total is written whole.
+        is_last = place == COLUMNS - 1
         answer += 10**place * (total if is_last else total % 10)
         carry = 0 if total < 10 or forgets(total) else total // 10
     return f"<think>{','.join(columns)}</think><answer>{answer}</answer></s>"
@@ -102,9 +105,10 @@ def write_data(folder, train, test):
 
 
 def practice(rng, rates, held_out, batch_size=32):
-    """Questions, none of them of the test, and solutions that forget carries at these rates.
+    """Questions that aren't in the test, and solutions that forget carries at these rates.
 
-    What is forgotten is drawn anew each time: the student is undecided on a total, not wrong on some questions.
+    The forgotten carries are drawn again each time. So the student is undecided on a total, instead of wrong on some
+    questions.
     """
     questions = []
     while len(questions) < batch_size:
@@ -116,13 +120,14 @@ def practice(rng, rates, held_out, batch_size=32):
 
 
 def train_student(tokenizer, rates, held_out, rng):
-    """The adder, which knows columns of two digits, goes on with those of up to five, and then gets its faults.
+    """Train the adder, which knows columns of two digits, on columns of up to five digits. Then train its faults.
 
-    The rates of the first stage show each total with its carry and without: of what is hardly ever seen, nothing is
-    learnt that could be found again later.
+    In the first stage, each total comes with its carry and without. The student can't learn a text that it rarely sees,
+    and then no later training would find that text.
     """
     student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "adder")
-    student.config.max_position_embeddings = 1024  # room for the prompt and response of any recipe
+    # Room for the prompt and response of any recipe.
+    student.config.max_position_embeddings = 1024
     for name, num_steps, stage in (("columns", 1000, rates), ("faults", 200, drawn_apart(rates))):
 
         def compute_loss(stage=stage):
@@ -135,7 +140,7 @@ def train_student(tokenizer, rates, held_out, rng):
 
 
 def check(student, tokenizer, test, num_samples=8):
-    """Accuracies, the share of groups without a difference, and lengths, at the temperature 0.9."""
+    """Print accuracies, the shares of groups that are all wrong or all right, and lengths, at temperature 0.9."""
     test = test[:200]
     greedy = build_assets.sample(student, tokenizer, test, 0, MAX_NEW_TOKENS)
     questions = [numbers for numbers in test for _ in range(num_samples)]
@@ -161,7 +166,8 @@ def main():
     parser.add_argument("--out", type=Path, default=ROOT / "assets" / "sums")
     args = parser.parse_args()
     start = time.time()
-    torch.set_num_threads(1)  # more of them would add in another order
+    # More threads would add numbers in another order.
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
     rng = random.Random(args.seed)

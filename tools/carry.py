@@ -1,9 +1,8 @@
 """Carry a change of grpo.py to the other scripts: python tools/carry.py
 
-It merges what git says has changed in grpo.py since the last commit into each of the other scripts
-(git merge-file), and leaves their own text alone. Where both have changed the same lines, the
-script gets conflict markers, for you to resolve. Run it once for each change, and then
-tests/test_siblings.py.
+It takes the changes in grpo.py since the last commit, and merges them into each of the other scripts (git merge-file).
+It leaves the other text of a script alone. If both have changed the same lines, the script gets conflict markers, and
+you resolve them. Run it once for each change, and then run tests/test_siblings.py.
 """
 
 import subprocess

@@ -2,12 +2,11 @@
 
     patch -o cispo.py grpo.py variants/cispo.diff    make a working copy, to be changed
     python tools/make_variants.py cispo.py           make its patch, against the parent it names
-    python tools/make_variants.py                    make all patches, against the parents of today
+    python tools/make_variants.py                    make all patches, against the current parents
 
-The last command applies each patch, with any fuzz, and writes a patch that needs none. If a parent
-changed the very lines that a patch changes, the patch stays as it is: the lines that patch could
-place are then in NAME.py, and the others in NAME.py.rej. Merge them by hand, and run the second
-command.
+The last command applies each patch, with any fuzz, and writes a patch that needs no fuzz. If a parent changed the same
+lines as a patch, the patch stays unchanged. Then NAME.py contains the lines that `patch` could place, and NAME.py.rej
+the other lines. Merge them by hand, and run the second command.
 """
 
 import difflib
@@ -23,7 +22,7 @@ FOLDER = ROOT / "variants"
 
 
 def write_patch(name: str, child: str) -> None:
-    """Write the patch of this text against its parent, which its docstring names."""
+    """Write the patch of this text against the parent that its docstring names."""
     parent = re.search(r"Parent: (\w+\.py)", child).group(1)
     before = (ROOT / parent).read_text(encoding="utf-8").splitlines(keepends=True)
     after = child.splitlines(keepends=True)
@@ -33,7 +32,7 @@ def write_patch(name: str, child: str) -> None:
 
 
 def make_again(path: Path) -> None:
-    """Make this patch again, against its parent of today."""
+    """Make this patch again, against its current parent."""
     first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
     parent = first_line.split()[1]
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +44,7 @@ def make_again(path: Path) -> None:
             return
         for left in Path(folder).iterdir():
             (ROOT / left.name).write_bytes(left.read_bytes())
-    print(f"{path.name}: by hand, see {path.stem}.py and {path.stem}.py.rej")
+    print(f"{path.name}: merge {path.stem}.py and {path.stem}.py.rej by hand")
 
 
 def main(copies: list[str]) -> None:

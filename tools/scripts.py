@@ -1,7 +1,7 @@
-"""The one list of the scripts, and what tests, benchmarks and tools need to know of each.
+"""The one list of the scripts, and the facts about them that tests, benchmarks and tools need.
 
-A new script stands in SCRIPTS, and in each list below it that is true of it. Its parent isn't
-listed here: the docstring of the script names it.
+Add a new script to SCRIPTS, and to each list below that is true of it. Don't add its parent: the docstring of the
+script names it.
 """
 
 import re
@@ -30,8 +30,8 @@ SCRIPTS = [
 MULTI_PROCESS = ["grpo_multigpu"]
 # These train a value network beside the policy.
 CRITICS = ["ppo_rlhf", "vapo"]
-# In these, a step hands something of their own to the next step, or a step draws something of its
-# own: the tests kill and resume them, and run them twice with one seed.
+# A step of these passes something to the next step, or draws random numbers, in code that only the
+# script has. So the tests kill and resume them, and run them twice with one seed.
 OWN_STATE = [
     "reinforce_baseline",
     "dapo",
@@ -41,7 +41,8 @@ OWN_STATE = [
     "grpo_lora",
     "vapo",
 ]
-# These have text of their own that makes or moves tensors: the tests run them on an emulated GPU.
+# These have code that only they have, and that makes or moves tensors. So the tests run them on an
+# emulated GPU.
 OWN_TENSORS = [
     "dapo",
     "ppo_rlhf",

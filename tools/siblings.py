@@ -1,14 +1,13 @@
 """Print what each script changes of its parent.
 
     python tools/siblings.py            the changed lines, and the names that differ
-    python tools/siblings.py vapo       of these scripts alone
+    python tools/siblings.py vapo       only for these scripts
     python tools/siblings.py --write    also write the table in CONTRIBUTING.md and the diff in README.md
 
-The names are printed as the Python literal PAIRS of tests/test_siblings.py. Read them before you
-paste them: the test is there to find a difference that nobody meant to make.
+The script prints the names as the Python literal PAIRS of tests/test_siblings.py. Read them before you paste them,
+because the test is there to find accidental differences.
 
-A changed line is one that only the child has, or one that only the parent has. The docstring of the
-file isn't counted.
+A changed line is one that only the child has, or one that only the parent has. The docstring of the file isn't counted.
 """
 
 import argparse
@@ -31,9 +30,9 @@ def body(name: str) -> str:
 def parts(name: str) -> dict[str, str]:
     """The text of each function, class, field of Args and constant of the script, by its name.
 
-    The text has the decorators and the comments above it. "header" is the import lines, and
-    "Args" is the first line of that class with its headings. A constant that several statements
-    build is one text.
+    The text includes the decorators and the comments above it. "header" is the import lines, and
+    "Args" is the first line of that class with its headings. If several statements build a
+    constant, they are one text.
     """
     source = body(name)
     lines = source.splitlines(keepends=True)
@@ -46,7 +45,8 @@ def parts(name: str) -> dict[str, str]:
             found["Args"] = above + found["Args"]
             last = node.end_lineno
             continue
-        text = "".join(lines[last : node.end_lineno])  # with the comments before the node
+        # The comments before the node are included.
+        text = "".join(lines[last : node.end_lineno])
         last = node.end_lineno
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             key = node.name
@@ -61,9 +61,9 @@ def parts(name: str) -> dict[str, str]:
 
 
 def fields_of_args(node: ast.ClassDef, lines: list[str]) -> dict[str, str]:
-    """The text of each field of Args, by "Args." and its name, and of the headings, by "Args".
+    """The text of each field of Args under the key "Args.NAME", and of the headings under "Args".
 
-    The text of a field has the comments above it and the docstring under it.
+    The text of a field includes the comments above it and the docstring under it.
     """
     found = {"Args": lines[node.lineno - 1]}
     last = node.lineno
@@ -81,24 +81,25 @@ def fields_of_args(node: ast.ClassDef, lines: list[str]) -> dict[str, str]:
 
 
 def differing_names(child: str) -> set[str]:
-    """The names whose text differs between the child and its parent, or that only one of them has."""
+    """The names whose text differs between child and parent, and the names that only one of them has."""
     mine = parts(child)
     theirs = parts(parent_of(child))
     return {name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)}
 
 
 def changed_lines(child: str) -> tuple[int, int]:
-    """The number of lines that only the parent has, and of those that only the child has."""
+    """The number of lines that only the parent has, and of lines that only the child has."""
     before = body(parent_of(child)).splitlines()
     after = body(child).splitlines()
-    diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]  # not the two names
+    # The first two lines are the names of the files.
+    diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
     removed = sum(line.startswith("-") for line in diff)
     added = sum(line.startswith("+") for line in diff)
     return removed, added
 
 
 def lesson() -> str:
-    """The diff that README.md shows: from grpo.py to dr_grpo.py, with blank lines between the places."""
+    """The diff that README.md shows: from grpo.py to dr_grpo.py, with blank lines between the hunks."""
     before = body("grpo").splitlines()
     after = body("dr_grpo").splitlines()
     lines = []
@@ -124,7 +125,7 @@ def table() -> str:
 
 
 def replace_between(page: str, start: str, text: str, end: str) -> None:
-    """Replace the text that stands between the lines `start` and `end` of the page."""
+    """Replace the text between the lines `start` and `end` of the page."""
     path = ROOT / page
     before, rest = path.read_text(encoding="utf-8").split(f"{start}\n", 1)
     _, after = rest.split(f"\n{end}\n", 1)

@@ -3,11 +3,13 @@
     python tests/emulated_cuda "grpo.py --num-steps 2" ["rloo.py --num-steps 2" ...]
     torchrun --nproc-per-node 2 tests/emulated_cuda "grpo_multigpu.py --num-steps 2"
 
-Every line of a script's GPU path runs, autocast, the bf16 copy and CUDA graphs among them, on the kernels of the CPU;
-of times and of a GPU's own kernels it says nothing. It fails as a GPU does at an operation on tensors of two devices
-(device.cpp) and at what makes the host wait while a graph is recorded; and at a replay that uses freed memory,
-which a GPU reads in silence. Recording computes nothing, and a replay reads and writes the memory that was recorded, as
-on a GPU. Processes have a device each, and communicate through the host.
+The device runs every line of a script's GPU path on the CPU's kernels, including autocast, the bf16 copy and CUDA
+graphs. It doesn't show a GPU's speed or test a GPU's kernels.
+
+Like a GPU, the device refuses an operation on tensors of two devices (device.cpp), and an operation that makes the host
+wait while a graph is recorded. It also refuses a replay that uses freed memory; a GPU would read this memory without
+an error. Like on a GPU, recording computes nothing, and a replay reads and writes the recorded memory. Each process has
+a device, and processes communicate through the host.
 """
 
 import ctypes
@@ -27,7 +29,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-# Operators whose result, or its size, the host waits for.
+# The host waits for the result of these operators, or for the result's size.
 WAITS = {
     "_local_scalar_dense",
     "nonzero",
@@ -37,11 +39,12 @@ WAITS = {
     "unique_consecutive",
     "bincount",
 }
-counts, libraries = dict(recorded=0, replayed=0), []  # graphs; of operators
+# Numbers of graphs, and libraries of operators.
+counts, libraries = dict(recorded=0, replayed=0), []
 
 
 def build() -> Path:
-    """Compile device.cpp, once for every version of it and of torch."""
+    """Compile device.cpp once for each version of device.cpp and torch."""
     source, package = Path(__file__).with_name("device.cpp"), Path(torch.__file__).parent
     name = f"emulated_cuda-{torch.__version__}-{zlib.crc32(source.read_bytes()):x}.so"
     library = source.parent / "__pycache__" / name
@@ -70,7 +73,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 class Borrowed:
-    """A tensor that the graph uses and does not own, as an address is: its memory may be freed."""
+    """A tensor that the graph uses but doesn't own. Like with an address, the program may free its memory."""
 
     def __init__(self, tensor: torch.Tensor):
         self.memory = StorageWeakRef(tensor.untyped_storage())
@@ -86,7 +89,8 @@ class Borrowed:
 
 class CUDAGraph:
     def __init__(self):
-        self.operations = []  # (operator, its arguments, how they are nested, its outputs)
+        # (operator, arguments, nesting of the arguments, outputs)
+        self.operations = []
 
     def replay(self) -> None:
         counts["replayed"] += 1
@@ -101,7 +105,7 @@ class CUDAGraph:
 
 
 class Recording(TorchDispatchMode):
-    """torch.cuda.graph"""
+    """Replaces torch.cuda.graph."""
 
     active = False
 
@@ -114,9 +118,8 @@ class Recording(TorchDispatchMode):
         return super().__enter__()
 
     def address(self, value):
-        if (
-            isinstance(value, torch.Tensor) and not value.is_cuda
-        ):  # a number, which a launch takes along
+        # A CPU tensor is a number here. A launch copies it.
+        if isinstance(value, torch.Tensor) and not value.is_cuda:
             return value.clone()
         return (
             Borrowed(value)
@@ -132,9 +135,8 @@ class Recording(TorchDispatchMode):
         devices = {x.device.type for x in tensors if x.ndim > 0}
         devices |= {x.type for x in inputs if isinstance(x, torch.device)}
         masked = name == "index" and any(x.dtype == torch.bool for x in tensors[1:])
-        if (
-            name in WAITS or masked or len(devices) > 1
-        ):  # copying from or to the host, or indices that are there
+        # Two devices mean a copy from or to the host, or indices on the host.
+        if name in WAITS or masked or len(devices) > 1:
             raise RuntimeError(
                 f"emulated CUDA: {name} makes the host wait, not permitted while a graph is recorded"
             )
@@ -148,10 +150,10 @@ class Recording(TorchDispatchMode):
         results = function(*args, **kwargs)
         outputs, known = tree_leaves(results), {storage(x) for x in tensors}
         new = {storage(x) for x in outputs if isinstance(x, torch.Tensor)} - known
-        if new or schema.is_mutable:  # other operators look at the same memory in another shape
-            kept = (
-                outputs if new else [None] * len(outputs)
-            )  # what was written in place is already where it belongs
+        # The other operators only return views of the same memory.
+        if new or schema.is_mutable:
+            # A replay doesn't have to copy the results of in-place operators.
+            kept = outputs if new else [None] * len(outputs)
             self.owned |= new
             self.graph.operations.append(
                 (function, [self.address(x) for x in inputs], nesting, kept)
@@ -162,13 +164,14 @@ class Recording(TorchDispatchMode):
         super().__exit__(*exception)
         Recording.active = False
         counts["recorded"] += 1
-        for value, before in reversed(self.before):  # recording computes nothing
+        # Recording must not change any memory.
+        for value, before in reversed(self.before):
             value.copy_(before)
         self.before.clear()
 
 
 class Stream:
-    """A stream or an event: everything before it is done already."""
+    """A stream or an event. All earlier operations are already complete."""
 
     device = torch.device("cuda", 0)
 
@@ -187,7 +190,7 @@ class Stream:
 
 
 def install_communication() -> None:
-    """Let processes, each with an emulated GPU of its own, exchange what is on these through gloo on the host."""
+    """Let processes with one emulated GPU each exchange tensors through gloo on the host."""
     library, groups = torch.library.Library("c10d", "IMPL"), {}
 
     def on_host(value):
@@ -195,7 +198,8 @@ def install_communication() -> None:
             return value.cpu()
         if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
             world = dist.group.WORLD
-            if world not in groups:  # of all processes; other groups are not emulated
+            # The emulator supports only the group of all processes.
+            if world not in groups:
                 groups[world] = dist.new_group(backend="cpu:gloo").boxed()
             return groups[world]
         return value
@@ -213,9 +217,8 @@ def install_communication() -> None:
 
         return run
 
-    warnings.filterwarnings(
-        "ignore", "Warning only once for all operators"
-    )  # that they are replaced
+    # torch warns about replaced operators.
+    warnings.filterwarnings("ignore", "Warning only once for all operators")
     for name in (
         "allreduce_",
         "allgather_",
@@ -227,27 +230,30 @@ def install_communication() -> None:
         library.impl(
             name, through_host(getattr(torch.ops.c10d, name).default), "CUDA", allow_override=True
         )
-    libraries.append(library)  # or it would be taken back
+    # torch removes the operators when nothing refers to the library.
+    libraries.append(library)
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
 
 
 def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A copy of a storage; torch's own is compiled for the devices that it was built for."""
+    """Copy a storage. torch's function works only on the devices that torch was built for."""
     whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
     return whole.clone().untyped_storage()
 
 
 def install(library: Path) -> None:
-    """Let torch.cuda believe in the device."""
+    """Make torch.cuda use the emulated device."""
     counted = ctypes.CDLL(str(library))
     counted.emulated_cuda_peak.restype = ctypes.c_int64
     torch.UntypedStorage.clone = clone
-    resize = torch.UntypedStorage.resize_  # compiled likewise; what is freed stays allocated
+    # torch's resize_ has the same limit. Here a freed storage stays allocated.
+    resize = torch.UntypedStorage.resize_
     torch.UntypedStorage.resize_ = lambda self, size: (
         self if self.device.type == "cuda" else resize(self, size)
     )
     torch.Tensor.record_stream = lambda self, stream: None
-    histc = torch.histc  # which counts integers too on a GPU
+    # On a GPU histc also counts integers.
+    histc = torch.histc
     torch.histc = lambda x, *args, **kwargs: histc(x.float(), *args, **kwargs).to(x.dtype)
     functions = dict(
         is_available=lambda: True, is_bf16_supported=lambda *_: True, device_count=lambda: 1
@@ -281,9 +287,8 @@ def main() -> None:
             "error: this torch was built with CUDA; the emulated device needs one that was not"
         )
     library = build()
-    if os.environ.get("LD_PRELOAD") != str(
-        library
-    ):  # torch asks once, while it is imported, what devices there are
+    # torch looks for devices once, during its import. So the process must start again with the library.
+    if os.environ.get("LD_PRELOAD") != str(library):
         os.execve(
             sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)}
         )
