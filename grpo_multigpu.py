@@ -347,7 +347,7 @@ def main(args: Args) -> dict:
                 model, optimizer, saved.pop("optimizer"), options=WHOLE
             )
             scheduler.load_state_dict(saved.pop("scheduler"))
-        if saved["data_checksum"] != data_checksum:
+        if saved.get("data_checksum") != data_checksum:
             print("warning: the data has changed since this run started")
         refresh_sampler(sampler, model)
     metrics_file, samples_file = open_run(args, run_dir, saved, model)

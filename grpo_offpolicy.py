@@ -338,7 +338,7 @@ def main(args: Args) -> dict:
         with exit_on_error(f"--resume {run_dir}: a checkpoint of another version of {SCRIPT.name}"):
             for name, part in trained.items():
                 part.load_state_dict(saved.pop(name))  # pop frees the memory
-        if saved["data_checksum"] != data_checksum:
+        if saved.get("data_checksum") != data_checksum:
             print("warning: the data has changed since this run started")
     # Only the evaluation uses this copy of the current weights. The engine samples the rollouts.
     eval_model = inference_copy(model) if model.device.type == "cuda" else model

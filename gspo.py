@@ -289,7 +289,7 @@ def main(args: Args) -> dict:
         with exit_on_error(f"--resume {run_dir}: a checkpoint of another version of {SCRIPT.name}"):
             for name, part in trained.items():
                 part.load_state_dict(saved.pop(name))  # pop frees the memory
-        if saved["data_checksum"] != data_checksum:
+        if saved.get("data_checksum") != data_checksum:
             print("warning: the data has changed since this run started")
     sampler = inference_copy(model) if model.device.type == "cuda" else model
     metrics_file, samples_file = open_run(args, run_dir, saved, model)
