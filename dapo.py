@@ -21,19 +21,19 @@ no reference. With one update per rollout, the default, the ratio is 1, and (1) 
 
 Departures from the paper: (a) The loss is divided by the tokens of the minibatch, as in verl. Eq. 8
 divides the loss of each group by the tokens of that group, and then averages over the groups. So a
-group of 10 tokens and one of 100 have the weights 0.09 and 0.91 here, and 0.5 each in Eq. 8.
-(b) 1e-4 is added to the std, as in grpo.py. (c) After --max-resample extra batches a step trains on
-the mixed groups that it has. If it has none, it trains on its first B groups. (d) The rewards are
-those of grpo.py, accuracy and format, instead of 1 and -1.
+group of 10 tokens and one of 100 have the weights 0.09 and 0.91 here, and 0.5 each in Eq. 8. (b)
+1e-4 is added to the std, as in grpo.py. (c) After --max-resample extra batches a step trains on the
+mixed groups that it has. If it has none, it trains on its first B groups: their format and length
+rewards may still differ. (d) The rewards are those of grpo.py, accuracy and format, instead of 1
+and -1.
 
 The rollout metrics count everything that was sampled, except logprob_gap: it counts the kept
 groups.
 
-Shapes: B prompts per batch, G samples per prompt, N sequences in group order (sequence i belongs to
-group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. In main, N <= B*G
-counts the sequences that a step trains on, and num_sampled counts all that it samples. In the other
-functions and in Rollout, N is the number of sequences at hand. A micro-batch has n <= N sequences,
-with T response tokens in all.
+Shapes: B prompts per batch, G samples per prompt, P prompt tokens, R response tokens, V vocabulary,
+D hidden units. Sequences are in group order: sequence i belongs to group i//G. A function gets N
+sequences, and a micro-batch has n <= N of them, with T response tokens in all. main samples
+num_sampled sequences in a step, and trains on N <= B*G of them.
 
     python dapo.py                                            assets/adder, on a CPU
     python dapo.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
@@ -206,7 +206,7 @@ def compute_advantages(args, rewards):
 
 
 def mixed_groups(args, accuracy):
-    """DAPO (2): the indices of the first B mixed groups, or of all if there are fewer.
+    """DAPO (2): the indices of the first B mixed groups, or of all mixed ones if there are fewer.
 
     accuracy (groups, G) is 1 for a right response and 0 for a wrong one. A mixed group has both.
     """
@@ -438,9 +438,9 @@ def main(args: Args) -> dict:
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
             if torch.isfinite(grad_norm):
-                # A minibatch has no tokens if --overlong-filter leaves out all its responses. Its
-                # gradient is then 0, but Adam's momentum would still move the weights. It is also
-                # empty if there are fewer sequences than minibatches: then there is no gradient.
+                # With --overlong-filter a minibatch can have no tokens. Its gradient is then 0,
+                # but Adam's momentum would still move the weights. If a step keeps few groups, it
+                # can have fewer sequences than minibatches. Some minibatches are then empty.
                 if num_tokens > 0:
                     optimizer.step()
                 bad_updates_in_a_row = 0
@@ -581,8 +581,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer counts its filled columns in a
-    # tensor, which it changes in place. This is a view of the first layer's count.
+    # The column of the cache that is written next. It is a view of the first layer's count of
+    # filled columns, so it advances by itself: the model adds 1 to that tensor in place.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -590,7 +590,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
         # All tensors change in place, because a CUDA graph replays on the same memory. Where the
         # loop below replaces them, it drops the graph.
-        bias.index_fill_(3, next_column, 0.0)
+        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
         )
@@ -622,8 +622,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
-        # time that it is full. So it is full whenever t is a multiple of the segment.
+        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
+        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
@@ -1023,8 +1023,9 @@ def resume_args(args):
     run_dir = Path(args.resume).resolve()
     with exit_on_error(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
         saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if saved["script"] != SCRIPT.name:
-        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {saved['script']}")
+    script = saved.get("script")
+    if script != SCRIPT.name:
+        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {script}")
     with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}"):
         return Args(**saved["args"]), run_dir, saved
 
@@ -1072,7 +1073,7 @@ def load_config(args):
 
 
 def load_model(args, config, tokenizer):
-    """The policy on its device, and the ids (K,) of all K tokens that end a response.
+    """The policy on its device, and a 1-D tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
@@ -1162,7 +1163,8 @@ def open_run(args, run_dir, saved, model):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             # A new run starts with empty logs. A resumed run repeats the steps after its
-            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
+            # checkpoint, so each log is cut to its size at that checkpoint. min leaves a shorter
+            # log alone: truncate would pad it with zeros.
             size = saved["log_sizes"].get(name, 0) if saved else 0
             file.truncate(min(size, file.tell()))
             files.append(file)
@@ -1274,7 +1276,7 @@ def save_model(model, tokenizer, folder):
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
-    """Write a temporary file and rename it: one complete checkpoint exists at any moment."""
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
     content = {
         "script": SCRIPT.name,
         "args": vars(args),
@@ -1288,7 +1290,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     path = run_dir / "checkpoint.tmp"
     with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
-        os.fsync(file)
+        os.fsync(file)  # torch.save has flushed the file
         os.replace(path, run_dir / "checkpoint.pt")
 
 

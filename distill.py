@@ -537,8 +537,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer counts its filled columns in a
-    # tensor, which it changes in place. This is a view of the first layer's count.
+    # The column of the cache that is written next. It is a view of the first layer's count of
+    # filled columns, so it advances by itself: the model adds 1 to that tensor in place.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -546,7 +546,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
         # All tensors change in place, because a CUDA graph replays on the same memory. Where the
         # loop below replaces them, it drops the graph.
-        bias.index_fill_(3, next_column, 0.0)
+        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
         )
@@ -578,8 +578,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
-        # time that it is full. So it is full whenever t is a multiple of the segment.
+        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
+        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
@@ -975,14 +975,15 @@ def resume_args(args):
     run_dir = Path(args.resume).resolve()
     with exit_on_error(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
         saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if saved["script"] != SCRIPT.name:
-        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {saved['script']}")
+    script = saved.get("script")
+    if script != SCRIPT.name:
+        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {script}")
     with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}"):
         return Args(**saved["args"]), run_dir, saved
 
 
 def check_args(args):
-    """End the run if a number is out of its bounds."""
+    """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
         if not lowest <= value <= highest:  # NaN is refused, too
@@ -1046,7 +1047,7 @@ def load_teacher_config(args, config, tokenizer):
 
 
 def load_model(args, config, tokenizer):
-    """The policy on its device, and the ids (K,) of all K tokens that end a response.
+    """The policy on its device, and a 1-D tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
@@ -1150,7 +1151,8 @@ def open_run(args, run_dir, saved, model):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             # A new run starts with empty logs. A resumed run repeats the steps after its
-            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
+            # checkpoint, so each log is cut to its size at that checkpoint. min leaves a shorter
+            # log alone: truncate would pad it with zeros.
             size = saved["log_sizes"].get(name, 0) if saved else 0
             file.truncate(min(size, file.tell()))
             files.append(file)
@@ -1260,7 +1262,7 @@ def save_model(model, tokenizer, folder):
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
-    """Write a temporary file and rename it: one complete checkpoint exists at any moment."""
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
     content = {
         "script": SCRIPT.name,
         "args": vars(args),
@@ -1274,7 +1276,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     path = run_dir / "checkpoint.tmp"
     with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
-        os.fsync(file)
+        os.fsync(file)  # torch.save has flushed the file
         os.replace(path, run_dir / "checkpoint.pt")
 
 

@@ -14,24 +14,24 @@ Parent: grpo.py. Differences: (1) each of W processes samples for its share of t
 own noise. Then every process gets the whole rollout. Rank 0 computes the rewards for all, because a
 reward may be a paid model, or differ from call to call. Every process computes the same advantages.
 (2) The processes share the micro-batches of an update: each takes every W-th. All have to call the
-sharded model equally often, so a process that has one micro-batch less repeats the first
-micro-batch of the update, which rank 0 counts. Its gradient is multiplied by 0. The loss is divided
-by the number of sequences in the whole minibatch, so the update doesn't depend on the number of
-processes, except for rounding. (3) Weights, gradients and Adam's averages are sharded: each process
-holds 1/W of them. A layer is whole only while it is computed. (4) The copy that samples and the
-reference are whole on every process, so that sampling needs no communication. (5) Rank 0 prints,
-logs, tracks, and saves whole checkpoints, which any number of processes can resume. Every process
-reads the checkpoint, so several machines need --runs-dir on a file system that they share. With the
-same number, a resumed run on CPUs is bit-identical to an uninterrupted one; with another number it
-samples with other noise.
+sharded model equally often, so a process that has one micro-batch less repeats the first one of the
+update. The gradient of the repeat is multiplied by 0, because rank 0 counts that micro-batch. The
+loss is divided by the number of sequences in the whole minibatch, so the update doesn't depend on
+the number of processes, except for rounding. (3) Weights, gradients and Adam's averages are
+sharded: each process holds 1/W of them. A layer is whole only while it is computed. (4) The copy
+that samples and the reference are whole on every process, so that sampling needs no communication.
+(5) Rank 0 prints, logs, tracks, and saves whole checkpoints, which any number of processes can
+resume. Every process reads the checkpoint, so several machines need --runs-dir on a file system
+that they share. With as many processes as before, a resumed run on CPUs is bit-identical to an
+uninterrupted one. With another number of processes it samples with other noise.
 
-To stop a run with a checkpoint, press Ctrl-C. torchrun then ends with status 1 and a traceback of
-its own. It kills the processes 30 s later, so start it with --shutdown_timeout 600 if a step takes
-longer.
+To stop a run with a checkpoint, press Ctrl-C. torchrun passes the signal on, and kills the
+processes that still run 30 s later. If a step takes longer, start it with --shutdown_timeout 600.
+At the end torchrun itself exits with status 1 and a traceback.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W;
-2 for the copy that samples and 2 for the reference (none with --beta 0), but 4 for the head of each
-copy. In GB:
+2 for the copy that samples and 2 for the reference (none with --beta 0). The head of each copy
+takes 4, even if the model's head shares the embedding's weight and takes none. In GB:
 
     1.7 B on 2 x 24 GB     13.7 + 3.8 + 3.8 = 21.3      without the reference 17.5
     8 B on 8 x 80 GB       16.1 + 17.1 + 17.1 = 50.3    (Llama 3's shape)
@@ -370,7 +370,7 @@ def main(args: Args) -> dict:
         # The factor keeps the steps of runs with neighbouring seeds apart.
         step_seed = 1_000_003 * args.seed + step
         # Each process has its own noise. With the same noise, two processes that got the same
-        # question would sample the same responses.
+        # question would sample the same responses. The offset is larger than any number of steps.
         torch.manual_seed(step_seed + 10**12 * rank)
         batch = [train_data[i] for i in batch_indices[step - 1]]
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
@@ -590,8 +590,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer counts its filled columns in a
-    # tensor, which it changes in place. This is a view of the first layer's count.
+    # The column of the cache that is written next. It is a view of the first layer's count of
+    # filled columns, so it advances by itself: the model adds 1 to that tensor in place.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -599,7 +599,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
         # All tensors change in place, because a CUDA graph replays on the same memory. Where the
         # loop below replaces them, it drops the graph.
-        bias.index_fill_(3, next_column, 0.0)
+        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
         )
@@ -631,8 +631,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
-        # time that it is full. So it is full whenever t is a multiple of the segment.
+        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
+        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
@@ -1049,8 +1049,8 @@ def fail(message):
     """End with one line, status 2 and no traceback."""
     if process_rank() > 0:
         # Often all processes meet the same error. Rank 0 prints it and ends, and torchrun ends the
-        # others with SIGTERM while they sleep here. So the line is printed once. A process that is
-        # still alive after 5 s is the only one with this error, and prints it.
+        # others with SIGTERM while they sleep here. So the line is usually printed once. A process
+        # that is still alive after 5 s prints it, too: rank 0 may not have this error.
         # Without the next line, the handler of catch_signals would only note the SIGTERM.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         time.sleep(5)
@@ -1125,14 +1125,15 @@ def resume_args(args):
         saved = torch.load(
             run_dir / "checkpoint.pt", map_location="cpu", weights_only=True, mmap=True
         )
-    if saved["script"] != SCRIPT.name:
-        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {saved['script']}")
+    script = saved.get("script")
+    if script != SCRIPT.name:
+        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {script}")
     with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}"):
         return Args(**saved["args"]), run_dir, saved
 
 
 def check_args(args):
-    """End the run if a number is out of its bounds."""
+    """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
         if not lowest <= value <= highest:  # NaN is refused, too
@@ -1218,7 +1219,7 @@ def load_config(args):
 
 
 def load_model(args, config, tokenizer):
-    """The policy on its device, and the ids (K,) of all K tokens that end a response.
+    """The policy on its device, and a 1-D tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
@@ -1311,7 +1312,8 @@ def open_run(args, run_dir, saved, model):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             # A new run starts with empty logs. A resumed run repeats the steps after its
-            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
+            # checkpoint, so each log is cut to its size at that checkpoint. min leaves a shorter
+            # log alone: truncate would pad it with zeros.
             size = saved["log_sizes"].get(name, 0) if saved else 0
             file.truncate(min(size, file.tell()))
             files.append(file)
@@ -1421,7 +1423,7 @@ def save_model(model, weights, tokenizer, folder):
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
-    """Write a temporary file and rename it: one complete checkpoint exists at any moment.
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete.
 
     All processes have to call it: they send their shards to rank 0, which writes.
     """
@@ -1444,7 +1446,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     path = run_dir / "checkpoint.tmp"
     with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
-        os.fsync(file)
+        os.fsync(file)  # torch.save has flushed the file
         os.replace(path, run_dir / "checkpoint.pt")
 
 

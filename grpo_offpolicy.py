@@ -18,24 +18,27 @@ maximize J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. As in TRL, the KL term gets no weight: it averages over the engine's
-tokens, and so is slightly biased. Multiplying A by a weight w >= 0 also multiplies C by w. So main
-multiplies the advantages by the weights, and policy_loss needs no argument for them.
+The weight w has no gradient. The KL term gets no weight, as in TRL. So its mean is over tokens of
+pi_s instead of pi_old, which makes it slightly biased. Multiplying A by a weight w >= 0 also
+multiplies C by w. So main multiplies the advantages by the weights, and policy_loss needs no
+argument for them.
 
 Parent: grpo.py. Differences: (1) the weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
---sequence-cap, all tokens of a response get w = 0 if the product of their ratios pi_old / pi_s (not
-truncated) is above the cap. (TRL's default is a cap of 3. Below the cap it gives each token the
-product of the whole sequence as its weight, not w.) (2) If the advantage is negative, the minimum
-leaves a large ratio unclipped. The dual clip replaces a ratio above c by c (--dual-clip). (3) A
-separate copy of the model, the engine, samples the rollouts. It imitates a sampling engine on one
-device: it gets the trainer's weights every --staleness steps, rounded to --sampler-dtype.
-Evaluation uses the trainer's current weights (in bf16 on a GPU), not the engine. With the defaults
-on a CPU the engine has the trainer's weights and precision, and the script trains as grpo.py does.
+--sequence-cap, a response whose ratio is above the cap gets w = 0 for all its tokens. That ratio is
+the product of its tokens' ratios pi_old / pi_s, not truncated. (TRL differs: its cap is 3 by
+default, and a response below the cap gets the product itself as the weight of all its tokens.) (2)
+If the advantage is negative, the minimum leaves a large ratio unclipped. The dual clip replaces a
+ratio above c by c (--dual-clip). (3) A separate copy of the model, the engine, samples the
+rollouts. It imitates a sampling engine on one device: it gets the trainer's weights every
+--staleness steps, rounded to --sampler-dtype. Evaluation uses the trainer's current weights (in
+bf16 on a GPU), not the engine. With the defaults on a CPU the engine has the trainer's weights and
+precision, and the script trains as grpo.py does.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
-reference stays the initial model. A limit that Yao et al. share: w corrects the probability of each
-token, but not of the tokens before it. So the gradient only approximates that of pi_old's samples.
+reference stays the initial model. As in Yao et al., w corrects the probability of each token given
+the tokens before it. pi_s has sampled those, too, and that is not corrected. So the gradient is
+only an approximation.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
@@ -452,8 +455,8 @@ def main(args: Args) -> dict:
         state["tokens"] += num_tokens
         # The accuracy is logged even if REWARDS doesn't contain it.
         accuracies = apply_reward(accuracy_reward, batch, rollout.completions)  # N
-        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
+        gap = sampler_logratio.abs()  # (num_tokens,)
         raw_weights = sampler_logratio.exp()  # (num_tokens,): the weights before the truncation
         is_truncated = raw_weights > args.rollout_correction  # (num_tokens,) bool
         if args.rollout_correction == 0:  # all weights are 1
@@ -563,8 +566,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer counts its filled columns in a
-    # tensor, which it changes in place. This is a view of the first layer's count.
+    # The column of the cache that is written next. It is a view of the first layer's count of
+    # filled columns, so it advances by itself: the model adds 1 to that tensor in place.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -572,7 +575,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
         # All tensors change in place, because a CUDA graph replays on the same memory. Where the
         # loop below replaces them, it drops the graph.
-        bias.index_fill_(3, next_column, 0.0)
+        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
         )
@@ -604,8 +607,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
-        # time that it is full. So it is full whenever t is a multiple of the segment.
+        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
+        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
@@ -988,14 +991,15 @@ def resume_args(args):
     run_dir = Path(args.resume).resolve()
     with exit_on_error(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
         saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if saved["script"] != SCRIPT.name:
-        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {saved['script']}")
+    script = saved.get("script")
+    if script != SCRIPT.name:
+        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {script}")
     with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}"):
         return Args(**saved["args"]), run_dir, saved
 
 
 def check_args(args):
-    """End the run if a number is out of its bounds."""
+    """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
         if not lowest <= value <= highest:  # NaN is refused, too
@@ -1035,7 +1039,7 @@ def load_config(args):
 
 
 def load_model(args, config, tokenizer):
-    """The policy on its device, and the ids (K,) of all K tokens that end a response.
+    """The policy on its device, and a 1-D tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
@@ -1125,7 +1129,8 @@ def open_run(args, run_dir, saved, model):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             # A new run starts with empty logs. A resumed run repeats the steps after its
-            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
+            # checkpoint, so each log is cut to its size at that checkpoint. min leaves a shorter
+            # log alone: truncate would pad it with zeros.
             size = saved["log_sizes"].get(name, 0) if saved else 0
             file.truncate(min(size, file.tell()))
             files.append(file)
@@ -1239,7 +1244,7 @@ def save_model(model, tokenizer, folder):
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
-    """Write a temporary file and rename it: one complete checkpoint exists at any moment."""
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
     content = {
         "script": SCRIPT.name,
         "args": vars(args),
@@ -1253,7 +1258,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     path = run_dir / "checkpoint.tmp"
     with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
-        os.fsync(file)
+        os.fsync(file)  # torch.save has flushed the file
         os.replace(path, run_dir / "checkpoint.pt")
 
 

@@ -28,12 +28,12 @@ epochs, and the losses average over all tokens of the minibatch.
 
 Departures from the papers: the gradient of each network is clipped by its own norm; Huang et al.
 clip none. By default no mean is subtracted from the scores; theirs have mean 0 on the
-demonstrations. An adaptive beta is multiplied by exp(K e): e is the clipped error of the KL, and K
-is N / --kl-horizon. Ziegler multiplies it by 1 + K e. The penalty is subtracted from the score of a
-cut response; Huang sets that score to -1. Adam's epsilon is 1e-8; Huang has 1e-5. The score is
-added to the reward of the last token. Huang's code adds it one slot later, in the padding, and so
-also keeps the value predicted there. With --reward-model "" the rules of utils/rewards.py replace
-the reward model.
+demonstrations. An adaptive beta is multiplied by exp(K e), where e is KL / --kl-target - 1, clipped
+to +-0.2, and K is N / --kl-horizon. Ziegler multiplies it by 1 + K e. The penalty is subtracted
+from the score of a cut response; Huang sets that score to -1. Adam's epsilon is 1e-8; Huang has
+1e-5. The score is added to the reward of the last token. Huang's code adds it one slot later, in
+the padding. So there the value of that slot counts, too, as V(s_t+1) of the last token. With
+--reward-model "" the rules of utils/rewards.py replace the reward model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
@@ -199,7 +199,7 @@ class Args:
     normalize_scores: bool = False
     """subtract the batch's mean from the scores and divide by their std"""
     whiten_rewards: bool = False
-    """scale token rewards to variance 1 and keep their mean; a reward of 0 doesn't stay 0"""
+    """scale token rewards to variance 1 around their mean, which stays; this moves a reward of 0"""
     clip_eps: float = 0.2
     """the ratio is clipped to 1 - eps .. 1 + eps (eps in PPO's Eq. 7)"""
     beta: float | None = None
@@ -217,7 +217,7 @@ class Args:
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
-    """start of the value network; "policy", or no reward model: the policy, with a head of zeros"""
+    """start of the value network; without a reward model, the policy with a head of zeros"""
 
 
 # ==== algorithm ====
@@ -471,7 +471,7 @@ def main(args: Args) -> dict:
             scores["score"] = rollout_scores(args, reward_model, rollout, total_lengths)
             check_scores(args, scores["score"])
         scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()
-        rewards = sum(scores.values())  # (N,) float32
+        rewards = sum(scores.values())  # (N,) float32: the score of each response, less the penalty
         scaled_rewards = rewards  # (N,)
         if args.normalize_scores:
             scaled_rewards = whiten(rewards, torch.ones_like(rewards, dtype=torch.bool))
@@ -562,7 +562,7 @@ def main(args: Args) -> dict:
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
-            # 1 if all rewards of the step are equal, else 0: the value network compares no groups.
+            # 1 if all rewards of the step are equal, else 0: the step counts as one group.
             "rollout/zero_std_frac": (rewards == rewards[0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": sum(accuracies) / N,
@@ -665,8 +665,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    # The column of the cache that is written next. Each layer counts its filled columns in a
-    # tensor, which it changes in place. This is a view of the first layer's count.
+    # The column of the cache that is written next. It is a view of the first layer's count of
+    # filled columns, so it advances by itself: the model adds 1 to that tensor in place.
     next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
     graph = None
 
@@ -674,7 +674,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
         # All tensors change in place, because a CUDA graph replays on the same memory. Where the
         # loop below replaces them, it drops the graph.
-        bias.index_fill_(3, next_column, 0.0)
+        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
         outputs = model(
             token[:, None], attention_mask=bias, position_ids=position[:, None], **options
         )
@@ -706,8 +706,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
 
-        # P + t columns are filled. The cache has P columns at first, and gets a segment more each
-        # time that it is full. So it is full whenever t is a multiple of the segment.
+        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
+        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
         cache_is_full = t % segment == 0
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
@@ -941,7 +941,7 @@ def load_data(args, tokenizer, split):
     if split == "test" and args.eval_dataset is not None:
         flag, source = "--eval-dataset", args.eval_dataset
     rows = read_rows(args, flag, source, split)
-    # With a reward model a problem needs no gold number, but its accuracy is then 0.
+    # A reward model needs no gold number. A problem without one counts as wrong in the accuracy.
     needs_gold = not args.reward_model
     examples = []
     num_too_long = num_unusable = 0
@@ -1145,14 +1145,15 @@ def resume_args(args):
     run_dir = Path(args.resume).resolve()
     with exit_on_error(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
         saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if saved["script"] != SCRIPT.name:
-        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {saved['script']}")
+    script = saved.get("script")
+    if script != SCRIPT.name:
+        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {script}")
     with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}"):
         return Args(**saved["args"]), run_dir, saved
 
 
 def check_args(args):
-    """End the run if a number is out of its bounds."""
+    """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
         if value is None:  # --kl-target alone may be None
@@ -1194,7 +1195,7 @@ def load_config(args, flag, source):
 
 
 def load_model(args, config, tokenizer):
-    """The policy on its device, and the ids (K,) of all K tokens that end a response.
+    """The policy on its device, and a 1-D tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
@@ -1325,7 +1326,8 @@ def open_run(args, run_dir, saved, model):
             file = open(run_dir / name, "a", buffering=1)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
             # A new run starts with empty logs. A resumed run repeats the steps after its
-            # checkpoint, so their lines are cut off. A log that is shorter than that stays so.
+            # checkpoint, so each log is cut to its size at that checkpoint. min leaves a shorter
+            # log alone: truncate would pad it with zeros.
             size = saved["log_sizes"].get(name, 0) if saved else 0
             file.truncate(min(size, file.tell()))
             files.append(file)
@@ -1443,7 +1445,7 @@ def save_model(model, tokenizer, folder):
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
-    """Write a temporary file and rename it: one complete checkpoint exists at any moment."""
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
     content = {
         "script": SCRIPT.name,
         "args": vars(args),
@@ -1457,7 +1459,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
     path = run_dir / "checkpoint.tmp"
     with exit_on_error(path), open(path, "wb") as file:
         torch.save(content, file)
-        os.fsync(file)
+        os.fsync(file)  # torch.save has flushed the file
         os.replace(path, run_dir / "checkpoint.pt")
 
 

@@ -3,10 +3,9 @@
     python report.py runs/A               one run, finished or not: runs/A/report.html
     python report.py runs/A runs/B        several runs in the same charts: runs/report.html
 
-It reads args.json, metrics.jsonl and samples.jsonl of each run. The page shows them, and says what is missing or
-unreadable. Runs whose args.json differ only in the seed are one configuration, drawn as mean and band. The page is made
-from assets/report.html, and plotly draws the curves.
-"""
+It reads args.json, metrics.jsonl and samples.jsonl of each run. The page shows them, and says what
+is missing or unreadable. Runs whose args.json differ only in the seed are one configuration, drawn
+as mean and band. The page is made from assets/report.html, and plotly draws the curves."""
 
 import json
 import os
@@ -39,7 +38,7 @@ class Args:
 
 
 def read_json(text):
-    """JSON with six digits per number, because float32 has no more. NaN and 1e999 become strings."""
+    """JSON with six digits per number: float32 has no more. NaN and 1e999 become strings."""
 
     def number(x):
         return float(f"{float(x):.6g}") if abs(float(x)) < float("inf") else x
@@ -48,7 +47,7 @@ def read_json(text):
 
 
 def read_records(path, needed, kind):
-    """The records of a .jsonl file that have a step and the field `needed`, and lines on the gaps."""
+    """The records of a .jsonl file with a step and the field `needed`, and lines on the gaps."""
     if not path.is_file():
         return [], [f"{path.name} is missing"]
     # The text after the last line break is empty, or a line that the run is still writing.
@@ -144,7 +143,8 @@ def main(args: Args) -> Path:
     missing = [str(folder) for folder in args.runs if not folder.is_dir()]
     if missing or not args.runs:
         fail(
-            f"give folders of runs, such as runs/<name>; not a folder: {' '.join(missing) or 'none'}"
+            "give folders of runs, such as runs/<name>; not a folder: "
+            f"{' '.join(missing) or 'none'}"
         )
     folders = [folder.resolve() for folder in args.runs]
     home = Path(os.path.commonpath(folders))
