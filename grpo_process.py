@@ -50,6 +50,7 @@ import secrets
 import signal
 import sys
 import time
+import traceback
 import zlib
 from collections import defaultdict
 from contextlib import contextmanager, suppress
@@ -978,10 +979,17 @@ def fail(message):
 
 @contextmanager
 def exit_on_error(what, kinds=Exception):
-    """If the library call inside raises, end the run with one line: `what`, and the reason."""
+    """If the library call inside raises, end the run with one line: `what`, and the reason.
+
+    A mistake in a line of this file keeps its traceback.
+    """
     try:
         yield
     except kinds as error:
+        mistakes = (NameError, AttributeError, AssertionError, TypeError, IndexError, KeyError)
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        if kinds is Exception and isinstance(error, mistakes) and raised_in == SCRIPT:
+            raise
         # A library's exception often hides the one that caused it.
         reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
         if not reason:  # such as torch.load's EOFError for an empty file
@@ -1043,7 +1051,7 @@ def resume_args(args):
     script = saved.get("script")
     if script != SCRIPT.name:
         fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {script}")
-    with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}"):
+    with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}", TypeError):
         return Args(**saved["args"]), run_dir, saved
 
 
@@ -1129,7 +1137,8 @@ def check_model(model, not_supported):
     bias = torch.zeros(1, 1, 1, 6, dtype=model.dtype, device=model.device)
     with exit_on_error(not_supported):
         logits = model(ids).logits  # (1, 5, V)
-        head_logits = model.get_output_embeddings()(model.base_model(ids).last_hidden_state)
+        hidden = model.base_model(ids)["last_hidden_state"]  # (1, 5, D)
+        head_logits = model.get_output_embeddings()(hidden)  # (1, 5, V)
         # As in generate: prefill, make room for one column, decode.
         model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
         if not cache.layers:

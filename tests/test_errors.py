@@ -709,6 +709,12 @@ MORE_MISTAKES = {  # in text that all scripts share, so that one script is enoug
         "if limit and args.max_promt",
         AttributeError,
     ),
+    "read_rows": ("data.select_columns(", "dataa.select_columns(", NameError),
+    "check_model": (
+        "layer.keys = F.pad(layer.keys,",
+        "layer.keys = F.pad(layer.kyes,",
+        AttributeError,
+    ),
     "save_checkpoint": ('"args": vars(args),', '"args": vars(arg),', NameError),
 }
 
