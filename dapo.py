@@ -35,8 +35,8 @@ D hidden units. Sequences are in group order: sequence i belongs to group i//G. 
 sequences, and a micro-batch has n <= N of them, with T response tokens in all. main samples
 num_sampled sequences in a step, and trains on N <= B*G of them.
 
-    python dapo.py                                            assets/adder, on a CPU
-    python dapo.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
+    python dapo.py                                 assets/adder, on a CPU
+    python dapo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
 import copy

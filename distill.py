@@ -42,8 +42,8 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
 of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
-    python distill.py                                          assets/adder, on a CPU
-    python distill.py --model SmolLM2-360M --num-prompts 64    GSM8K, on one GPU
+    python distill.py                                                  assets/adder, on a CPU
+    python distill.py --model SmolLM2-360M-Instruct --num-prompts 64   GSM8K, on one GPU
 """
 
 import copy

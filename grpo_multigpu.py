@@ -57,7 +57,7 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
 micro-batch has n <= N sequences, with T response tokens in all. W is the number of processes.
 
-    torchrun --nproc-per-node 8 grpo_multigpu.py --model SmolLM2-1.7B --num-generations 8
+    torchrun --nproc-per-node 8 grpo_multigpu.py --model SmolLM2-1.7B-Instruct
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \
         grpo_multigpu.py ...
     torchrun --nproc-per-node 2 grpo_multigpu.py      assets/adder, on two CPU processes

@@ -35,8 +35,8 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
 micro-batch has n <= N sequences, with T response tokens in all. A group has K steps in all.
 
-    python grpo_process.py                                            assets/adder, on a CPU
-    python grpo_process.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
+    python grpo_process.py                                 assets/adder, on a CPU
+    python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
 import copy

@@ -39,8 +39,8 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
 of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
-    python ppo_rlhf.py                          assets/adder, scored by adder-judge, on a CPU
-    python ppo_rlhf.py --model SmolLM2-1.7B     GSM8K with rule-based rewards, on one GPU
+    python ppo_rlhf.py                                 assets/adder, scored by adder-judge, on a CPU
+    python ppo_rlhf.py --model SmolLM2-1.7B-Instruct   GSM8K with rule-based rewards, on one GPU
 """
 
 import copy

@@ -35,8 +35,8 @@ belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hid
 the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all. In the
 equations R is the return.
 
-    python remax.py                                           assets/adder, on a CPU
-    python remax.py --model SmolLM2-1.7B                      GSM8K, on one GPU
+    python remax.py                                 assets/adder, on a CPU
+    python remax.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
 import copy

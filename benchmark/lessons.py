@@ -61,7 +61,7 @@ WORDS = {
     "rollout/score": "mean score of the judge",
     "rollout/eos_frac": "share of responses that end",
     "rollout/zero_std_frac": "share of groups with equal rewards",
-    "rollout/logprob_gap": "sampler against trainer, nats",
+    "rollout/logprob_gap": "gap between sampler and trainer, nats",
     "rollout/truncated_frac": "share of tokens with a cut weight",
     "policy/clip_frac": "share clipped",
     "policy/approx_kl": "KL to the old policy, nats a token",
@@ -72,7 +72,7 @@ WORDS = {
     "value/explained_var": "explained variance",
     "length/right": "characters in a right response",
     "length/wrong": "characters in a wrong response",
-    "tool/calls": "calls in a response",
+    "tool/calls": "calls per response",
 }
 LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "kl/response", "rollout/logprob_gap"}
 
@@ -181,7 +181,7 @@ LESSONS = {
             for beta in (0.001, 0.01, 0.1, 1)
         },
         [(SAMPLED, ACCURACY), ("kl/ref", ACCURACY)],
-        {"away by, last five, nats a token": (over("kl/ref", -5, -1), 3)},
+        {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
     ),
     5: Lesson(
         "Dividing by the std",
@@ -345,7 +345,7 @@ LESSONS = {
             "full, 1e-3": "grpo.py --num-steps 40 --learning-rate 1e-3",
         },
         [(RATE, ACCURACY), (RATE, "policy/entropy")],
-        {"SmolLM2-1.7B, GB": (memory_needed, 1)},
+        {"SmolLM2-1.7B, GB, computed": (memory_needed, 1)},
     ),
     17: Lesson(
         "VAPO's five changes",
@@ -355,7 +355,7 @@ LESSONS = {
             "lambda 1": f"{VAPO} --gae-alpha 1e9",
             "eps_high = 0.2": f"{VAPO} --clip-eps-high 0.2",
             "no loss on right responses": f"{VAPO} --lm-coef 0",
-            "PPO by rules": f"{PPO} --reward-model=",
+            "PPO, reward by rules": f"{PPO} --reward-model=",
             "GRPO": "grpo.py --num-steps 20",
         },
         [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],

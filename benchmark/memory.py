@@ -21,6 +21,11 @@ PROMPT = 212
 CARDS = [16, 24, 40, 48, 80]  # GB
 # The scripts whose memory this file counts.
 COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]
+# The names of a count that need more words for a reader.
+WORDS = {
+    "averages": "Adam's averages",
+    "sampling beside": "logits, or the prefill of an evaluation",
+}
 FLAGS = dict(
     sampling_tokens=49152,
     micro_batch_tokens=2048,
@@ -237,7 +242,10 @@ def parts_table(model: str) -> str:
     names = dict.fromkeys(name for found in counts.values() for name in found)
     names = [name for name in names if name != "peak"] + ["peak"]
     rows = [
-        [name, *(f"{found[name] / 1e9:.1f}" if name in found else "-" for found in counts.values())]
+        [
+            WORDS.get(name, name),
+            *(f"{found[name] / 1e9:.1f}" if name in found else "-" for found in counts.values()),
+        ]
         for name in names
     ]
     return table(["GB", *(f"{script}.py" for script in COUNTED)], rows)
@@ -262,7 +270,7 @@ def main() -> None:
             fill(ROOT / "docs" / "runs.md", name, make())
         return
     for name, size in count(script, MODELS[model], **options).items():
-        print(f"{size / 1e9:7.2f} GB  {name}")
+        print(f"{size / 1e9:7.2f} GB  {WORDS.get(name, name)}")
 
 
 if __name__ == "__main__":

@@ -1,48 +1,31 @@
-"""Write the tables of README.md and variants/README.md from the records: python benchmark/readme.py
+"""Write the tables and the sample output of the pages from the records.
+
+    python benchmark/readme.py                 README.md, docs/tasks.md, docs/speed.md, variants/README.md
+    python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
-and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl, and README's first picture,
-which shows three lessons. The tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that
-tables and pictures match the records.
+transcript.txt, and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl. The tables
+stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and pictures match the records.
 """
 
+import os
 import re
+import subprocess
 import sys
 
-import lessons
 import numpy as np
 from learn_trl import draw as draw_learning
 from learn_trl import to_reach
-from pictures import WINDOW, digest, panels, save
+from pictures import WINDOW
 from records import FOLDER, ROOT, fill, read, spread, table
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from scripts import SCRIPTS  # noqa: E402
 
-PICTURES = {name: FOLDER / f"{name}.svg" for name in ("apart", "trl-learn")}
-RATES = ("3e-5", "1e-4", "3e-4", "1e-3", "3e-3")
-# The panels of the first picture: title, lesson, arms and (x, y).
-APART = [
-    (
-        "grpo_lora.py: adapters",
-        16,
-        [f"{name}, {rate}" for name in ("rank 1", "rank 64", "full") for rate in RATES],
-        (lessons.RATE, lessons.ACCURACY),
-    ),
-    (
-        "distill.py: a teacher",
-        18,
-        ["distilled, 16", "GRPO, 16"],
-        (lessons.SAMPLED, lessons.ACCURACY),
-    ),
-    (
-        "grpo_tools.py: a tool",
-        19,
-        ["a call is free", "a call costs 0.1"],
-        (lessons.SAMPLED, "tool/calls"),
-    ),
-]
+PICTURE = FOLDER / "trl-learn.svg"
+TRANSCRIPT = FOLDER / "transcript.txt"
+HOME = "/home/you/PlainRL"  # the project's folder in the transcript
 WORKLOADS = {
     "W1": "assets/adder, 16 x 8 samples of at most 32 tokens",
     "W2": "a 260 K story model, 16 x 8 samples of 5 to 384 tokens",
@@ -50,14 +33,7 @@ WORKLOADS = {
 }
 
 
-def chosen_records(number: int, arms: list[str]) -> dict[str, list[dict]]:
-    return {arm: runs for arm, runs in lessons.records_of(number).items() if arm in arms}
-
-
 def records_of(name: str) -> list[dict]:
-    if name == "apart":
-        chosen = [chosen_records(number, arms) for _, number, arms, _ in APART]
-        return [run for records in chosen for runs in records.values() for run in runs]
     return read(FOLDER / f"{name}.jsonl")
 
 
@@ -142,32 +118,49 @@ def variants_table() -> str:
     return table(["variant", "held out, %, seeds 1, 2, 3", "sampled, last five steps, %"], rows)
 
 
-TABLES = {
-    "bundled": bundled_table,
-    "sums": sums_table,
-    "speed": speed_table,
-    "learning": learning_table,
+def record_transcript() -> None:
+    """Run `python grpo.py` with one thread, and record what it prints."""
+    result = subprocess.run(
+        [sys.executable, "grpo.py", "--device", "cpu"],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    TRANSCRIPT.write_text(result.stdout.replace(str(ROOT), HOME), encoding="utf-8")
+
+
+def whole_transcript() -> str:
+    return f"```\n$ python grpo.py\n{TRANSCRIPT.read_text(encoding='utf-8')}```\n"
+
+
+def short_transcript() -> str:
+    """The accuracy before, the first and the last step with a sample each, and the accuracy after."""
+    lines = TRANSCRIPT.read_text(encoding="utf-8").splitlines()
+    steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
+    first, last = steps[0], steps[-1]
+    chosen = [*lines[first - 1 : first + 2], "...", *lines[last:]]
+    return "```\n" + "\n".join(chosen) + "\n```\n"
+
+
+# The name of the block -> the page that it stands on, and what makes it.
+BLOCKS = {
+    "transcript": ("README.md", short_transcript),
+    "transcript-whole": ("docs/tasks.md", whole_transcript),
+    "bundled": ("docs/tasks.md", bundled_table),
+    "sums": ("docs/tasks.md", sums_table),
+    "speed": ("docs/speed.md", speed_table),
+    "learning": ("docs/speed.md", learning_table),
+    "variants": ("variants/README.md", variants_table),
 }
 
 
-def draw_apart() -> None:
-    figure, axes = panels(1, len(APART), figsize=(12, 4.4))
-    for ax, (title, number, arms, (x, y)) in zip(axes.flat, APART, strict=True):
-        if x == lessons.RATE:
-            lessons.draw_rates(ax, chosen_records(number, arms), y)
-        else:
-            lessons.draw_curve(ax, chosen_records(number, arms), x, y)
-        lessons.name_axes(ax, x, y)
-        ax.set_title(title, fontsize=12)
-        ax.legend(fontsize=11)
-    save(figure, PICTURES["apart"], digest(records_of("apart")))
-
-
 def main() -> None:
-    for name, make in TABLES.items():
-        fill(ROOT / "README.md", name, make())
-    fill(ROOT / "variants" / "README.md", "variants", variants_table())
-    draw_apart()
+    if "--transcript" in sys.argv:
+        record_transcript()
+    for name, (page, make) in BLOCKS.items():
+        fill(ROOT / page, name, make())
     draw_learning(records_of("trl-learn"))
 
 

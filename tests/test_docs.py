@@ -1,6 +1,7 @@
 """The pages under docs/ agree with the code and the records."""
 
 import http.server
+import inspect
 import json
 import math
 import re
@@ -51,6 +52,42 @@ def test_the_lines_beside_the_formulas_are_the_scripts():
         ]
         seen.add(Path(name).stem)
     assert seen >= set(SCRIPTS) - set(MULTI_PROCESS)
+
+
+def test_the_contents_name_every_section():
+    """The contents of docs/algorithms.md are a numbered list of its sections, in their order."""
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    contents, sections = text.split("\n## ", 1)
+    entries = [
+        " ".join(x.split()) for x in re.findall(r"^ *(?:\d+\.|-) \[([^]]+)\]", contents, re.M)
+    ]
+    assert entries == re.findall(r"^##+ (.*)$", "## " + sections, re.MULTILINE)
+    numbers = re.findall(r"^(\d+)\. ", contents, re.MULTILINE)
+    assert numbers == [str(k + 1) for k in range(len(numbers))]
+
+
+def test_the_skeleton_of_main_is_main():
+    """The lines of main in docs/algorithms.md are in grpo.main, in this order. A line may end early, in `...`."""
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```py\n(model, .*?)```", text, re.DOTALL)
+    main = "".join(inspect.getsource(grpo.main).split())
+    end = 0
+    for line in block.splitlines():
+        line = re.sub(r"  # .*$", "", line) if "# ----" not in line else line
+        line = "".join(line.removesuffix("...)").split())
+        assert line in main[end:], line
+        end = main.index(line, end) + len(line)
+
+
+def test_the_formulas_survive_markdown():
+    """No formula inside a line has what Markdown would take for its own: escapes, emphasis, HTML."""
+    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"`[^`\n]*`", "", text)
+    formulas = re.findall(r"\$([^$\n]+)\$", text)
+    assert len(formulas) > 100 and not any(line.count("$") % 2 for line in text.splitlines())
+    for formula in formulas:
+        assert not re.search(r"\\[^a-zA-Z]|[^\w]_|[*<>|]", formula), formula
 
 
 def test_the_family_tree_is_the_one_of_the_docstrings():
@@ -244,36 +281,41 @@ def test_the_lessons_state_what_is_recorded():
     assert not any(record["dirty"] for record in records.values())
 
 
-def test_the_variants_state_what_is_recorded():
-    """Each variant has three seeds with at least 95 % greedy accuracy, and the table shows these records."""
+def test_the_variants_have_three_recorded_seeds():
+    """Each variant has three seeds with at least 95 % greedy accuracy."""
     import readme
 
     records = readme.records_of("variants")
     names = {path.stem for path in (ROOT / "variants").glob("*.diff")}
     assert {(r["script"], r["seed"]) for r in records} == {(n, k) for n in names for k in (1, 2, 3)}
     assert min(r["accuracy"][1] for r in records) >= 0.95 and not any(r["dirty"] for r in records)
-    text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- variants -->\n{readme.variants_table()}<!-- end variants -->\n" in text
 
 
-def test_the_readme_states_what_is_recorded():
-    """README.md's tables and pictures show the records: five seeds of each script, from a clean tree."""
+def test_the_tables_show_the_records():
+    """The tables, the picture and the sample output of README.md and of other pages are those of the records."""
     import pictures
     import readme
 
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, make in readme.TABLES.items():
+    for name, (page, make) in readme.BLOCKS.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name
-    for name, picture in readme.PICTURES.items():
-        assert pictures.digest(readme.records_of(name)) in picture.read_text(encoding="utf-8"), name
-        assert str(picture.relative_to(ROOT)) in text
+    drawn_from = pictures.digest(readme.records_of("trl-learn"))
+    assert drawn_from in readme.PICTURE.read_text(encoding="utf-8")
+
+
+def test_the_bundled_task_is_recorded_for_every_script():
+    """Five seeds of each script from a clean tree, and one seed of each on the emulated GPU."""
+    import readme
+
     records = readme.records_of("bundled")
     assert {(record["script"], record["seed"]) for record in records} == {
         (script, seed) for script in SCRIPTS for seed in range(1, 6)
     }
     emulated = readme.records_of("bundled-emulated")
-    low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
     assert sorted(record["script"] for record in emulated) == sorted(SCRIPTS)
-    assert f"all scripts reach {low:.1f} to {high:.0f} % there" in text
-    assert max(record["logprob_gap"] for record in emulated) < 0.002 and "stays below 0.002" in text
     assert not any(record["dirty"] for record in records + emulated)
+
+    text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
+    low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
+    assert f"all scripts reach {low:.1f} to {high:.0f} % on this task" in text
+    assert max(record["logprob_gap"] for record in emulated) < 0.002 and "stays below 0.002" in text

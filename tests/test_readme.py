@@ -1,10 +1,15 @@
 """README.md agrees with the code."""
 
+import json
 import re
 
+import pytest
 import siblings
+import torch
 from conftest import ROOT
 from scripts import SCRIPTS, parent_of
+
+import grpo
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -15,9 +20,53 @@ def test_the_lesson_is_the_current_diff():
     assert shown == siblings.lesson()
 
 
-def test_the_tables_have_every_script_with_its_parent():
-    rows = re.findall(r"^\| \[(\w+)\.py\]\(\w+\.py\) \|[^|]*\| ([-\w]+) \|", README, re.MULTILINE)
-    assert rows == [(name, parent_of(name) or "-") for name in SCRIPTS]
+def test_the_table_has_every_script_with_its_parent():
+    rows = re.findall(r"^\| \[(\w+)\.py\]\(\w+\.py\) \|[^|]*\| ([ \w]+)[,:]", README, re.MULTILINE)
+    assert rows == [(name, parent_of(name) or "the root") for name in SCRIPTS]
+
+
+def test_it_is_short():
+    assert len(README.split()) <= 1500
+
+
+def test_the_equations_of_grpo_have_as_many_lines_as_it_says():
+    """The lines from the heading of the algorithm to the next heading, without blank ones."""
+    text = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    section = text.partition("# ==== algorithm ====")[2].partition("# ====")[0]
+    count = sum(bool(line.strip()) for line in section.splitlines())
+    (said,) = re.findall(r"equations\s+in (\d+) lines", README)
+    assert count == int(said)
+
+
+def test_what_it_says_of_the_bundled_run_is_recorded():
+    import readme
+
+    records = [record for record in readme.records_of("bundled") if record["script"] == "grpo"]
+    before, after = (sum(r["accuracy"][k] for r in records) / len(records) for k in (0, 1))
+    assert f"from {100 * before:.0f} % to {100 * after:.0f} % in half a minute" in README
+    assert 20 <= sum(record["seconds"] for record in records) / len(records) <= 35
+
+
+def test_the_sample_output_is_todays(tmp_path, capsys):
+    """grpo.py prints the first lines of the recorded output, down to the first sample.
+
+    Another kind of CPU rounds differently, which can change a sample. `python benchmark/readme.py --transcript` records
+    the output again.
+    """
+    import readme
+
+    recorded_on = json.loads((ROOT / "tests" / "golden.json").read_text())["cpu"]
+    if torch.backends.cpu.get_cpu_capability() != recorded_on:
+        pytest.skip(f"recorded on {recorded_on}")
+    grpo.main(grpo.Args(num_steps=1, eval_size=500, device="cpu", runs_dir=str(tmp_path)))
+    printed = capsys.readouterr().out.replace(str(ROOT), readme.HOME).splitlines()
+    recorded = readme.TRANSCRIPT.read_text(encoding="utf-8").splitlines()
+    end = next(i for i, line in enumerate(recorded) if line.startswith("step 1: ")) + 2
+    assert end > 8
+    for line, expected in zip(printed[:end], recorded[:end], strict=True):
+        # The name of a run has its time. This run has one step, so the first step is evaluated.
+        line, expected = (re.sub(r"; \S*grpo__\S*$", "", text) for text in (line, expected))
+        assert re.sub(r"eval/\w+=\S+ ", "", line) == expected.replace("num_steps 60", "num_steps 1")
 
 
 def test_continuous_integration_runs_the_two_commands():
@@ -40,8 +89,9 @@ def test_every_flag_in_it_exists():
                 flags.add(flag)
                 if ": bool = " in text:
                     flags.add(f"no-{flag}")
-    runs = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    pages = README.split("## Speed")[0] + runs
+    pages = README
+    for name in ("multigpu", "runs", "tasks"):
+        pages += (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     of_others = {"help", "nproc-per-node", "shutdown-timeout"}
     assert set(re.findall(r"--([a-z][a-z-]+)", pages)) - of_others <= flags
 

@@ -98,12 +98,17 @@ def changed_lines(child: str) -> tuple[int, int]:
     return removed, added
 
 
+def algorithm(name: str) -> list[str]:
+    """The lines of the script's equations, without their docstrings."""
+    text = read_script(name).partition("# ==== algorithm ====\n")[2].partition("# ====")[0]
+    return re.sub(r' *"""[^"]*"""\n', "", text).splitlines()
+
+
 def lesson() -> str:
-    """The diff that README.md shows: from grpo.py to dr_grpo.py, with blank lines between the hunks."""
-    before = body("grpo").splitlines()
-    after = body("dr_grpo").splitlines()
+    """The diff that README.md shows: from GRPO's equations to Dr. GRPO's, with blank lines between the hunks."""
     lines = []
-    for line in list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]:
+    diff = difflib.unified_diff(algorithm("grpo"), algorithm("dr_grpo"), n=0, lineterm="")
+    for line in list(diff)[2:]:
         lines.append("" if line.startswith("@@") else line)
     return "\n".join(lines[1:])
 
