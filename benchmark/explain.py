@@ -1,7 +1,8 @@
 """The worked examples of docs/algorithms.md, in numbers and pictures: python benchmark/explain.py
 
-Every number comes from the scripts' own functions. The tables are between <!-- name --> and <!-- end name --> in the
-page. tests/test_docs.py checks that these functions still give the same tables.
+Every number comes from the scripts' own functions. The tables are between <!-- name --> and
+<!-- end name --> in the page. tests/test_docs.py checks that these functions still give the same
+tables. All gradients are those of the loss, except in baseline_table.
 """
 
 import sys
@@ -36,7 +37,7 @@ def number(value, digits=3):
 
 
 def token_gradients(script, advantages, lengths, **fields):
-    """The loss of a group at a ratio of 1, and its gradient with respect to each log-probability (n, R)."""
+    """The loss of a group at a ratio of 1, and its gradient by each log-probability (n, R)."""
     args = script.Args(max_new_tokens=LIMIT, **fields)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (n, R)
     logprobs = torch.full(mask.shape, -1.0, requires_grad=True)  # (n, R)
@@ -58,10 +59,10 @@ def token_gradients(script, advantages, lengths, **fields):
 
 
 def baseline_table() -> str:
-    """The variance of one response's gradient for three baselines. There are two responses, one right and one wrong.
+    """The variance of one response's gradient for three baselines.
 
-    The policy is right with probability p = sigmoid(theta), and the reward is 1 or 0. The gradient is with respect to
-    theta.
+    There are two responses, one right and one wrong. The policy is right with probability
+    p = sigmoid(theta), and the reward is 1 or 0. The gradient is that of J, by theta.
     """
     rows = []
     for p in (0.1, 0.5, 0.9):
@@ -79,7 +80,7 @@ def baseline_table() -> str:
             loss, _ = reinforce_baseline.policy_loss(
                 args, logprobs, old_logprobs, old_logprobs, advantages[:, None], mask, num_seqs=1
             )
-            # The minus turns the gradient of the loss into that of the mean reward.
+            # The minus turns the gradient of the loss into that of J, the mean reward.
             return -torch.autograd.grad(loss, theta)[0]
 
         # The gradients of log pi.
@@ -93,7 +94,26 @@ def baseline_table() -> str:
             variance = (probabilities * (sampled - mean) ** 2).sum()
             cells.append(f"{variance:.4f}")
         rows.append([cells[0], f"{mean:.4f}", *cells[1:-1], f"{cells[-1]} (b = {best:.1f})"])
-    header = ["p", "mean, with any b", "variance, b = 0", "b = mean reward, p", "best b"]
+    header = ["p", "mean gradient of J, any b", "variance, b = 0", "b = p, the mean reward"]
+    return table([*header, "best b"], rows)
+
+
+def others_table() -> str:
+    """RLOO's advantages of a group, and the same numbers from the mean of the whole group."""
+    rewards = torch.tensor([REWARDS])  # (1, 8)
+    advantages = rloo.compute_advantages(rloo.Args(), rewards)[0]  # (8,)
+    differences = dr_grpo.compute_advantages(dr_grpo.Args(), rewards)[0]  # (8,)
+    G = len(REWARDS)
+    assert torch.allclose(advantages, G / (G - 1) * differences)
+    kinds = [REWARDS.index(reward) for reward in sorted(set(REWARDS), reverse=True)]
+    others = rewards[0] - advantages  # (8,): the mean of the others
+    header = ["reward", *(f"{REWARDS[i]:.1f}" for i in kinds)]
+    rows = [
+        ["mean of the others", *(f"{others[i]:.3f}" for i in kinds)],
+        ["reward - mean of the others (rloo.py)", *(number(advantages[i]) for i in kinds)],
+        ["reward - mean of all (dr_grpo.py)", *(number(differences[i]) for i in kinds)],
+        ["first difference / second", *(f"{advantages[i] / differences[i]:.3f}" for i in kinds)],
+    ]
     return table(header, rows)
 
 
@@ -111,6 +131,26 @@ def gae_table() -> str:
         advantages, _ = ppo_rlhf.compute_gae(args, rewards, values, mask)
         rows.append([name, *(number(x, 2) for x in advantages[0])])
     return table(["token", "1", "2", "3", "4"], rows)
+
+
+def value_table() -> str:
+    """The clipped value loss of one token for three new values. Old value 0.5, return 1."""
+    args = ppo_rlhf.Args(vf_coef=1.0)
+    old_values, returns = torch.tensor([[0.5]]), torch.tensor([[1.0]])  # (1, 1) each
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    rows = []
+    for value, name in ((0.6, "a little closer"), (0.8, "much closer"), (0.2, "further away")):
+        values = torch.tensor([[value]], requires_grad=True)  # (1, 1)
+        loss, _ = ppo_rlhf.value_loss(args, values, old_values, returns, mask, num_tokens=1)
+        loss.backward()
+        error, clipped_error = [
+            (returns - x).item() ** 2 for x in (values, values.clamp(0.5 - 0.2, 0.5 + 0.2))
+        ]
+        assert abs(2 * loss.item() - max(error, clipped_error)) < 1e-6
+        cells = [f"{error:.2f}", f"{clipped_error:.2f}", f"{loss.item():.3f}"]
+        rows.append([f"{value}, {name}", *cells, number(values.grad, 2)])
+    header = ["new value", "its squared error", "that of the clipped value"]
+    return table([*header, "loss: half of the larger", "gradient of the loss"], rows)
 
 
 def kl_table() -> str:
@@ -170,7 +210,7 @@ def kl_table() -> str:
 
 
 def group_table() -> str:
-    """A group of 8 rewards, from the rewards to the sign of the gradient, for responses of ten tokens."""
+    """A group of 8: from rewards to gradients of the loss. All responses have ten tokens."""
     rewards = torch.tensor([REWARDS])  # (1, 8)
     advantages = grpo.compute_advantages(grpo.Args(), rewards)[0]  # (8,)
     loss, gradients = token_gradients(grpo, advantages, [10] * 8, beta=0.0)
@@ -183,12 +223,33 @@ def group_table() -> str:
     ]
     header = ["reward", *(f"{x:.1f}" for x in REWARDS)]
     std = rewards.std()
-    sums = f"Mean {rewards.mean():.2f}, std {std:.3f}; the loss, the sum of the third row, is {abs(loss):.3f}.\n"
+    sums = f"The mean is {rewards.mean():.2f} and the std {std:.3f}. "
+    sums += f"The loss is the sum of the third row, {abs(loss):.3f}.\n"
     return table(header, rows) + "\n" + sums
 
 
+def std_table() -> str:
+    """The advantages of an uneven and of an even group, without and with the std."""
+    rows, sums = [], []
+    for num_right in (1, 4):
+        rewards = torch.tensor([[1.0] * num_right + [0.0] * (8 - num_right)])  # (1, 8)
+        cells = [f"{num_right} of 8 right", f"{rewards.std():.3f}"]
+        for script in (dr_grpo, grpo):
+            advantages = script.compute_advantages(script.Args(), rewards)[0]  # (8,)
+            sums.append(advantages.abs().sum())
+            right, wrong = number(advantages[0]), number(advantages[-1])
+            cells += [f"{right}, {wrong}", f"{sums[-1]:.2f}"]
+        rows.append(cells)
+    without_std, with_std = sums[0] / sums[2], sums[1] / sums[3]
+    rows.append(["first row / second", "", "", f"{without_std:.2f}", "", f"{with_std:.2f}"])
+    header = ["group", "std"]
+    for name in ("dr_grpo.py", "grpo.py"):
+        header += [f"{name}: A of a right one, of a wrong one", "sum of the eight sizes"]
+    return table(header, rows)
+
+
 def division_table() -> str:
-    """The gradient of one token of a right and of a wrong response, whose advantages are 1 and -1."""
+    """The gradients of the loss for a right and a wrong response, whose advantages are 1 and -1."""
     rows = []
     for script, how in (
         (rloo, "1 / G"),
@@ -198,20 +259,23 @@ def division_table() -> str:
     ):
         fields = {} if script is dapo else {"beta": 0.0}
         _, gradients = token_gradients(script, [1.0, -1.0], LENGTHS, **fields)
-        tokens = -gradients[:, 0]  # (2,)
-        whole = -gradients.sum(1)  # (2,)
+        tokens = gradients[:, 0]  # (2,)
+        whole = gradients.sum(1)  # (2,)
         cells = [number(x, 4) for x in tokens] + [number(x, 2) for x in whole]
         rows.append([f"{script.SCRIPT.name}", how, *cells])
     short, long = LENGTHS
-    header = ["", "divided by", f"a token of the {short}", f"a token of the {long}"]
-    return table([*header, f"all {short}", f"all {long}"], rows)
+    header = ["", "divided by", "a token of the right response", "a token of the wrong one"]
+    return table([*header, f"all {short} right tokens", f"all {long} wrong tokens"], rows)
 
 
 TABLES = {
     "baseline": baseline_table,
+    "others": others_table,
     "gae": gae_table,
+    "value": value_table,
     "kl": kl_table,
     "group": group_table,
+    "std": std_table,
     "division": division_table,
 }
 

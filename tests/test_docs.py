@@ -128,15 +128,64 @@ def load(monkeypatch, name: str, source: str):
 
 
 def test_the_differences_shown_are_real():
-    """In docs/extend.md, the first diff applies to grpo.py and gives valid Python. The second quotes a patch."""
+    """In docs/extend.md, two diffs apply to grpo.py and give valid Python. The diff between them quotes a patch."""
     found = differences("extend")
-    assert list(found) == ["words"]
-    compile(found["words"], "words", "exec")
+    assert list(found) == ["words", "entropy"]
+    for name, source in found.items():
+        compile(source, name, "exec")
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     excerpt = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[1]
     assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
     count = len(list((ROOT / "variants").glob("*.diff")))
     assert count == 14 and "has fourteen such patches" in text
+
+
+def test_the_problems_of_the_example(tmp_path, monkeypatch):
+    """The command of docs/extend.md writes 80 problems, and grpo.py reads them. The last tenth is held out."""
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^python -c .*$", text, re.MULTILINE)
+    command = command.replace("python", sys.executable, 1)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    flags = dict(dataset="problems.jsonl", question_column="task", answer_column="result")
+    args, _, _ = grpo.resolve_args(grpo.Args(**flags))
+    _, tokenizer = grpo.load_config(args)
+    data = {split: grpo.load_data(args, tokenizer, split) for split in ("train", "test")}
+    assert [len(data["train"]), len(data["test"])] == [72, 8]
+    for example in data["train"] + data["test"]:
+        assert eval(example["prompt"].removesuffix("=")) == int(example["answer"])
+
+
+def test_the_shortest_reward(monkeypatch):
+    """docs/extend.md's reward of length goes into the place of REWARDS, and needs no answers."""
+    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(def short_reward.*?)```", text, re.DOTALL)
+    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    changed = re.sub(r"^REWARDS = .*$", lambda match: block, source, count=1, flags=re.MULTILINE)
+    short = load(monkeypatch, "short", changed)
+    batch = [{"prompt": "q", "answer": "1", "columns": {}}]
+    *_, reward = short.REWARDS
+    assert len(short.REWARDS) == 3
+    assert short.apply_reward(reward, batch, ["", "four"]) == [0.0, -0.004]
+
+
+def test_the_entropy_bonus(monkeypatch):
+    """Over all tokens of a vocabulary, the mean gradient of docs/extend.md's bonus is that of the negative entropy."""
+    script = load(monkeypatch, "entropy", differences("extend")["entropy"])
+    args = script.Args(beta=0.0, entropy_coef=0.7)
+    logits = torch.tensor([0.3, -1.2, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    zero, mask = torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[True, False]])
+    total = 0.0
+    for logprob in logits.log_softmax(0):
+        # The second slot is masked, and contains garbage.
+        logprobs = torch.cat([logprob.view(1, 1), torch.full_like(zero, math.nan)], 1)
+        old = logprobs.detach()
+        loss, _ = script.policy_loss(args, logprobs, old, old, zero, mask, num_seqs=1)
+        total = total + logprob.detach().exp() * loss
+    (gradient,) = torch.autograd.grad(total, logits)
+    negative_entropy = (logits.softmax(0) * logits.log_softmax(0)).sum()
+    (expected,) = torch.autograd.grad(0.7 * negative_entropy, logits)
+    assert torch.allclose(gradient, expected, atol=1e-12) and expected.abs().max() > 0.1
 
 
 def test_the_worked_examples_are_the_scripts():

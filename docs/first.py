@@ -1,0 +1,100 @@
+"""GRPO in a hundred lines: python docs/first.py (it takes about a minute on two CPU cores).
+
+A small model adds two numbers and forgets to carry. It learns to carry from rewards alone. For each
+question q the policy samples a group of G responses o_1 .. o_G, and response i gets a reward r_i.
+GRPO (DeepSeekMath, arXiv:2402.03300v3, Eq. 3; the KL term is left out) maximizes
+
+    J      = E[ 1/G sum_i 1/|o_i| sum_t min(rho_it A_i, clip(rho_it, 1-eps, 1+eps) A_i) ]
+    rho_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)    pi_old: the policy that sampled
+    A_i    = (r_i - mean(r_1 .. r_G)) / (std(r_1 .. r_G) + 1e-4)    1e-4: equal rewards give no 0/0
+
+Shapes: B questions, N = B*G responses, P prompt tokens, R response tokens, V vocabulary.
+"""
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+ASSETS = Path(__file__).resolve().parents[1] / "assets"  # found from any working directory
+MODEL, SEED, NUM_STEPS = ASSETS / "adder", 1, 40
+B, G, MAX_NEW_TOKENS, TEMPERATURE = 16, 8, 32, 1.0
+NUM_UPDATES, LEARNING_RATE, CLIP_EPS = 2, 5e-5, 0.2  # updates per step, on the same responses
+
+
+def rollout(model, tokenizer, rows, **options):
+    prompts = tokenizer([row["question"] for row in rows], padding=True, return_tensors="pt")
+    ids = model.generate(**prompts, max_new_tokens=MAX_NEW_TOKENS, **options)  # (N, P + R)
+    response_ids = ids[:, prompts.input_ids.shape[1] :]  # (N, R)
+
+    # The first EOS token counts, and nothing after it does.
+    is_eos = (response_ids == tokenizer.eos_token_id).long()  # (N, R)
+    response_mask = (is_eos.cumsum(1) - is_eos == 0).long()  # (N, R)
+    mask = torch.cat([prompts.attention_mask, response_mask], 1)  # (N, P + R)
+
+    # The reward is 1 for a response that ends in the right answer, and 0 for any other.
+    texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+    ends = [f"<answer>{row['answer']}</answer>" for row in rows]
+    is_right = [text.endswith(end) for text, end in zip(texts, ends, strict=True)]
+    rewards = torch.tensor(is_right).float()  # (N,)
+    return rewards, texts, ids, mask, response_mask
+
+
+def compute_advantages(rewards):
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+
+def compute_logprobs(model, ids, mask, response_mask):
+    positions = (mask.cumsum(1) - 1).clamp(min=0)  # (N, P + R), padding isn't counted
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits  # (N, P + R, V)
+    # The logits at a token predict the next token. generate divides by the temperature, too.
+    R = response_mask.shape[1]
+    logprobs = (logits[:, -R - 1 : -1] / TEMPERATURE).log_softmax(2)  # (N, R, V)
+    return logprobs.gather(2, ids[:, -R:, None])[:, :, 0]  # (N, R), those of the sampled tokens
+
+
+def policy_loss(logprobs, old_logprobs, advantages, mask):
+    ratio = (logprobs - old_logprobs).exp()  # (N, R)
+    clipped_ratio = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)  # (N, R)
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (N, R)
+    return -((surrogate * mask).sum(1) / mask.sum(1)).mean()
+
+
+def main():
+    torch.manual_seed(SEED)
+    train = [json.loads(line) for line in open(ASSETS / "addition" / "train.jsonl")]
+    test = [json.loads(line) for line in open(ASSETS / "addition" / "test.jsonl")]
+    tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
+    accuracy = rollout(model, tokenizer, test, do_sample=False)[0].mean()
+    print(f"before: accuracy {accuracy:.3f} on {len(test)} held-out questions, greedy")
+
+    # The loss is about the whole softmax, so sample from all of it. generate's default is top_k=50.
+    sampling = dict(do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0)
+    for step in range(1, NUM_STEPS + 1):
+        rows = [train[i] for i in torch.randint(len(train), (B,)) for _ in range(G)]  # N, by group
+        rewards, texts, ids, mask, response_mask = rollout(model, tokenizer, rows, **sampling)
+        advantages = compute_advantages(rewards.view(B, G)).view(-1, 1)  # (N, 1)
+        old_logprobs = compute_logprobs(model, ids, mask, response_mask).detach()  # (N, R)
+        # In the first update every ratio is 1. From the second update on the clip can act.
+        for _ in range(NUM_UPDATES):
+            logprobs = compute_logprobs(model, ids, mask, response_mask)  # (N, R)
+            loss = policy_loss(logprobs, old_logprobs, advantages, response_mask)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"step {step}: mean reward {rewards.mean():.2f}; {rows[0]['question']}{texts[0]}")
+
+    accuracy = rollout(model, tokenizer, test, do_sample=False)[0].mean()
+    print(f"after: accuracy {accuracy:.3f}")
+
+
+if __name__ == "__main__":
+    main()
+
+# grpo.py adds a faster sampler, micro-batches and bf16, because larger models need time and memory;
+# a KL to the initial model, a learning-rate schedule and gradient clipping, because policies drift;
+# chat templates, all EOS tokens and numbers in free text, because models and data differ;
+# checkpoints, logs, evaluations and checks, because runs are cut off and mistakes are silent.

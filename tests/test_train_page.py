@@ -1,0 +1,371 @@
+"""docs/train.md: its commands, flags, numbers and examples work as they stand on the page."""
+
+import json
+import math
+import re
+import shlex
+import sys
+import types
+
+import datasets
+import huggingface_hub
+import memory
+import pytest
+import tyro
+from conftest import ROOT, SMALL_TASK, small_recipe
+from scripts import SCRIPTS, read_script
+
+import grpo
+import grpo_lora
+
+PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+EXTERNAL = ROOT / "benchmark" / "records" / "external"
+TEMPLATE = ROOT / ".github" / "ISSUE_TEMPLATE" / "i_ran_it.md"
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
+# Flags of other programs, which stand outside of blocks.
+OF_OTHERS = {"--help", "--generation-config"}
+TINY = dict(num_steps=1, num_prompts=2, num_generations=2, eval_size=2, device="cpu")
+
+
+@pytest.fixture(autouse=True)
+def undisturbed(monkeypatch, tmp_path_factory):
+    """These tests don't wait for a network and don't fill the user's cache."""
+    cache = str(tmp_path_factory.getbasetemp() / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+def code(language: str) -> list[str]:
+    return [text for name, text in BLOCKS if name == language]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """The name and the flags of each command of a script, from blocks and from the text."""
+    spans = re.findall(r"`(python \w+\.py [^`]*)`", PROSE)
+    lines = "\n".join([*code(""), *spans]).replace("\\\n", " ").splitlines()
+    found = []
+    for line in lines:
+        match = re.search(r"\bpython (\w+)\.py\b(.*)", line)
+        if match and match[1] in [*SCRIPTS, "mine"] and "--help" not in line:
+            flags = match[2].replace("$rate", "1e-5").rstrip(" &")
+            found.append((match[1], shlex.split(flags)))
+    return found
+
+
+def parse(name: str, flags: list[str]):
+    """The Args of the command. `mine` is the page's copy of grpo.py."""
+    script = __import__("grpo" if name == "mine" else name)
+    args = tyro.cli(script.Args, args=flags)
+    if args.resume is None:
+        for field, (for_any_model, _) in script.RECIPES.items():
+            if getattr(args, field) is None:
+                setattr(args, field, for_any_model)
+        script.check_args(args)
+    return args
+
+
+def run(script, folder, name, **fields):
+    """The metrics of a run of the small policy, and its folder."""
+    args = small_recipe(script) | TINY | fields
+    metrics = script.main(script.Args(**args, runs_dir=str(folder), run_name=name))
+    return metrics, folder / name
+
+
+# ---- commands, flags, quoted lines
+
+
+def test_every_command_is_accepted():
+    found = commands()
+    assert len(found) > 20 and {name for name, _ in found} == {"grpo", "grpo_lora", "mine"}
+    for name, flags in found:
+        parse(name, flags)
+
+
+def test_every_flag_in_the_text_exists():
+    """A flag is one of grpo.py, or of a script that the same paragraph or row names."""
+    flags = {
+        name: {"--" + field.replace("_", "-") for field in __import__(name).Args.__annotations__}
+        for name in SCRIPTS
+    }
+    for part in re.split(r"\n\n|\n(?=\|)", PROSE):
+        named = [name for name in SCRIPTS if re.search(rf"\b{name}\.py", part)]
+        known = set.union(OF_OTHERS, {"--no-cuda-graph"}, *(flags[x] for x in ["grpo", *named]))
+        spans = re.findall(r"`([^`]*)`", part)
+        used = {flag for span in spans for flag in re.findall(r"--[a-z][a-z-]+", span)}
+        assert used <= known, (part, used - known)
+
+
+def test_the_lines_that_it_quotes_are_printed():
+    """The tables of messages and lines, and the warnings, quote text of the scripts."""
+    quoted = re.findall(r"^\| `([^`]*)`(?: and [^|]*)? \|[^|]*\|(?:[^|]*\|)?$", PAGE, re.MULTILINE)
+    quoted = [text for text in quoted if not text.startswith(("python", "rollout/", "policy/"))]
+    quoted += re.findall(r"warning `([^`]*)`", PAGE)
+    assert {"no weights for", "gold answers:", "before: accuracy"} <= set(quoted)
+    text = read_script("grpo") + (ROOT / "utils" / "data.py").read_text(encoding="utf-8")
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    # What an f-string fills in.
+    filled = {
+        "found here: False": "found here: {",
+        "train data:": "{split} data: ",
+        "test data:": "{split} data: ",
+        "grpo.py on cuda:0:": "{SCRIPT.name} on {model.device}: ",
+        "step 1:": "step {step}: ",
+    }
+    for line in quoted:
+        assert filled.get(line, line) in text or f"`{line}`" in metrics, line
+
+
+def test_every_metric_is_a_documented_one():
+    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:rollout|policy|eval|optim|kl|time)/\w+)`", PROSE))
+    assert len(named) > 10
+    unknown = {name for name in named if f"`{name}`" not in metrics}
+    assert unknown == {"rollout/near_reward"}  # the page's own
+
+
+def test_it_names_the_values_of_the_recipe():
+    """Under "Why these values", a flag with a value is the recipe's."""
+    section = PROSE.split("## Why these values")[1].split("###")[0]
+    defaults = parse("grpo", [])
+    found = re.findall(r"^- \*\*.*?\*\*(?= )", section, re.MULTILINE | re.DOTALL)
+    flags = re.findall(r"`(--[a-z-]+) ([\d.e-]+)`", " ".join(found))
+    assert len(flags) == 7
+    for flag, value in flags:
+        assert getattr(defaults, flag[2:].replace("-", "_")) == float(value), flag
+    assert "grpo_lora.py takes 3e-5" in " ".join(section.split())
+    assert grpo_lora.RECIPES["learning_rate"][0] == 3e-5
+
+
+# ---- numbers
+
+
+def gigabytes(name: str, flags: list[str]) -> float:
+    """The peak that benchmark/memory.py calculates for this command."""
+    args = parse(name, flags)
+    model = args.model.removeprefix("Qwen/").removesuffix("-Instruct")
+    fields = {field: getattr(args, field) for field in memory.FLAGS if hasattr(args, field)}
+    return memory.count(name, memory.MODELS[model], **fields)["peak"] / 1e9
+
+
+def test_the_memory_is_what_the_program_calculates():
+    rows = re.findall(r"^\| (\d+) GB \| `python (\w+)\.py (.*)` \| ([\d.]+) \|$", PAGE, re.M)
+    assert [row[0] for row in rows] == ["16"] * 2 + ["24"] * 2 + ["40"] * 3 + ["80"] * 2
+    for card, name, flags, printed in rows:
+        peak = gigabytes(name, shlex.split(flags))
+        assert f"{peak:.1f}" == printed and peak < float(card), (name, flags, peak)
+    (curve,) = [flags for _, flags in commands() if "curve-1" in flags]
+    assert f"By counting it needs {gigabytes('grpo', curve):.1f} GB" in PROSE
+    whole = memory.count("grpo", memory.MODELS["Qwen2.5-7B"])["peak"] / 1e9
+    assert f"All weights of a 7 B model need {whole:.1f} GB" in PROSE
+    assert f"for prompts of {memory.PROMPT} tokens" in PROSE
+
+
+def test_the_disk_and_the_host():
+    text = " ".join(PROSE.split())
+    small, middle, large = (
+        memory.parameters(memory.MODELS[name]) / 1e9
+        for name in ("Qwen2.5-0.5B", "SmolLM2-1.7B", "Qwen2.5-7B")
+    )
+    two = f"{24 * middle:.0f} GB for SmolLM2-1.7B, {24 * small:.0f} GB for Qwen2.5-0.5B"
+    merged = f"{4 * middle:.0f} GB for SmolLM2-1.7B, {4 * large:.0f} GB for Qwen2.5-7B"
+    assert two in text and merged in text
+    assert f"`--resume` reads the checkpoint there: {12 * middle:.0f} GB" in text
+    assert f"merges the model there: {4 * large:.0f} GB" in text
+
+
+def test_the_standard_errors():
+    before, after = 575 / 1319, 662 / 1319  # the first source's counts
+    assert "| 43.59 | 50.19 |" in PAGE
+    assert (f"{100 * before:.2f}", f"{100 * after:.2f}") == ("43.59", "50.19")
+    one = 100 * math.sqrt(0.25 / 1319)
+    both = 100 * math.sqrt((before * (1 - before) + after * (1 - after)) / 1319)
+    rise = 100 * (after - before)
+    text = " ".join(PROSE.split())
+    assert f"one standard error on 1,319 questions is {one:.1f} points" in text
+    assert f"of two such accuracies is {both:.1f}." in text and f"It was {rise:.1f} points" in text
+    assert f"a rise of {rise - 2 * both:.1f} to {rise + 2 * both:.1f} points" in text
+
+
+# ---- the examples
+
+
+@pytest.fixture
+def problems(tmp_path):
+    """The page's data set."""
+    (lines,) = code("json")
+    path = tmp_path / "problems.jsonl"
+    path.write_text(lines, encoding="utf-8")
+    return path
+
+
+def mine(monkeypatch):
+    """grpo.py with the page's reward in the place of its own."""
+    (reward,) = [block for block in code("python") if "REWARDS =" in block]
+    source = read_script("grpo")
+    changed, count = re.subn(r"^REWARDS = .*\n", lambda _: reward, source, flags=re.MULTILINE)
+    assert count == 1
+    module = types.ModuleType("mine")
+    module.__file__ = str(ROOT / "mine.py")
+    # A dataclass looks up its module here.
+    monkeypatch.setitem(sys.modules, "mine", module)
+    exec(compile(changed, module.__file__, "exec"), module.__dict__)
+    module.SCRIPT = ROOT / "grpo.py"  # a run copies its script
+    return module
+
+
+def test_the_reward(monkeypatch):
+    (reward, _) = mine(monkeypatch).REWARDS
+    texts = ["<answer>1.4</answer>", "<answer>1.42</answer>", "<answer>1.43</answer>", "1.41", "-"]
+    assert reward(texts, ["1.41"] * 5, [0.01] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert reward(["<answer>72</answer>"] * 2, ["3 * 24 #### 72", "71"], [0, 0]) == [1.0, 0.0]
+
+
+def test_the_data_and_the_reward_train(monkeypatch, tmp_path, problems, capsys):
+    """The command with which the page tries data and reward on a CPU, with the tests' small model."""
+    (flags,) = [x for name, x in commands() if name == "mine" and "--num-steps" in x]
+    assert ("grpo", flags) in commands()
+    script = mine(monkeypatch)
+    given = tyro.cli(script.Args, args=flags)
+    fields = ["question_column", "answer_column", "max_prompt_tokens", "num_steps"]
+    fields = {name: getattr(given, name) for name in fields}
+    metrics, folder = run(script, tmp_path, "mine", **fields, dataset=str(problems))
+    assert metrics["step"] == 2
+    shares = metrics["rollout/near_reward"] + metrics["rollout/format_reward"]
+    assert metrics["rollout/reward_mean"] == pytest.approx(shares)
+    printed = capsys.readouterr().out
+    assert "train data: 2 problems; skipped: 0 longer" in printed and "is 141/100;" in printed
+    assert "test data: 1 problems" in printed
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    assert {sample["answer"] for sample in samples} <= {"3 * 24 #### 72", "1.41"}
+
+
+def test_a_chat_is_a_question(tmp_path):
+    (chat,) = re.findall(r"`(\[\{[^`]*\}\])`", PROSE)
+    rows = [{"question": json.loads(chat), "answer": 86400}] * 3
+    path = tmp_path / "chat.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(grpo, tmp_path, "chat", dataset=str(path))[0]["step"] == 1
+
+
+def going_on() -> list[str]:
+    (flags,) = [flags for _, flags in commands() if "runs/first/model" in flags]
+    return flags
+
+
+def test_going_on_with_the_bundled_model(tmp_path, capsys):
+    """Without flags the run is refused, as the page says. With the page's flags it works."""
+    args = tyro.cli(grpo.Args, args=going_on())
+    for name, (_, bundled) in grpo.RECIPES.items():
+        given = getattr(args, name)
+        assert (str(ROOT / given) if name == "dataset" else given) == bundled, name
+    assert args.seed == 2 != grpo.Args.seed
+
+    _, first = run(grpo, tmp_path, "first")
+    args.model, args.dataset = str(first / "model"), SMALL_TASK
+    for name, value in TINY.items():
+        setattr(args, name, value)
+    args.runs_dir, args.run_name = str(tmp_path), "second"
+    assert grpo.main(args)["step"] == 1
+    with pytest.raises(SystemExit):
+        grpo.main(grpo.Args(model=args.model, runs_dir=str(tmp_path), run_name="third"))
+    error = capsys.readouterr().err
+    for number in re.search(r"(\d+) \+ (\d+) tokens are more than the (\d+)", PROSE).groups():
+        assert number in error
+
+
+def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
+    """The page's code answers a question, with the merged model and with the adapter on the first one."""
+    pytest.importorskip("peft")
+    _, folder = run(grpo_lora, tmp_path, "lora", learning_rate=0.1)
+    whole, adapter = [block for block in code("python") if "from_pretrained" in block]
+    whole = whole.replace("runs/NAME", str(folder))
+    line = next(x for x in whole.splitlines(True) if x.startswith("model = "))
+    capsys.readouterr()
+    answers = []
+    for source in (whole, whole.replace(line, adapter)):
+        names = {}
+        exec(source, names)
+        answers.append(capsys.readouterr().out)
+        assert names["prompt"] == names["question"]  # no chat template, an empty system prompt
+        with names["torch"].no_grad():
+            logits = names["model"](names["inputs"].input_ids).logits
+        answers.append(logits)
+    assert answers[0] and answers[2]
+    # Merged in float32 and rounded to bf16, or added in bf16.
+    assert (answers[1] - answers[3]).abs().mean() < 0.05 * answers[1].abs().mean()
+
+
+def test_the_request_for_vllm(monkeypatch, tmp_path):
+    """The request has the run's system prompt first, and prints the answer."""
+    (source,) = [block for block in code("python") if "chat/completions" in block]
+    folder = tmp_path / "runs" / "NAME"
+    folder.mkdir(parents=True)
+    (folder / "args.json").write_text(json.dumps({"system_prompt": "Be short."}))
+    monkeypatch.chdir(tmp_path)
+    sent = []
+
+    def urlopen(request):
+        sent.append(json.loads(request.data))
+        path = tmp_path / "reply.json"
+        path.write_text(json.dumps({"choices": [{"message": {"content": "72"}}]}))
+        return path.open()
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    exec(source, {})
+    assert sent[0]["messages"][0] == {"role": "system", "content": "Be short."}
+    assert sent[0]["messages"][1]["role"] == "user" and sent[0]["temperature"] == 0
+
+
+# ---- runs by others
+
+
+def expected_row(folder, card: str) -> str:
+    """The row of a run in the table of benchmark/records/external/README.md. The card isn't in its files."""
+    args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    script = re.search(r"\b(\w+\.py)\b", (folder / "notes.md").read_text(encoding="utf-8"))[1]
+    cells = [f"[{folder.name}]({folder.name}/notes.md)", card, script, args["model"]]
+    cells += [str(args["seed"]), str(args["eval_size"])]
+    for name in ("eval/accuracy", "eval/accuracy_lenient"):
+        values = [100 * record[name] for record in records if name in record]
+        cells.append(f"{values[0]:.1f} to {values[-1]:.1f}")
+    seconds = [x["time/rollout_s"] + x["time/update_s"] for x in records if "time/rollout_s" in x]
+    cells += [str(records[-1]["step"]), f"{sum(seconds) / 3600:.1f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_runs_by_others_are_what_their_files_say():
+    text = (EXTERNAL / "README.md").read_text(encoding="utf-8")
+    table = text.split("```")[0]
+    rows = re.findall(r"^(\| \[([^\]]+)\].*\|)$", table, re.MULTILINE)
+    shown = {name: row for row, name in rows}
+    folders = {path.name: path for path in EXTERNAL.iterdir() if path.is_dir()}
+    assert set(shown) <= set(folders), "a row without a folder"
+    for name, folder in folders.items():
+        row = shown.get(name, "| | GPU and its memory |")
+        expected = expected_row(folder, row.split(" | ")[1].removesuffix(" |"))
+        assert row == expected, f"the row of {name} should be\n{expected}"
+    assert bool(folders) != ("There is no run yet." in text)
+
+
+def test_the_example_row_has_the_columns_of_the_table(tmp_path):
+    text = (EXTERNAL / "README.md").read_text(encoding="utf-8")
+    (header,) = re.findall(r"^\| run \|.*\|$", text, re.MULTILINE)
+    (example,) = re.findall(r"^\| \[ada.*\|$", text, re.MULTILINE)
+    _, folder = run(grpo, tmp_path, "ada-grpo-qwen2.5-0.5b-1")
+    (folder / "notes.md").write_text("`python grpo.py`")
+    row = expected_row(folder, "RTX 4090, 24 GB")
+    assert header.count("|") == example.count("|") == row.count("|")
+    assert row.split(" | ")[:3] == example.split(" | ")[:3]
+
+
+def test_the_links_of_the_other_page_and_the_template():
+    for target in re.findall(r"\]\(([^)#]+)", (EXTERNAL / "README.md").read_text(encoding="utf-8")):
+        assert "ada-" in target or (EXTERNAL / target).resolve().exists(), target
+    _, front, body = TEMPLATE.read_text(encoding="utf-8").split("---\n", 2)
+    assert re.findall(r"^(\w+):", front, re.MULTILINE) == ["name", "about", "title", "labels"]
+    asked = ["Model", "Card", "Versions", "Command", "What you saw", "args.json", "metrics.jsonl"]
+    assert [name for name in asked if name not in body] == []
