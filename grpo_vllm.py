@@ -514,6 +514,8 @@ def main(args: Args) -> dict:
             print(f"stopped after step {step}; to go on: {resume}", file=sys.stderr)
             sys.exit(128 + stop_signals[0])
 
+    # Another run in this process, as in a notebook, needs an engine of its own.
+    engine.llm_engine.engine_core.shutdown()
     save_model(model, tokenizer, run_dir / "model")
     wandb.finish()
     accuracy = metrics["eval/accuracy"]
@@ -646,6 +648,7 @@ def sample_responses(args, engine, tokenizer, examples, num_samples, temperature
                 temperature=temperature,
                 max_tokens=args.max_new_tokens,
                 stop_token_ids=eos_ids.tolist(),
+                ignore_eos=True,  # vLLM would add an id that the model's configuration names
                 logprobs=0,  # the log-probability of the sampled token, and of no other
                 detokenize=False,
             )

@@ -106,5 +106,6 @@ def nothing_left():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if torch.distributed.is_initialized():
+    # vLLM closes its own connection, and fails if somebody else has closed it.
+    if torch.distributed.is_initialized() and "vllm" not in sys.modules:
         torch.distributed.destroy_process_group()
