@@ -648,7 +648,7 @@ def sample_responses(args, engine, tokenizer, examples, num_samples, temperature
                 temperature=temperature,
                 max_tokens=args.max_new_tokens,
                 stop_token_ids=eos_ids.tolist(),
-                ignore_eos=True,  # vLLM would add an id that the model's configuration names
+                ignore_eos=True,  # no other id ends a response
                 logprobs=0,  # the log-probability of the sampled token, and of no other
                 detokenize=False,
             )
@@ -659,7 +659,7 @@ def sample_responses(args, engine, tokenizer, examples, num_samples, temperature
     for output in outputs:
         for response in output.outputs:
             tokens = response.token_ids
-            candidates = response.logprobs  # for each token a dict, which has it as a key
+            candidates = response.logprobs  # one dict for each token: its id -> its Logprob
             prompt_ids.append(output.prompt_token_ids)
             response_ids.append(tokens)
             logprobs.append([x[token].logprob for x, token in zip(candidates, tokens, strict=True)])
@@ -1012,9 +1012,9 @@ def check_model(model, not_supported):
 
 @contextmanager
 def silence():
-    """Hide what vLLM prints, unless VLLM_LOGGING_LEVEL is set. It logs every detail of its start.
+    """Hide what vLLM prints while it starts. With VLLM_LOGGING_LEVEL=INFO it's shown.
 
-    Its parts in C++ print, too, so this redirects the file descriptors of stdout and stderr.
+    Parts of vLLM in C++ print, too. So this redirects the file descriptors of stdout and stderr.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "CRITICAL")
     if os.environ["VLLM_LOGGING_LEVEL"] != "CRITICAL":
@@ -1034,9 +1034,10 @@ def silence():
 
 
 def import_vllm():
-    """Import vLLM, which is slow and changes the process, so a run does it and not this file.
+    """Import vLLM, or end the run if it is missing, broken or of another version.
 
-    Ends the run if vLLM is missing, broken or of another version.
+    The import is slow and changes the process. So a run imports vLLM, but importing this file
+    doesn't.
     """
     # The engine must run in this process: the trainer hands its weights over in memory.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -1060,9 +1061,9 @@ def load_engine(args, model):
     dtype = args.engine_dtype
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" else "float32"
-    print("starting vllm")
-    # Compiling takes longer than it saves on a CPU.
-    torch._dynamo.config.disable = device == "cpu"
+    print("starting vllm", flush=True)  # before silence
+    if device == "cpu":
+        torch._dynamo.config.disable = True  # to compile takes longer than it saves
     options = dict(
         dtype=dtype,
         gpu_memory_utilization=args.engine_memory,
