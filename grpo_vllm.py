@@ -53,8 +53,8 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
 of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
-    python grpo_vllm.py --engine-dtype bfloat16                    assets/adder, on a CPU
-    python grpo_vllm.py --model SmolLM2-1.7B --num-generations 8   GSM8K, on one GPU
+    python grpo_vllm.py --engine-dtype bfloat16         assets/adder, on a CPU
+    python grpo_vllm.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
 import copy
