@@ -2,6 +2,7 @@
 
 The runs need an idle machine, and take half an hour of two cores. grpo_multigpu.py runs as two processes of one thread
 each. On GPUs it runs as one process per GPU, at most two. The other scripts run as one process that uses all threads.
+grpo_vllm.py is left out where vllm isn't installed, and on the emulated device.
 
 benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit (and "dirty", if the tree had changes),
 versions, wall time of the whole command, peak memory of the process, number of responses sampled, greedy accuracies on
@@ -28,7 +29,7 @@ from records import FOLDER, ROOT, provenance, read, read_run, write
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from scripts import MULTI_PROCESS, SCRIPTS  # noqa: E402
+from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, can_sample  # noqa: E402
 
 
 @contextmanager
@@ -102,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--scripts", nargs="+", default=SCRIPTS)
+    parser.add_argument("--scripts", nargs="+", help="default: all that can run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--task", choices=list(TASKS), default="adder")
     parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="cpu")
@@ -115,8 +116,12 @@ def main() -> None:
     kinds = [args.task] * (args.task != "adder") + [args.device] * (args.device != "cpu")
     name = "-".join(["bundled", *kinds]) + ".jsonl"
     out = args.out or FOLDER / name
+    scripts = args.scripts
+    if scripts is None:
+        without = NEEDS_VLLM if args.device == "emulated" else []
+        scripts = [name for name in SCRIPTS if can_sample(name) and name not in without]
     for seed in args.seeds:
-        for script in args.scripts:
+        for script in scripts:
             record = run(script, seed, args.device, args.task)
             shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
             print(*(f"{name} {record[name]}" for name in shown), flush=True)

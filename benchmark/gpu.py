@@ -2,6 +2,7 @@
 
     python benchmark/gpu.py                  random weights in the shape of SmolLM2-1.7B, one CUDA device, some minutes
     python benchmark/gpu.py --profile        also where the time goes, kernel by kernel
+    python benchmark/gpu.py --vllm           instead: rollouts of grpo_vllm.py beside those of grpo.py; needs vllm
     python benchmark/gpu.py --tiny           a tiny shape, also on a CPU: tests this file, measures nothing
 
 To decode a token, a GPU must read every weight once, and the keys and values of all rows. The limit is these bytes over
@@ -11,20 +12,26 @@ is never drawn.
 An update takes 6 FLOP per parameter and token (forward 2, backward 4). Recomputed activations, attention, and the head
 for tokens of prompts aren't counted. This number over the seconds is the FLOP/s, and MFU is its share of the peak.
 
+--vllm samples 16 x 8 responses of at most 300 tokens, and of at most 4,096, with both samplers. Their lengths are
+uneven: most responses end early, and a few reach the limit.
+
 The file answers two more questions that need a GPU. Do the attention kernels ignore whole blocks of masked keys? Does a
 replayed graph compute the same as single steps?
 """
 
 import argparse
 import sys
+import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import grpo
+import grpo_vllm
 
 # Dense bf16 on an H100 or H200 SXM.
 NOMINAL_FLOPS = 989e12
@@ -91,6 +98,52 @@ def profiled(label: str, function, device: torch.device) -> None:
     )
 
 
+def time_rollout(script, args, source, examples, eos_ids: torch.Tensor) -> None:
+    """Sample 8 responses to each example with the script's sampler, from a model or an engine, and print the speed."""
+    # Nobody reads the texts.
+    tokenizer = SimpleNamespace(batch_decode=lambda ids: [""] * len(ids))
+    lengths = torch.zeros(0)
+
+    def sample():
+        nonlocal lengths
+        rollout = script.sample_responses(args, source, tokenizer, examples, 8, 1.0, eos_ids)
+        lengths = rollout.response_mask.sum(1).float()  # (N,)
+
+    sample()  # warm-up
+    elapsed = seconds(sample, eos_ids.device, 2)
+    print(f"{script.__name__}.py, at most {args.max_new_tokens} tokens: {elapsed:.2f} s,", end=" ")
+    print(
+        f"{lengths.mean():.0f} tokens a response, {lengths.sum() / elapsed:.0f} tokens/s",
+        flush=True,
+    )
+
+
+def compare_rollouts(model, config, tiny: bool) -> None:
+    """Time rollouts of grpo.py's sampler and of vLLM, and the hand-over of the weights. vLLM's start isn't timed.
+
+    A random model draws all tokens about equally often. So the length of a response is about geometric, with mean
+    V / (number of EOS ids).
+    """
+    num_prompts, prompt_tokens = (2, 8) if tiny else (16, 212)
+    sizes = [(12, 6), (40, 12)] if tiny else [(300, 170), (4096, 1450)]
+    prompts = torch.randint(config.vocab_size, (num_prompts, prompt_tokens)).tolist()
+    examples = [{"prompt_ids": prompt} for prompt in prompts]
+    grpo_vllm.import_vllm()
+    for max_new_tokens, mean_tokens in sizes:
+        eos_ids = torch.arange(config.vocab_size // mean_tokens, device=model.device)
+        limits = dict(max_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens)
+        time_rollout(grpo, grpo.Args(**limits), grpo.inference_copy(model), examples, eos_ids)
+
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            args = grpo_vllm.Args(**limits, model=folder)
+            engine = grpo_vllm.load_engine(args, model)
+        elapsed = seconds(lambda e=engine: grpo_vllm.refresh_engine(e, model), model.device, 3)
+        print(f"hand-over of the weights: {elapsed:.2f} s", flush=True)
+        time_rollout(grpo_vllm, args, engine, examples, eos_ids)
+        engine.llm_engine.engine_core.shutdown()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="grpo.py against the limits of a GPU")
     parser.add_argument("--tiny", action="store_true", help="self-test, also on a CPU")
@@ -107,6 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="profile 16 decode steps and an update"
     )
+    parser.add_argument("--vllm", action="store_true", help="compare with vLLM, and nothing else")
     parser.add_argument(
         "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True
     )
@@ -129,7 +183,7 @@ def main() -> None:
     if options.tiny:
         B, G, P, R = 2, 4, 8, 40
         shape = dict(
-            num_hidden_layers=2, hidden_size=32, num_attention_heads=4, intermediate_size=64
+            num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=64
         )
         shape |= dict(vocab_size=101, num_key_value_heads=2, max_position_embeddings=128)
     N = B * G
@@ -152,23 +206,31 @@ def main() -> None:
 
     # ---- the model and its sampling copy, as in grpo.py's main, but without EOS, so every row runs to the end
     config = LlamaConfig(
-        **shape, tie_word_embeddings=True, eos_token_id=None, bos_token_id=None, pad_token_id=None
+        **shape,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+        architectures=["LlamaForCausalLM"],  # vLLM reads it
     )
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     peak_gb(device)
     num_parameters = sum(p.numel() for p in model.parameters())
-    sampler = grpo.inference_copy(model)
     # No token has this id.
     eos_ids = torch.tensor([config.vocab_size], device=device)
     prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
+    if options.vllm:
+        compare_rollouts(model, config, options.tiny)
+        return
+
+    # ---- decoding
+    sampler = grpo.inference_copy(model)
     print(
         f"{num_parameters / 1e6:.2f} M parameters; to hold and to copy them: {peak_gb(device):.1f} GB",
         flush=True,
     )
-
-    # ---- decoding
     head_bytes = sampler.get_output_embeddings().weight.nbytes
     trunk_bytes = sum(p.nbytes for p in sampler.base_model.layers.parameters())
     kv_width = shape["num_key_value_heads"] * config.head_dim
@@ -225,7 +287,7 @@ def main() -> None:
     rollout = grpo.Rollout(*prompts, *sampled, completions=[""] * N)
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     model.train(options.gradient_checkpointing)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
     args = grpo.Args(beta=0.0)

@@ -14,7 +14,7 @@ card.
 
 The interrupted runs and the scripts with a critic have half the layers, so that 60 GB of disk are enough. A checkpoint
 takes 12 to 16 bytes per parameter, 24 with a critic, and twice as much while a new one replaces the old one.
-grpo_multigpu.py isn't tested here.
+grpo_multigpu.py isn't tested here. grpo_vllm.py runs only if --scripts names it.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from transformers import (
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from scripts import CRITICS, MULTI_PROCESS, SCRIPTS  # noqa: E402
+from scripts import CRITICS, MULTI_PROCESS, NEEDS_VLLM, SCRIPTS  # noqa: E402
 
 RECORDS = FOLDER / "gpu-scripts.jsonl"
 SHOWN = [
@@ -154,8 +154,8 @@ def main() -> None:
     parser.add_argument(
         "--problems", type=Path, default=ROOT / "assets" / "addition" / "train.jsonl"
     )
-    one_process = [name for name in SCRIPTS if name not in MULTI_PROCESS]
-    parser.add_argument("--scripts", nargs="*", default=one_process)
+    default = [name for name in SCRIPTS if name not in MULTI_PROCESS + NEEDS_VLLM]
+    parser.add_argument("--scripts", nargs="*", default=default)
     parser.add_argument("--flags", default="", help="more flags for all scripts")
     parser.add_argument("--memory-gb", type=float, help="the part of the GPU's memory to use")
     parser.add_argument("--tiny", action="store_true", help="self-test, without a record")

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 for folder in ("benchmark", "tools", "."):
     sys.path.insert(0, str(ROOT / folder))
 
-from scripts import SCRIPTS  # noqa: E402
+from scripts import SCRIPTS, can_sample  # noqa: E402
 
 SHARED = ROOT.parent / "shared"  # real data and a real model; tests that need them are skipped
 SMALL_MODEL = str(ROOT / "tests" / "small")
@@ -45,6 +45,12 @@ def small_flags(name):
     for field, value in small_recipe(__import__(name)).items():
         flags += ["--" + field.replace("_", "-"), str(value)]
     return flags
+
+
+def skip_without_engine(script):
+    """Skip a test that samples, if this script samples with vLLM and vllm isn't installed."""
+    if not can_sample(script.__name__):
+        pytest.skip("vllm is not installed")
 
 
 def free_port() -> int:
@@ -100,5 +106,6 @@ def nothing_left():
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if torch.distributed.is_initialized():
+    # vLLM closes its own connection, and fails if somebody else has closed it.
+    if torch.distributed.is_initialized() and "vllm" not in sys.modules:
         torch.distributed.destroy_process_group()

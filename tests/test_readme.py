@@ -10,6 +10,7 @@ from conftest import ROOT
 from scripts import SCRIPTS, parent_of
 
 import grpo
+import grpo_vllm
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -81,9 +82,17 @@ def test_continuous_integration_runs_the_two_commands():
     assert len(commands) == 2
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     first = lines.index("pip install -r requirements.txt")
-    steps = [line for line in lines[first:] if line]
+    steps = [line for line in lines[first:] if line and not line.startswith("#")]
     assert steps[:4] == commands[0].split(" && ") + commands[1].split(" && ")
-    assert steps[4:] == ["ruff check .", "ruff format --check ."]
+    assert steps[4:6] == ["ruff check .", "ruff format --check ."]
+
+
+def test_the_version_of_vllm_is_the_same_everywhere():
+    """.ci/run and CONTRIBUTING.md install the version that grpo_vllm.py asks for."""
+    for page in (ROOT / ".ci" / "run", ROOT / "CONTRIBUTING.md"):
+        versions = re.findall(r"vllm(?:-cpu)?==([\d.]+\d)", page.read_text(encoding="utf-8"))
+        assert set(versions) == {grpo_vllm.VLLM_VERSION}, page
+    assert f"vllm {grpo_vllm.VLLM_VERSION} " in grpo_vllm.__doc__
 
 
 def test_every_flag_in_it_exists():

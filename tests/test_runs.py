@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import ROOT, SMALL_TASK, small_flags, small_recipe
+from conftest import ROOT, SMALL_TASK, skip_without_engine, small_flags, small_recipe
 from scripts import OWN_STATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,6 +145,7 @@ def unlimited():
 @pytest.fixture
 def run(script, data, tmp_path):
     """Run main in this process and return the run's folder. The default is one update per rollout."""
+    skip_without_engine(script)
 
     def call(name="run", **given):
         script.main(
@@ -163,6 +164,7 @@ def finished_runs(tmp_path_factory, data):
     runs = {}
 
     def call(script):
+        skip_without_engine(script)
         if script not in runs:
             folder = tmp_path_factory.mktemp("finished")
             given = dict(runs_dir=str(folder), run_name="run", dataset=data, **MANY_UPDATES)
@@ -435,6 +437,7 @@ def set_trap(
 @pytest.fixture
 def spawn(script, data, tmp_path):
     """Start the small run with several updates per rollout in a separate process, or resume it there."""
+    skip_without_engine(script)
     started = []
 
     def call(name="run", resume=False, log=None, **trap):

@@ -550,8 +550,12 @@ def reference(name, args, steps):
             metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
         if name == "grpo_offpolicy":
             # The script multiplies each token's advantage by the token's weight.
-            with torch.no_grad():
-                sampled = [logprobs_of(sampler, s, args.temperature).tolist() for s in sequences]
+            # A test of vLLM records what the engine said. Otherwise the sampler computes it here.
+            sampled = step.get("sampled")
+            if sampled is None:
+                with torch.no_grad():
+                    rows = [logprobs_of(sampler, s, args.temperature) for s in sequences]
+                sampled = [row.tolist() for row in rows]
             cap = args.rollout_correction
             gaps, truncated, weighted = [], [], []
             for i, length in enumerate(lengths):

@@ -4,6 +4,7 @@ Add a new script to SCRIPTS, and to each list below that is true of it. Don't ad
 script names it.
 """
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -25,9 +26,13 @@ SCRIPTS = [
     "distill",
     "vapo",
     "grpo_tools",
+    "grpo_vllm",
 ]
 # These run as several processes.
 MULTI_PROCESS = ["grpo_multigpu"]
+# These sample with vLLM, which requirements.txt doesn't have. Where vllm isn't installed, the tests
+# that sample are skipped. An emulated GPU has no vLLM.
+NEEDS_VLLM = ["grpo_vllm"]
 # These train a value network beside the policy.
 CRITICS = ["ppo_rlhf", "vapo"]
 # A step of these passes something to the next step, or draws random numbers, in code that only the
@@ -40,6 +45,7 @@ OWN_STATE = [
     "grpo_offpolicy",
     "grpo_lora",
     "vapo",
+    "grpo_vllm",
 ]
 # These have code that only they have, and that makes or moves tensors. So the tests run them on an
 # emulated GPU.
@@ -54,6 +60,11 @@ OWN_TENSORS = [
     "vapo",
     "grpo_tools",
 ]
+
+
+def can_sample(name: str) -> bool:
+    """Whether the packages are installed that the script needs to sample."""
+    return name not in NEEDS_VLLM or importlib.util.find_spec("vllm") is not None
 
 
 def read_script(name: str) -> str:

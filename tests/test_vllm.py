@@ -1,0 +1,554 @@
+"""grpo_vllm.py: its engine against its trainer, whole steps, errors, and what a user sees of vLLM.
+
+Most tests need vllm, and are skipped without it. CONTRIBUTING.md says how to install vllm for a CPU. Other files test
+the files of a run, and that a run that was killed and resumed equals the run that wasn't.
+"""
+
+import dataclasses
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, SMALL_MODEL, SMALL_TASK, small_flags, small_recipe
+from scripts import can_sample
+from test_errors import MISTAKES, shows_its_traceback
+from test_whole_step import COMMON, double, reference
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import grpo
+import grpo_vllm
+
+assert double  # a fixture
+
+ENGINE = pytest.mark.skipif(not can_sample("grpo_vllm"), reason="vllm is not installed")
+WAIT = 240  # seconds after which a test assumes that a process hangs
+# The engine reserves 1 GB for keys and values, so that its start needs no warm-up.
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
+
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    max_position_embeddings=512,
+)
+# name -> (class of the configuration, fields)
+FAMILIES = {
+    "Llama": ("LlamaConfig", dict(tie_word_embeddings=False)),
+    "Qwen2": ("Qwen2Config", dict(tie_word_embeddings=False)),
+    "Qwen3": ("Qwen3Config", dict(tie_word_embeddings=True)),
+    "Gemma": ("GemmaConfig", dict(tie_word_embeddings=True)),
+}
+FIELDS = dict(
+    system_prompt="",
+    dataset=SMALL_TASK,
+    max_prompt_tokens=200,
+    max_new_tokens=24,
+    temperature=1.0,
+    gradient_checkpointing=False,
+    device="cpu",
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """Instead of conftest.nothing_left, which would close the connection of an engine that is still needed."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def save_model(folder, name, **fields):
+    """Write a random model of this family, with the bundled model's tokenizer, and return the folder's name."""
+    kind, own = FAMILIES[name]
+    tokenizer = AutoTokenizer.from_pretrained(grpo_vllm.Args.model)
+    given = SIZES | own | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0) | fields
+    torch.manual_seed(3)
+    config = getattr(transformers, kind)(vocab_size=len(tokenizer), **given)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        # A bias or a norm that is 0 or 1 everywhere could be lost without an effect.
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    # vLLM must not use these settings.
+    model.generation_config.update(do_sample=True, top_k=1, temperature=0.1)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+# ---- whole runs
+
+
+def run_main(tmp_path, name="run", **given):
+    """Run main on the tests' model and return the run's folder."""
+    fields = small_recipe(grpo_vllm) | dict(device="cpu", runs_dir=str(tmp_path), run_name=name)
+    grpo_vllm.main(grpo_vllm.Args(**fields | given))
+    return tmp_path / name
+
+
+def read_metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def in_double(double, monkeypatch):
+    """Let main compute in float64, except in calls of vLLM, which has no float64."""
+    exact, rounded = torch.Tensor.double, torch.Tensor.float
+    double(grpo_vllm)
+
+    def in_single(function):
+        def call(*args, **kwargs):
+            torch.Tensor.float = rounded
+            torch.set_default_dtype(torch.float32)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch.Tensor.float = exact
+                torch.set_default_dtype(torch.float64)
+
+        return call
+
+    for name in ("load_engine", "refresh_engine", "sample_responses"):
+        monkeypatch.setattr(grpo_vllm, name, in_single(getattr(grpo_vllm, name)))
+
+
+# (fields, whether some weights must be truncated)
+STEPS = [
+    (dict(engine_dtype="bfloat16", rollout_correction=1.002, dual_clip=1.05, seed=1), True),
+    (dict(num_iterations=1, num_minibatches=1, rollout_correction=2.0), False),
+]
+
+
+@ENGINE
+@pytest.mark.parametrize("given, truncated", STEPS, ids=["bfloat16", "float32"])
+def test_whole_steps(given, truncated, in_double, monkeypatch, tmp_path):
+    """Three steps of main produce the weights and metrics of a computation that goes token by token, in float64.
+
+    The test records the samples of the engine with their log-probabilities. The reference computes the rest.
+    """
+    steps, sample, split = [], grpo_vllm.sample_responses, grpo_vllm.minibatches
+
+    def recorded_sample(args, engine, tokenizer, examples, num_samples, temperature, eos_ids):
+        rollout = sample(args, engine, tokenizer, examples, num_samples, temperature, eos_ids)
+        rollout = rollout._replace(sampled_logprobs=rollout.sampled_logprobs.double())
+        if temperature > 0:
+            sequences, sampled = [], []
+            for i in range(len(rollout.completions)):
+                counts = rollout.response_mask[i]
+                prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
+                assert prompt == examples[i // num_samples]["prompt_ids"]
+                sequences.append((prompt, rollout.response_ids[i][counts].tolist()))
+                sampled.append(rollout.sampled_logprobs[i][counts].tolist())
+            new = {"sequences": sequences, "sampled": sampled, "greedy": [], "minibatches": []}
+            steps.append(new)
+        return rollout
+
+    def recorded_split(*call):
+        for minibatch in split(*call):
+            steps[-1]["minibatches"].append(minibatch.tolist())
+            yield minibatch
+
+    monkeypatch.setattr(grpo_vllm, "sample_responses", recorded_sample)
+    monkeypatch.setattr(grpo_vllm, "minibatches", recorded_split)
+    known = {field.name for field in dataclasses.fields(grpo_vllm.Args)}
+    common = {name: value for name, value in COMMON.items() if name in known}
+    folder = run_main(tmp_path, **common | dict(num_steps=3) | given)
+
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
+    for number, step in enumerate(steps, start=1):
+        step["samples"] = [sample for sample in samples if sample["step"] == number]
+    fields = json.loads((folder / "args.json").read_text())
+    [network], expected = reference("grpo_offpolicy", SimpleNamespace(**fields, staleness=1), steps)
+    for metrics, of_reference in zip(read_metrics(folder)[1:], expected, strict=True):
+        assert {key: metrics[key] for key in of_reference} == pytest.approx(
+            of_reference, rel=1e-6, abs=1e-9
+        )
+    assert any(metrics["rollout/truncated_frac"] > 0 for metrics in expected) == truncated
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    start = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float64).state_dict()
+    for name, weights in network.state_dict().items():
+        torch.testing.assert_close(saved[name], weights, rtol=1e-6, atol=1e-8)
+    assert max((saved[name] - start[name]).abs().max() for name in start) > 1e-4
+    # The gap is large only if the engine's weights are stale, or rounded.
+    gaps = [metrics["rollout/logprob_gap"] for metrics in expected]
+    assert max(gaps) < (0.02 if truncated else 1e-5) and min(gaps) > 0
+
+
+@ENGINE
+def test_evaluated_are_the_current_weights(tmp_path):
+    """The last evaluation equals that of the saved model, sampled by grpo.py."""
+    folder = run_main(tmp_path, num_steps=2, learning_rate=2e-3, num_prompts=4, eval_size=100)
+    fields = json.loads((folder / "args.json").read_text())
+    known = {field.name for field in dataclasses.fields(grpo.Args)}
+    args = grpo.Args(**{name: value for name, value in fields.items() if name in known})
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    examples = grpo.load_data(args, tokenizer, "test")
+    last = read_metrics(folder)[-1]
+    for model, same in ((str(folder / "model"), True), (args.model, False)):
+        policy = AutoModelForCausalLM.from_pretrained(model)
+        found = grpo.evaluate(args, policy, tokenizer, examples, torch.tensor([2]))
+        assert (found == {name: last[name] for name in found}) == same
+
+
+@ENGINE
+def test_a_mistake_in_the_code_shows_its_traceback(tmp_path):
+    old, _, kind = MISTAKES["generate"]
+    old, new = "tokens = response.token_ids", "tokens = response.tokn_ids"
+    shows_its_traceback(grpo_vllm, tmp_path, old, new, kind)
+
+
+# ---- as a program
+
+
+def start_program(tmp_path, *flags):
+    """Start python grpo_vllm.py with these flags as a user would, and return the process."""
+    command = [sys.executable, str(ROOT / "grpo_vllm.py"), *map(str, flags)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=tmp_path, start_new_session=True, **pipes)
+
+
+@ENGINE
+def test_a_program_that_is_interrupted_resumes_and_ends(tmp_path):
+    """Ctrl-C ends the run after its step, with a checkpoint and no process left. vLLM's own lines are hidden."""
+    folder = tmp_path / "run"
+    flags = [*small_flags("grpo_vllm"), "--num-prompts", 4, "--eval-size", 8, "--device", "cpu"]
+    flags += ["--runs-dir", tmp_path, "--run-name", "run", "--num-steps", 100000]
+    process = start_program(tmp_path, *flags)
+    deadline = time.monotonic() + WAIT
+    while not (folder / "checkpoint.pt").exists():
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 128 + signal.SIGINT
+    lines = err.strip().splitlines()
+    assert lines[0].startswith("stopping after this step") and "to go on: python" in lines[1]
+    assert len(lines) == 2, err
+    expected = ("train data", "first prompt", "gold", "test data", "starting vllm", "grpo_vllm.py")
+    expected += ("settings", "before", "step", "    ")
+    assert [line for line in out.splitlines() if not line.startswith(expected)] == []
+    with pytest.raises(ProcessLookupError):  # nothing is left of its process group
+        os.killpg(process.pid, 0)
+
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert saved["metrics"] == read_metrics(folder)[-1]
+    # Let the run end after one more step.
+    saved["args"]["num_steps"] = saved["state"]["step"] + 1
+    torch.save(saved, folder / "checkpoint.pt")
+    process = start_program(tmp_path, "--resume", folder)
+    out, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 0 and err == "" and "after: accuracy" in out
+    # At the start the engine's weights are random. The hand-over at --resume replaces them.
+    assert read_metrics(folder)[-1]["rollout/logprob_gap"] < 1e-5
+
+
+# ---- errors
+
+
+@pytest.fixture
+def refused(tmp_path, capfd):
+    """Run main, which must end with status 2 and one line on stderr. Return this line."""
+
+    def call(**given):
+        with pytest.raises(SystemExit) as stop:
+            run_main(tmp_path, num_steps=1, eval_size=4, **given)
+        err = capfd.readouterr().err
+        assert stop.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+        assert not (tmp_path / "run").exists()
+        return err
+
+    return call
+
+
+def fake_vllm(monkeypatch, version):
+    """Let `import vllm.entrypoints.llm` find modules of this version."""
+    package = ModuleType("vllm")
+    package.__version__ = version
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    for name in ("vllm.entrypoints", "vllm.entrypoints.llm"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[name].__path__ = []
+
+
+def test_a_missing_vllm(refused, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert "vllm 0.32.0 is needed; see the top of grpo_vllm.py" in refused()
+
+
+def test_a_broken_vllm(refused, monkeypatch):
+    """With a torchvision for another torch, the import fails with a RuntimeError."""
+
+    def broken():
+        raise RuntimeError("operator torchvision::nms does not exist")
+
+    fake_vllm(monkeypatch, "0.32.0")
+    monkeypatch.delitem(sys.modules, "vllm.entrypoints.llm")
+    finder = SimpleNamespace(find_spec=lambda *call: broken())
+    monkeypatch.setattr(sys, "meta_path", [finder])
+    error = refused()
+    assert "see the top of grpo_vllm.py: operator torchvision::nms does not exist" in error
+
+
+@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.32.1", "dev"])
+def test_another_version(refused, monkeypatch, version):
+    fake_vllm(monkeypatch, version)
+    assert f"vllm 0.32.0 is needed, not {version}; see the top" in refused()
+
+
+def test_the_version_of_a_build(monkeypatch):
+    """What follows the plus names the build, such as that for a kind of GPU."""
+    fake_vllm(monkeypatch, "0.32.0+cu130")
+    grpo_vllm.import_vllm()
+
+
+@ENGINE
+def test_an_architecture_that_vllm_does_not_have(refused, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(grpo_vllm.Args.model)
+    sizes = dict(d_model=64, num_layers=1, attention_heads=2, ffn_dim=64)
+    config = transformers.XGLMConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    error = refused(model=str(tmp_path / "model"))
+    assert f"--model {tmp_path / 'model'}" in error and "'XGLMForCausalLM'] are not supp" in error
+
+
+@ENGINE
+@pytest.mark.parametrize("memory", [0.001, 1.0])
+def test_too_little_memory(refused, monkeypatch, memory):
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
+    error = refused(engine_memory=memory)
+    assert f"--engine-memory {memory}" in error and "vllm: Available memory" in error
+
+
+@ENGINE
+def test_a_vllm_for_another_device(refused, monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    assert "--device cpu: vllm is installed for cuda" in refused()
+
+
+# ---- the engine against the trainer
+
+
+@pytest.fixture(scope="module")
+def started(request, tmp_path_factory):
+    """Args, engine, model, tokenizer and EOS ids of a random model of the family request.param."""
+    folder = save_model(tmp_path_factory.mktemp("models") / request.param, request.param)
+    args = grpo_vllm.Args(model=folder, **FIELDS)
+    args, _, _ = grpo_vllm.resolve_args(args)
+    config, tokenizer = grpo_vllm.load_config(args)
+    grpo_vllm.import_vllm()
+    model, eos_ids = grpo_vllm.load_model(args, config, tokenizer)
+    engine = grpo_vllm.load_engine(args, model)
+    yield args, engine, model, tokenizer, eos_ids
+    del engine
+    gc.collect()
+
+
+def some_prompts(count, length):
+    """Examples with random prompts of this many tokens."""
+    torch.manual_seed(length)
+    return [{"prompt_ids": row} for row in torch.randint(3, 16, (count, length)).tolist()]
+
+
+def sample(started, examples, num_samples=2, temperature=1.0, **given):
+    args, engine, _, tokenizer, eos_ids = started
+    args = dataclasses.replace(args, **given)
+    return grpo_vllm.sample_responses(
+        args, engine, tokenizer, examples, num_samples, temperature, eos_ids
+    )
+
+
+def largest_gap(started, rollout, temperature=1.0):
+    """The largest difference between the log-probabilities of engine and trainer."""
+    _, _, model, _, _ = started
+    with torch.no_grad():
+        exact = grpo_vllm.compute_logprobs(model, rollout, temperature)
+    return (exact - rollout.sampled_logprobs).abs().max().item()
+
+
+def all_families(function):
+    return ENGINE(pytest.mark.parametrize("started", FAMILIES, indirect=True)(function))
+
+
+def one_family(function):
+    return ENGINE(pytest.mark.parametrize("started", ["Gemma"], indirect=True)(function))
+
+
+@all_families
+def test_every_parameter_reaches_the_engine(started):
+    """After each hand-over, engine and trainer agree, whichever parameter has changed.
+
+    Prompts of 150 tokens fill a block of 128 keys and values, which the engine would use again.
+    """
+    _, engine, model, _, _ = started
+    examples = some_prompts(4, 9) + some_prompts(2, 150)
+    grpo_vllm.refresh_engine(engine, model)
+    rollout = sample(started, examples)
+    assert largest_gap(started, rollout) < 1e-5
+    for name, parameter in model.named_parameters():
+        with torch.no_grad():
+            parameter += 0.05 * torch.randn(parameter.shape)
+        # Otherwise the engine couldn't be caught with the old parameter.
+        assert largest_gap(started, rollout) > 1e-4, name
+        grpo_vllm.refresh_engine(engine, model)
+        rollout = sample(started, examples)
+        assert largest_gap(started, rollout) < 1e-5, name
+
+
+@all_families
+def test_log_probabilities_are_those_at_the_temperature(started):
+    _, engine, model, _, _ = started
+    grpo_vllm.refresh_engine(engine, model)
+    for temperature in (0.6, 1.7):
+        rollout = sample(started, some_prompts(8, 12), temperature=temperature)
+        assert largest_gap(started, rollout, temperature) < 1e-5
+        assert largest_gap(started, rollout, 1.0) > 0.1
+
+
+@one_family
+def test_without_the_hand_over_or_the_reset_the_gap_is_large(started, monkeypatch):
+    """The gap that is logged shows stale weights, and stale keys and values of long prompts."""
+    _, engine, model, _, _ = started
+    examples = some_prompts(4, 150)
+    for missing in ("collective_rpc", "reset_prefix_cache"):
+        grpo_vllm.refresh_engine(engine, model)
+        assert largest_gap(started, sample(started, examples)) < 1e-5
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 1.3
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, missing, lambda *call, **options: True)
+            grpo_vllm.refresh_engine(engine, model)
+        assert largest_gap(started, sample(started, examples)) > 1e-2, missing
+
+
+@one_family
+def test_keys_and_values_that_are_still_in_use_are_an_error(started, monkeypatch):
+    _, engine, model, _, _ = started
+    monkeypatch.setattr(engine, "reset_prefix_cache", lambda: False)
+    with pytest.raises(RuntimeError, match="old weights"):
+        grpo_vllm.refresh_engine(engine, model)
+
+
+@pytest.fixture
+def uniform(started):
+    """The model with a head of zeros: all tokens have the same probability."""
+    _, engine, model, _, _ = started
+    before = {name: x.clone() for name, x in model.state_dict().items()}
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()
+    grpo_vllm.refresh_engine(engine, model)
+    yield
+    model.load_state_dict(before)
+    grpo_vllm.refresh_engine(engine, model)
+
+
+@one_family
+def test_samples_share_no_random_numbers(started, uniform):
+    """No two of 128 responses to one prompt, asked 16 times, begin alike; the step's seed decides them all.
+
+    With one seed for all prompts, each response would come 16 times.
+    """
+    [prompt] = some_prompts(1, 5)
+
+    def begin_with(seed):
+        torch.manual_seed(seed)
+        rollout = sample(started, [prompt] * 16, num_samples=8)
+        rows = zip(rollout.response_ids, rollout.response_mask, strict=True)
+        responses = [row[mask].tolist() for row, mask in rows]
+        return [tuple(response[:8]) for response in responses if len(response) >= 8]
+
+    first, again, other = begin_with(1), begin_with(1), begin_with(2)
+    assert len(first) > 32 and len(set(first)) == len(first)
+    assert first == again and not set(first) & set(other)
+
+
+@one_family
+def test_all_tokens_are_drawn_equally_often(started, uniform):
+    """2,000 tokens of a uniform distribution: no top-k, and no bias of the seeds.
+
+    The statistic is chi-square. For V - 1 degrees of freedom it has mean V - 1 and variance 2 (V - 1).
+    """
+    torch.manual_seed(0)
+    rollout = sample(started, some_prompts(250, 3), num_samples=8, max_new_tokens=1)
+    counts = torch.bincount(rollout.response_ids[:, 0]).double()
+    V, expected = len(counts), 2000 / len(counts)
+    assert len(started[3]) == V
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi_square - (V - 1)) < 5 * (2 * (V - 1)) ** 0.5
+
+
+@one_family
+def test_responses_end_at_each_eos_id_or_at_the_limit(started, uniform):
+    """The EOS token counts. 2 is the EOS token of the model, but it doesn't end a response unless it's in eos_ids."""
+    for eos_ids in ([2, 7], [9]):
+        mine = (*started[:4], torch.tensor(eos_ids))
+        rollout = sample(mine, some_prompts(32, 4), num_samples=4, max_new_tokens=10)
+        assert rollout.response_ids.shape == rollout.sampled_logprobs.shape == (128, 10)
+        lengths, drawn = set(), set()
+        for ids, mask in zip(rollout.response_ids, rollout.response_mask, strict=True):
+            tokens = ids[mask].tolist()
+            assert mask[: len(tokens)].all()
+            assert not set(tokens[:-1]) & set(eos_ids)
+            assert tokens[-1] in eos_ids or len(tokens) == 10
+            lengths.add(len(tokens))
+            drawn |= set(tokens)
+        assert len(lengths) > 4 and 10 in lengths and {*eos_ids, 2} <= drawn
+        assert (rollout.sampled_logprobs[~rollout.response_mask] == 0).all()
+
+
+@one_family
+def test_the_rollout_is_in_group_order_and_padded_as_documented(started):
+    """Sequence i belongs to prompt i // G. Prompts are padded on the left; texts have no EOS token."""
+    tokenizer = started[3]
+    examples = [*some_prompts(2, 9), *some_prompts(1, 3), *some_prompts(2, 6)]
+    torch.manual_seed(0)
+    rollout = sample(started, examples, num_samples=3)
+    for i in range(15):
+        prompt = examples[i // 3]["prompt_ids"]
+        mask = rollout.prompt_mask[i]
+        assert rollout.prompt_ids[i][mask].tolist() == prompt and mask[-len(prompt) :].all()
+        tokens = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+        text_ids = tokens[:-1] if tokens[-1] == 2 else tokens
+        assert rollout.completions[i] == tokenizer.decode(text_ids)
+    assert rollout.prompt_mask.sum(1).tolist() == [9] * 6 + [3] * 3 + [6] * 6
+
+
+@one_family
+def test_temperature_0_is_greedy(started):
+    _, engine, model, _, _ = started
+    grpo_vllm.refresh_engine(engine, model)
+    examples = some_prompts(4, 7)
+    rollout = sample(started, examples, num_samples=1, temperature=0.0)
+    for i, example in enumerate(examples):
+        response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+        ids = torch.tensor([example["prompt_ids"] + response])
+        logits = model(ids).logits[0, len(example["prompt_ids"]) - 1 : -1]
+        assert logits.argmax(1).tolist() == response
+
+
+def test_vllm_is_silent_unless_asked(capfd, monkeypatch):
+    for level, shown in (("CRITICAL", ""), ("INFO", "a line\n")):
+        monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
+        with grpo_vllm.silence():
+            os.write(1, b"a line\n")
+            os.write(2, b"a line\n")
+        assert capfd.readouterr() == (shown, shown)
+        print("after")
+        assert capfd.readouterr().out == "after\n"
