@@ -2,6 +2,7 @@
 
     python report.py runs/A               one run, finished or not: runs/A/report.html
     python report.py runs/A runs/B        several runs in the same charts: runs/report.html
+    python report.py runs                 all runs in this folder
 
 It reads args.json, metrics.jsonl and samples.jsonl of each run. The page shows them, and says what
 is missing or unreadable. Runs whose args.json differ only in the seed are one configuration, drawn
@@ -32,7 +33,7 @@ BROKEN = {
 @dataclass
 class Args:
     runs: tyro.conf.Positional[list[Path]]
-    """folders of runs"""
+    """folders of runs, or folders that contain runs"""
     out: Path | None = None
     """file to write; None: report.html in the folder that contains all the runs"""
 
@@ -128,6 +129,30 @@ def block(name, data):
     return f'<script type="application/json" id="{name}">{text}</script>\n'
 
 
+def find_runs(paths):
+    """The folders of runs among these paths, and in those folders that aren't runs themselves.
+
+    Files are left out: runs/* includes an earlier report. Ends the program if there is no run.
+    """
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        fail(f"not a folder: {' '.join(missing)}")
+    folders = []
+    for path in paths:
+        if is_run(path):
+            folders.append(path)
+        elif path.is_dir():
+            folders += sorted(folder for folder in path.iterdir() if is_run(folder))
+    if not folders:
+        given = " ".join(str(path) for path in paths) or "nothing"
+        fail(f"no run in {given}; give folders of runs, such as runs/<name>, or runs")
+    return folders
+
+
+def is_run(path):
+    return any((path / name).is_file() for name in ("args.json", "metrics.jsonl", "samples.jsonl"))
+
+
 def fail(message):
     """End the program with one line, status 2 and no traceback."""
     print(f"error: {message}", file=sys.stderr)
@@ -140,13 +165,7 @@ def main(args: Args) -> Path:
         from plotly.offline import get_plotlyjs
     except ImportError:
         fail("report.py needs plotly for its curves: pip install plotly==7.1.0")
-    missing = [str(folder) for folder in args.runs if not folder.is_dir()]
-    if missing or not args.runs:
-        fail(
-            "give folders of runs, such as runs/<name>; not a folder: "
-            f"{' '.join(missing) or 'none'}"
-        )
-    folders = [folder.resolve() for folder in args.runs]
+    folders = [folder.resolve() for folder in find_runs(args.runs)]
     home = Path(os.path.commonpath(folders))
     runs, blocks = [], []
     for k, folder in enumerate(folders):

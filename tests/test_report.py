@@ -196,6 +196,27 @@ def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, cap
     assert line.startswith("error: ") and line.endswith(f"pip install {pin}\n")
 
 
+def test_runs_inside_a_folder_are_found_and_files_are_left_out(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name, [metric(1)])
+    (tmp_path / "runs" / "report.html").write_text("an earlier report")
+    (tmp_path / "runs" / "empty").mkdir()
+    found = [tmp_path / "runs" / name for name in ("a", "b")]
+    assert report.find_runs([tmp_path / "runs"]) == found
+    assert report.find_runs(sorted((tmp_path / "runs").iterdir())) == found
+
+
+def test_without_a_run_no_page_is_written(tmp_path, capsys):
+    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "report.html").write_text("a good page")
+    with pytest.raises(SystemExit) as end:
+        report.main(report.Args([tmp_path]))
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: no run in {tmp_path}; give folders of runs")
+    assert (tmp_path / "report.html").read_text() == "a good page"
+
+
 @pytest.mark.parametrize("names", [[], ["a", "nothing"]])
 def test_a_folder_that_is_not_there(tmp_path, capsys, names):
     pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
