@@ -1,14 +1,13 @@
-"""GRPO in a hundred lines: python docs/first.py (it takes about a minute on two CPU cores).
+"""GRPO in a hundred lines. Run it with python docs/first.py: it takes a minute on two CPU cores.
 
 A small model adds two numbers and forgets to carry. It learns to carry from rewards alone. For each
-question q the policy samples a group of G responses o_1 .. o_G, and response i gets a reward r_i.
-GRPO (DeepSeekMath, arXiv:2402.03300v3, Eq. 3; the KL term is left out) maximizes
+of B questions q, the policy samples a group of G responses o_1 .. o_G, with rewards r_1 .. r_G. In
+all there are N = B*G responses. A prompt has P tokens, a response R, and the vocabulary V. GRPO
+(DeepSeekMath, arXiv:2402.03300v3, Eq. 3 without its KL term) maximizes
 
     J      = E[ 1/G sum_i 1/|o_i| sum_t min(rho_it A_i, clip(rho_it, 1-eps, 1+eps) A_i) ]
     rho_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)    pi_old: the policy that sampled
     A_i    = (r_i - mean(r_1 .. r_G)) / (std(r_1 .. r_G) + 1e-4)    1e-4: equal rewards give no 0/0
-
-Shapes: B questions, N = B*G responses, P prompt tokens, R response tokens, V vocabulary.
 """
 
 import json
@@ -18,9 +17,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"  # found from any working directory
-MODEL, SEED, NUM_STEPS = ASSETS / "adder", 1, 40
+MODEL, SEED = ASSETS / "adder", 1
 B, G, MAX_NEW_TOKENS, TEMPERATURE = 16, 8, 32, 1.0
-NUM_UPDATES, LEARNING_RATE, CLIP_EPS = 2, 5e-5, 0.2  # updates per step, on the same responses
+NUM_STEPS, NUM_UPDATES, LEARNING_RATE, CLIP_EPS = 40, 2, 5e-5, 0.2  # NUM_UPDATES in each step
 
 
 def rollout(model, tokenizer, rows, **options):
@@ -58,7 +57,8 @@ def policy_loss(logprobs, old_logprobs, advantages, mask):
     ratio = (logprobs - old_logprobs).exp()  # (N, R)
     clipped_ratio = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)  # (N, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (N, R)
-    return -((surrogate * mask).sum(1) / mask.sum(1)).mean()
+    objective = (surrogate * mask).sum(1) / mask.sum(1)  # (N,), a mean over each response's tokens
+    return -objective.mean()
 
 
 def main():
@@ -74,7 +74,7 @@ def main():
     # The loss is about the whole softmax, so sample from all of it. generate's default is top_k=50.
     sampling = dict(do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0)
     for step in range(1, NUM_STEPS + 1):
-        rows = [train[i] for i in torch.randint(len(train), (B,)) for _ in range(G)]  # N, by group
+        rows = [train[i] for i in torch.randint(len(train), (B,)) for _ in range(G)]  # N, in groups
         rewards, texts, ids, mask, response_mask = rollout(model, tokenizer, rows, **sampling)
         advantages = compute_advantages(rewards.view(B, G)).view(-1, 1)  # (N, 1)
         old_logprobs = compute_logprobs(model, ids, mask, response_mask).detach()  # (N, R)
@@ -95,6 +95,6 @@ if __name__ == "__main__":
     main()
 
 # grpo.py adds a faster sampler, micro-batches and bf16, because larger models need time and memory;
-# a KL to the initial model, a learning-rate schedule and gradient clipping, because policies drift;
+# a KL to the initial model, a learning-rate schedule, gradient clipping, because long runs drift;
 # chat templates, all EOS tokens and numbers in free text, because models and data differ;
 # checkpoints, logs, evaluations and checks, because runs are cut off and mistakes are silent.

@@ -148,18 +148,21 @@ def test_padding_changes_nothing(first):
 
 
 def test_it_samples_from_the_whole_softmax(first, monkeypatch):
-    """generate divides the logits by the temperature, and it changes nothing else."""
+    """generate divides the logits by the temperature, and changes nothing else. Each group has one question."""
     seen, sample = [], GenerationMixin._sample
 
     def spy(self, input_ids, logits_processor, **options):
         names = [type(processor).__name__ for processor in logits_processor]
-        seen.append((options["generation_config"].do_sample, names))
+        seen.append((options["generation_config"].do_sample, names, input_ids))
         return sample(self, input_ids, logits_processor=logits_processor, **options)
 
     monkeypatch.setattr(GenerationMixin, "_sample", spy)
     first.NUM_STEPS, first.TEMPERATURE = 1, 0.7
     first.main()
-    assert seen == [(False, []), (True, ["TemperatureLogitsWarper"]), (False, [])]
+    found = [(do_sample, names) for do_sample, names, _ in seen]
+    assert found == [(False, []), (True, ["TemperatureLogitsWarper"]), (False, [])]
+    prompts = seen[1][2].view(first.B, first.G, -1)  # (B, G, P)
+    assert (prompts == prompts[:, :1]).all() and len(prompts[:, 0].unique(dim=0)) > 1
 
 
 def test_it_learns(first, capsys, tmp_path, monkeypatch):
