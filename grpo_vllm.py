@@ -28,8 +28,8 @@ evaluation. It gets token ids and returns token ids, each with its log-probabili
 goes, and with it --sampling-tokens and --cuda-graph. (2) The trainer hands its weights over before
 the first step and after every step, so the engine is never stale and --staleness goes. (3)
 --engine-dtype replaces --sampler-dtype, and --engine-memory is the engine's share of the GPU's
-memory. (4) vLLM takes a temperature from 0.01 to 2. (5) A model needs no static cache, but vLLM must
-support it. The gap between engine and trainer at the first step tells whether they agree.
+memory. (4) The temperature must be from 0.01 to 2, as vLLM demands. (5) A model needs no static
+cache, but vLLM must support it. If engine and trainer disagree in the first step, the run ends.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
