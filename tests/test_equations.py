@@ -27,7 +27,7 @@ def make_args(script, **fields):
 
 
 # These scripts have one advantage per token, (n, R). The others have one per sequence, (n, 1).
-PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "grpo_offpolicy", "distill")
+PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "grpo_offpolicy", "grpo_vllm", "distill")
 
 
 def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
@@ -86,6 +86,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "grpo": 1 / (num_seqs * max(1, length)),
             "gspo": 1 / (num_seqs * max(1, length)),
             "grpo_offpolicy": 1 / (num_seqs * max(1, length)),
+            "grpo_vllm": 1 / (num_seqs * max(1, length)),
             "grpo_process": 1 / (num_seqs * max(1, length)),
             "grpo_multigpu": 1 / (num_seqs * max(1, length)),
             "grpo_lora": 1 / (num_seqs * max(1, length)),
@@ -112,14 +113,14 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             elif advantage > 0:
                 objective = advantage * min(ratio, high)
             else:
-                objective = advantage * min(
-                    max(ratio, low), 3.0 if name == "grpo_offpolicy" else math.inf
-                )
+                dual_clip = 3.0 if name in ("grpo_offpolicy", "grpo_vllm") else math.inf
+                objective = advantage * min(max(ratio, low), dual_clip)
             if name in (
                 "grpo",
                 "dr_grpo",
                 "gspo",
                 "grpo_offpolicy",
+                "grpo_vllm",
                 "grpo_process",
                 "grpo_multigpu",
                 "grpo_lora",
