@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import read_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,17 +27,6 @@ from utils.rewards import (
 
 REWARDS = [accuracy_reward, lenient_accuracy_reward, format_reward]
 GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k"
-
-
-def read_table(name):
-    """The rows of a table of answers: (heading, first word of the line, rest of the line)."""
-    heading, rows = "", []
-    for line in (Path(__file__).parent / name).read_text(encoding="utf-8").split("\n"):
-        if line.startswith("## "):
-            heading = line.removeprefix("## ")
-        elif line and not line.startswith("# "):
-            rows.append((heading, *line.split(None, 1)))
-    return rows
 
 
 ANSWERS = read_table("answers.txt")
