@@ -155,7 +155,7 @@ INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"  # 1,450 or 1450
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 MONEY = "$€£¥₹"
 QUOTES = "\"'“”‘’`"
-# Where a number has ended, and where the next one begins.
+# Behind a number, and in front of a number. Neither takes a character.
 AFTER_NUMBER = r"(?<=[0-9%)}&])"
 BEFORE_NUMBER = rf"(?=[-+{MONEY}({{&]*\.?[0-9])"
 
@@ -176,19 +176,21 @@ MODIFIER = (
     "(?:(?i:sqrt|log|ln|sin|cos|tan|root of|half|half of|third of|quarter of|twice|double|not|"
     rf"more than|less than|fewer than)|{LETTER},?)"
 )
-# A unit of one letter needs a space before it: 5m may be 5 million, and 3s may be 3 times s.
+# A unit of one letter needs a space before it: 5m may be 5 million, and 3s may be 3 times s. With a
+# space after it, "in" is the word.
 UNIT = (
     "(?:[kcdm]m|in(?! )|inch|inches|ft|foot|feet|yd|yards?|mi|miles?|meters?|metres?|units?|"
     "kg|mg|lbs?|oz|ml|mL|hrs?|mins?|secs?|mph|day|week|month|year|hour|minute|second)"
 )
-POWER = r"(?:\^?-?[123])?"
-FIRST_UNIT = rf"(?: ?{UNIT}{POWER}| m{POWER}| [gshlL]|m[23]|m(?=/s)| ?/ ?{UNIT}{POWER})"
+# In 6ft2in, the 2 is no power.
+POWER = r"(?:\^-?[123]|[23](?![A-Za-z0-9]))?"
+FIRST_UNIT = rf"(?: ?{UNIT}{POWER}| m{POWER}| [gshlL]|m[23]\b|m(?=/s)| ?/ ?{UNIT}{POWER})"
 NEXT_UNIT = rf"(?: ?[/*]? ?(?:{UNIT}|[mgshlL]){POWER})"
-# The characters on the left side of a calculation.
+# A character on the left side of a calculation.
 LEFT_SIDE = rf"(?:[-+*/÷^0-9.()%{{}}&{MONEY}]|,(?=[0-9]{{3}}))"
 
 # These rules rewrite a text, in this order, before it is split into words. A "&" joins the parts of
-# a mixed number. A ";" joins what isn't one number: a word with a ";" isn't read.
+# a fraction or a mixed number. A ";" joins what isn't one number: a word with a ";" isn't read.
 RULES = [
     # GSM8K's annotations: <<48/2=24>>
     ("<<[^<>]*>>", ""),
@@ -249,11 +251,11 @@ RULES = [
     (r"=|(?<=[A-Za-z]):", " "),
 ]
 RULES = [(re.compile(pattern), new) for pattern, new in RULES]
-# A word with one of these is mathematics that isn't read.
+# A word with a digit has to be a number as a whole, and so has a word with one of these.
 MATHEMATICS = "\\^+|√π∞±"
 
 CLOSE = rf"[*_)\]}}%°¢{QUOTES}{MONEY}]*"
-# A word with a number, such as (-$1,450). and \boxed's {&3/4&}
+# A word that is a number, such as (-$7.50). or **&3/4&**
 WORD = re.compile(
     rf"(?P<open>[*_#(\[{{{QUOTES}{MONEY}]*)(?P<sign>[-+]?)[{MONEY}]?"
     rf"(?P<number>[0-9.&](?:[-+0-9.,/*^eE&]*[0-9&])?){CLOSE}(?:[.,;:]{CLOSE})?"
@@ -262,8 +264,8 @@ WORD = re.compile(
 SCIENTIFIC = re.compile(rf"(?:({DECIMAL})[eE]|(?:({DECIMAL})\*)?10\^)([-+]?[0-9]+)")
 # 3/4 and &3/4&, and after a whole number 1&3/4 and 1&3/4&
 FRACTION = re.compile(rf"(?:({INTEGER})&+|&?)(-?{DECIMAL})/(-?{DECIMAL})&?")
-# <answer> and </b>
-ANY_TAG = re.compile(r"</?[A-Za-z][^<>\n]*>")
+# <answer>, </b> and <|im_end|>
+ANY_TAG = re.compile(r"</?[A-Za-z|][^<>\n]*>")
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -282,12 +284,12 @@ def last_number(completion: str) -> Fraction | None:
 
 
 def find_numbers(text: str) -> list[Fraction | None]:
-    """The number of each word with a digit or with mathematics. None: the word isn't a number."""
+    """The number of each word that has to be one, in order. None: the word isn't a number."""
     for pattern, new in RULES:
         text = pattern.sub(new, text)
     numbers = []
     for word in text.split():
-        # Numeric are the digits of all scripts, and characters such as three quarters.
+        # The digits of all scripts are numeric, and so are characters such as ¾.
         if any(x.isnumeric() or x in MATHEMATICS for x in word):
             numbers.append(read_word(word))
     return numbers
