@@ -40,6 +40,8 @@ PATIENCE = 60
 MEMORY = 4 * 2**30
 # math-verify reads 100 200 as 300, 1 million as 1, and drops the base of 1011_2.
 MISREAD = re.compile(r"[0-9] +[0-9]|[0-9]\}?_|(?i:hundred|thousand|million|billion|trillion|dozen)")
+# The answer is $\frac{1}{2}$.
+ONE_FORMULA = re.compile(r"[^$0-9\\]*\$([^$]+)\$[^$0-9\\]*")
 # 1011_2 and 1011_{2}
 BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
 # math-verify reads a word without \text as a product of letters, so that east is seat.
@@ -80,15 +82,18 @@ def final_answer(completion: str) -> str:
 
 
 def last_boxed(text: str) -> str:
-    r"""The content of the last \boxed{}, or the text itself if there is none. "" if it's cut off."""
+    r"""The content of the last \boxed{}. Without one, the only formula of the text, or the text."""
     _, box, rest = text.rpartition("\\boxed{")
     if not box:
-        return text.rpartition("####")[2].strip()
+        text = text.rpartition("####")[2]
+        formula = ONE_FORMULA.fullmatch(text)
+        return (formula[1] if formula else text).strip()
     depth = 1
     for i, character in enumerate(rest[:MAX_TEXT]):
         depth += (character == "{") - (character == "}")
         if depth == 0:
             return rest[:i].strip()
+    # The brace is missing: the text has been cut off.
     return ""
 
 
