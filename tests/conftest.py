@@ -25,6 +25,17 @@ LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_load
 torch.set_num_threads(1)
 
 
+def read_table(name):
+    """The rows of a table of answers in this folder: (heading, first word, rest of the line)."""
+    heading, rows = "", []
+    for line in (ROOT / "tests" / name).read_text(encoding="utf-8").split("\n"):
+        if line.startswith("## "):
+            heading = line.removeprefix("## ")
+        elif line and not line.startswith("# "):
+            rows.append((heading, *line.split(None, 1)))
+    return rows
+
+
 def small_recipe(script):
     """The fields of Args that train the tests' own policy on the tests' own problems.
 

@@ -1,21 +1,26 @@
 """The number that the rewards read in a text, the tags' rewards, and texts that try to break or stall the scoring."""
 
 import json
+import re
+import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from conftest import read_table
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils.data import cell_text, describe_answers
 from utils.rewards import (
+    RULES,
     accuracy_reward,
     apply_reward,
     format_reward,
     gold_number,
+    last_number,
     lenient_accuracy_reward,
     parse_number,
 )
@@ -23,161 +28,79 @@ from utils.rewards import (
 REWARDS = [accuracy_reward, lenient_accuracy_reward, format_reward]
 GSM8K = Path(__file__).resolve().parents[1].parent / "shared" / "data" / "gsm8k"
 
-# (text, the number in it as a fraction's text, or None if it has no number)
-NUMBERS = [
-    # plain
-    ("18", "18"),
-    ("0", "0"),
-    ("007", "7"),
-    ("12.50", "25/2"),
-    (".5", "1/2"),
-    ("$.50", "1/2"),
-    ("0.1", "1/10"),
-    ("+5", "5"),
-    ("18.", "18"),
-    ("18.00.", "18"),
-    ("  18\n", "18"),
-    # several numbers: the last counts
-    ("3 apples and 4 pears make 7", "7"),
-    ("48/2 = 24", "24"),
-    ("18 out of 20", "20"),
-    ("x = 3, y = 4", "4"),
-    ("1.5 2.5", "5/2"),
-    ("so...5", "5"),
-    ("1.2.3", "3"),
-    ("No.5", "5"),
-    # thousands and lists
-    ("1,450", "1450"),
-    ("1,450,000.25", "5800001/4"),
-    ("-1,450", "-1450"),
-    ("1{,}450", "1450"),
-    ("1,450, or so", "1450"),
-    ("1,23", "23"),
-    ("1,2,3", "3"),
-    ("1,2345", "2345"),
-    ("1234,567", "567"),
-    ("1,450,23", "23"),
-    ("5, 450", "450"),
-    ("0,5", "5"),
-    (",450", "450"),
-    ("1,,450", "450"),
-    # money, per cent, units, markup
-    ("$18.00", "18"),
-    ("€1,000", "1000"),
-    ("£3.20", "16/5"),
-    ("\\$18", "18"),
-    ("75%", "75"),
-    ("18 dollars", "18"),
-    ("18kg", "18"),
-    ("**18**", "18"),
-    ("\\boxed{18}", "18"),
-    ("25 m2", "25"),
-    ("25m2", "25"),
-    ("25 cm^3.", "25"),
-    ("m2", None),
-    ("H2", "2"),
-    # thousands with spaces, mixed numbers
-    ("1 000", "1000"),
-    ("$1\u202f450.50", "2901/2"),
-    ("12 345 678", "12345678"),
-    ("1234 567", "567"),
-    ("1 00", "0"),
-    ("10 000/4", "2500"),
-    ("1/2 300", "300"),
-    ("3 1/2", "7/2"),
-    ("-3 1/2 m2", "-7/2"),
-    ("7 3/2", "3/2"),
-    ("1.5 1/2", "1/2"),
-    ("3,5", "5"),
-    # LaTeX's fractions
-    ("\\frac{3}{4}", "3/4"),
-    ("\\boxed{\\frac{3}{4}}.", "3/4"),
-    ("$x = -\\dfrac{22}{7}$ pies", "-22/7"),
-    ("\\tfrac{1}{0}", None),
-    ("\\frac{1}{2} of 10 is 5", "5"),
-    ("1\\frac{3}{4}", "4"),
-    ("2\\sqrt{3}", "3"),
-    ("#### 18", "18"),
-    ("(18)", "18"),
-    # minus sign or dash
-    ("-7", "-7"),
-    ("- 7", "7"),
-    ("\u22127", "-7"),
-    ("\u20137", "-7"),
-    ("\u20147", "7"),
-    ("-$5", "-5"),
-    ("-€5", "-5"),
-    ("£-5", "-5"),
-    ("$-5", "-5"),
-    ("-\\$5", "-5"),
-    ("-.5", "-1/2"),
-    ("x = -7", "-7"),
-    ("x=-7", "-7"),
-    ("(-7)", "-7"),
-    ("__-7__", "-7"),
-    ("\\boxed{-7}", "-7"),
-    ("3*-7", "-7"),
-    ("10-7", "7"),
-    ("3 - 7", "7"),
-    ("3 -7", "-7"),
-    ("3 - -7", "-7"),
-    ("5\u20137 days", "7"),
-    ("5\u22127", "7"),
-    ("$10-$7", "7"),
-    ("10%-7%", "7"),
-    ("(3)-7", "7"),
-    ("x-7", "7"),
-    ("--7", "7"),
-    ("-3/4", "-3/4"),
-    ("-0", "0"),
-    # fractions
-    ("3/4", "3/4"),
-    ("$3/4", "3/4"),
-    ("1,000/4", "250"),
-    ("0.5/2", "1/4"),
-    ("0/3", "0"),
-    ("3 / 4", "4"),
-    ("3/x", "3"),
-    ("12/25/2023", "2023"),
-    ("3/0", None),
-    ("5 and 3/0.0", None),
-    # exponents
-    ("1e3", "1000"),
-    ("2.5E-1", "1/4"),
-    ("1e+2", "100"),
-    ("-2e0", "-2"),
-    ("1e100", str(10**100)),
-    ("1e101", None),
-    ("1e999", None),
-    ("18 or 1e-999999999999", None),
-    ("0e999", None),
-    ("1e", "1"),
-    ("e5", "5"),
-    # not numbers
+
+ANSWERS = read_table("answers.txt")
+
+
+@pytest.mark.parametrize(("heading", "label", "text"), ANSWERS, ids=[row[2] for row in ANSWERS])
+def test_an_answer_is_read_as_a_person_reads_it(heading, label, text):
+    """Right, or not at all: "-" is no number, and "?" marks a number that is left unread."""
+    is_unread = label == "-" or label.startswith("?")
+    assert parse_number(text) == (None if is_unread else Fraction(label)), heading
+
+
+# Texts that a table can't show: (text, its number as a fraction's text, or None)
+STRANGE = [
     ("", None),
-    ("eighteen", None),
-    ("nan", None),
-    ("inf", None),
-    ("-Infinity", None),
-    ("-", None),
-    ("$", None),
+    ("  18\n", "18"),
+    ("18\n\n", "18"),
+    ("17\n18", None),
+    ("1\u00a0450", "1450"),
+    ("1\u2009450", "1450"),
+    ("1\u202f450.50", "2901/2"),
+    ("1\u00a00450", None),
+    ("3\u00a01/2", "7/2"),
     ("1" * 100, "1" * 100),
     ("1" * 101, None),
-    ("7 " + "0" * 5000, None),
+    ("18 " + "x" * 1000, None),
+    ("1e100", str(10**100)),
+    ("1e101", None),
+    ("10^" + "9" * 50, None),
+    ("18 or 1e-999999999999", None),
     ("\u0661\u0668", None),  # Arabic-Indic 18
+    ("18 \u0661\u0668", None),
     ("\u0967\u096e", None),  # Devanagari 18
-    ("\uff11\uff18", None),  # full-width 18
-    ("\u00b9\u2078", None),  # superscript 18
     ("\u2460 \u2167 \u00bd", None),  # circled 1, Roman 8, one half
-    ("18 m\u00b2", "18"),
-    ("18\x00", "18"),
+    ("18 \u00bd", None),
+    ("0.3\u0305", None),  # an overline on the last 3
+    ("18\x00", None),
+    ("18\u200b", None),
     ("\ud83d 18 \udc00", "18"),
 ]
 
 
-@pytest.mark.parametrize(("text", "expected"), NUMBERS)
-def test_parse_number(text, expected):
+@pytest.mark.parametrize(("text", "expected"), STRANGE)
+def test_strange_texts(text, expected):
     assert parse_number(text) == (None if expected is None else Fraction(expected))
+
+
+# The last number of a whole completion: (text, its number or None)
+LAST = [
+    ("48/2 = 24 clips in May, and 48+24 = <<48+24=72>>72 altogether", "72"),
+    ("3 apples and 4 pears make 7.", "7"),
+    ("He earns 5 * $20 = $100 in 5 weeks, that is 20 a week", "20"),
+    ("He earns $100 in 5 weeks", "5"),
+    ("<Answer>18</Answer>", "18"),
+    ("#### 18", "18"),
+    ("12\n#### 18", "18"),
+    ("12\n- 18 apples", "-18"),
+    ("17 or 18", None),
+    ("from 17 to 18", None),
+    ("17, 18", None),
+    ("(17, 18)", None),
+    ("3:4", None),
+    ("3 1/2", "7/2"),
+    ("1 450", None),
+    ("1 million", None),
+    ("3 and a half", None),
+    ("7 - 18", None),
+    ("x = 3, y = 4", "4"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), LAST)
+def test_the_last_number_of_a_completion(text, expected):
+    assert last_number(text) == (None if expected is None else Fraction(expected))
 
 
 # (completion, gold answer, strict reward, lenient reward, format reward)
@@ -187,8 +110,11 @@ COMPLETIONS = [
     ("<think>9 * 2</think><answer>19</answer>", "18", 0.0, 0.0, 0.4),
     ("<answer>18</answer>", "18", 1.0, 1.0, 0.2),
     ("<answer>it is $18.00.</answer> I checked 3 times", "18", 1.0, 0.0, 0.2),
-    ("<answer>17 or 18</answer>", "18", 1.0, 1.0, 0.2),
-    ("<answer>18 or 17</answer>", "18", 0.0, 0.0, 0.2),
+    # Two numbers in a block are two guesses.
+    ("<answer>17 or 18</answer>", "18", 0.0, 0.0, 0.2),
+    ("<answer>17. No, it is 18</answer>", "18", 0.0, 1.0, 0.2),
+    ("<answer>9 * 2 = 18</answer>", "18", 1.0, 1.0, 0.2),
+    ("<answer>17\n#### 18</answer>", "18", 1.0, 1.0, 0.2),
     ("18", "18", 0.0, 1.0, 0.0),
     ("<answer>18", "18", 0.0, 1.0, 0.1),
     ("18</answer>", "18", 0.0, 1.0, 0.1),
@@ -228,6 +154,8 @@ COMPLETIONS = [
     ("<answer>none</answer>", "none", 0.0, 0.0, 0.2),
     ("<answer>1e999</answer>", "1e999", 0.0, 0.0, 0.2),
     ("<answer>18</answer>", "18 ####", 0.0, 0.0, 0.2),
+    ("<answer>4</answer>", "12 (3 boxes of 4)", 0.0, 0.0, 0.2),
+    ("<answer>(7, 4)</answer>", "(3, 4)", 0.0, 0.0, 0.2),
     ("<answer>nan</answer>", "nan", 0.0, 0.0, 0.2),
 ]
 
@@ -350,9 +278,8 @@ def test_a_cell_is_the_text_that_was_written_or_none(cell, text):
 
 
 def test_how_gold_answers_are_read_is_described():
-    text = describe_answers(["#### 3 1/2", "18 (p. 4)", "3,5", "7"])
-    read = "'#### 3 1/2' is 7/2, '18 (p. 4)' is 4, '3,5' is 5"
-    assert text == f"gold answers: {read}; 2 answers contain several numbers; the last is used"
+    text = describe_answers(["#### 3 1/2", "24\\text{ cm}^2", "3:5", "7"])
+    assert text == "gold answers: '#### 3 1/2' is 7/2, '24\\\\text{ cm}^2' is 24, '3:5' is None"
 
 
 # Random text from pieces that matter to the parser, mixed with any Unicode characters.
@@ -382,70 +309,161 @@ def test_any_text_gets_an_allowed_reward(completion, answer):
 
 @settings(max_examples=200, deadline=None)
 @given(SOUP, SOUP)
-@example("a1", "000")
-def test_only_the_last_number_is_read(before, text):
-    """Lines before a text with a number don't change the result.
-
-    The test uses a new line: a space could join two numbers to one with a thousands separator.
-    """
+def test_lines_before_the_last_number_do_not_change_it(before, text):
     if any(digit in text for digit in "0123456789"):
-        assert parse_number(before * 20 + "\n" + text) == parse_number(text)
+        assert last_number(before * 20 + "\n" + text) == last_number(text)
 
 
-@settings(max_examples=200, deadline=None)
-@given(SOUP, st.text(st.characters(exclude_characters="0123456789,{}"), max_size=300))
-def test_text_without_digits_after_the_number_is_ignored(text, after):
-    assert parse_number(text + after) == parse_number(text)
+# How people and models write a number. Each notation is a function from a fraction to its text, or
+# to None if it can't write this fraction. Some notations aren't read.
+def decimal(value):
+    digits = Decimal(value.numerator) / Decimal(value.denominator)
+    return f"{digits:f}" if Fraction(digits) == value else None
 
 
-@st.composite
-def written_numbers(draw):
-    """A decimal, and one of its spellings."""
-    units = draw(st.integers(-(10**12), 10**12))
-    places = draw(st.integers(0, 4))
-    value = Decimal(units).scaleb(-places)
-    size = abs(value)
-    text = f"{size:,f}" if draw(st.booleans()) else f"{size:f}"
-    if "." in text:
-        text += "0" * draw(st.integers(0, 3))
-        if text.startswith("0.") and draw(st.booleans()):
-            text = text[1:]
-    else:
-        text = (
-            draw(st.sampled_from(["", "0", "00"])) * ("," not in text)
-            + text
-            + draw(st.sampled_from(["", ".", ".00"]))
-        )
-    minus = (
-        draw(st.sampled_from(["-", "\u2212"])) if value < 0 else draw(st.sampled_from(["", "+"]))
-    )
-    money = draw(st.sampled_from([(minus, ""), (minus, "$"), ("$" + minus, "")]))
-    text = money[0] + money[1] + text
-    before = draw(
-        st.sampled_from(
-            ["", " ", "= ", "=", "It is ", "from 3 to ", "**", "\\boxed{", "1,000, ", "2 - "]
-        )
-    )
-    after = draw(
-        st.sampled_from(["", " ", ".", " dollars", "%", "**.", "}", "\n", ", I think", "-ish"])
-    )
-    return Fraction(value), before + text + after
+def edited(write, edit):
+    """The notation whose texts are those of `write`, edited."""
+
+    def notation(value):
+        text = write(value)
+        return None if text is None else edit(text)
+
+    return notation
 
 
-@settings(max_examples=500, deadline=None)
-@given(written_numbers(), st.integers(-(10**6), 10**6).filter(bool))
-def test_a_number_survives_every_way_of_writing_it(written, error):
-    value, text = written
-    completion = f"<think>12 - 5 = 7</think><answer>{text}</answer>"
-    # The gold answer is the plain decimal of the same number, computed without the code under test.
-    right = f"#### {Decimal(value.numerator) / Decimal(value.denominator):f}"
-    for gold in (right, right.removeprefix("#### ")):
-        assert accuracy_reward([completion], [gold]) == [1.0]
-        assert lenient_accuracy_reward([completion], [gold]) == [1.0]
-    near_miss = value + Fraction(error, 10**4)
-    wrong = f"#### {Decimal(near_miss.numerator) / Decimal(near_miss.denominator):f}"
-    assert accuracy_reward([completion], [wrong]) == [0.0]
-    assert lenient_accuracy_reward([completion], [wrong]) == [0.0]
+def thousands(separator):
+    def notation(value):
+        return f"{value.numerator:,}".replace(",", separator) if value.denominator == 1 else None
+
+    return notation
+
+
+def fraction(form):
+    return lambda value: form % (value.numerator, value.denominator)
+
+
+def mixed(form):
+    def notation(value):
+        whole, rest = divmod(abs(value), 1)
+        if not whole or not rest:
+            return None
+        return "-" * (value < 0) + form % (whole, rest.numerator, rest.denominator)
+
+    return notation
+
+
+def power_of_ten(form):
+    def notation(value):
+        text = decimal(value * 1000)
+        return None if text is None else form % (text, -3)
+
+    return notation
+
+
+def frac_of_digits(value):
+    if abs(value.numerator) > 9 or value.denominator > 9:
+        return None
+    return "-" * (value < 0) + rf"\frac{abs(value.numerator)}{value.denominator}"
+
+
+def apart(sign):
+    return lambda text: f"{sign} {text[1:]}" if text.startswith("-") else text
+
+
+READ = [
+    decimal,
+    edited(decimal, lambda text: text + ("0" if "." in text else ".00")),
+    edited(decimal, lambda text: text.replace("-", "\u2212")),
+    edited(decimal, lambda text: f"${text}"),
+    edited(decimal, lambda text: f"${text}$"),
+    edited(decimal, lambda text: rf"\boxed{{{text}}}."),
+    edited(decimal, lambda text: f"**{text}**"),
+    edited(decimal, lambda text: f"x = {text}"),
+    edited(decimal, lambda text: f"3 + 4 = {text}"),
+    edited(decimal, lambda text: f"The answer is {text} apples."),
+    edited(decimal, lambda text: rf"{text}\text{{ cm}}^2"),
+    edited(decimal, lambda text: f"{text} m/s^2"),
+    edited(decimal, lambda text: rf"{text}\%"),
+    edited(decimal, apart("-")),
+    edited(decimal, apart("minus")),
+    edited(decimal, apart("-$")),
+    thousands(","),
+    thousands("{,}"),
+    thousands(",\\!"),
+    thousands("\\,"),
+    thousands("\u00a0"),
+    fraction("%d/%d"),
+    fraction("%d / %d"),
+    fraction("\\frac{%d}{%d}"),
+    fraction("\\dfrac{ %d }{ %d }"),
+    fraction("\\boxed{\\frac{%d}{%d}}"),
+    frac_of_digits,
+    mixed("%d %d/%d"),
+    mixed("%d\\frac{%d}{%d}"),
+    mixed("%d \\dfrac{%d}{%d} hours"),
+    power_of_ten("%se%d"),
+    power_of_ten("%s x 10^%d"),
+    power_of_ten("%s \\times 10^{%d}"),
+]
+# Each is the number of another person, or of nobody.
+UNREAD = [
+    edited(decimal, lambda text: f"{text}:30"),
+    edited(decimal, lambda text: f"30:{text}"),
+    edited(decimal, lambda text: f"({text}, 4)"),
+    edited(decimal, lambda text: f"(4, {text})"),
+    edited(decimal, lambda text: f"17 or {text}"),
+    edited(decimal, lambda text: f"{text} or 17"),
+    edited(decimal, lambda text: f"17-{text}"),
+    edited(decimal, lambda text: f"17 - {text}"),
+    edited(decimal, lambda text: f"1012 (3 boxes of {text})"),
+    edited(decimal, lambda text: rf"{text}\pi"),
+    edited(decimal, lambda text: rf"{text} \sqrt{{x}}"),
+    edited(decimal, lambda text: rf"\sqrt{{{text}}}"),
+    edited(decimal, lambda text: f"{text}!"),
+    edited(decimal, lambda text: f"{text} million"),
+    edited(decimal, lambda text: f"{text}k"),
+    edited(decimal, lambda text: f"{text}x"),
+    edited(decimal, lambda text: f"{text} + x"),
+    edited(decimal, lambda text: f"{text}^2"),
+    edited(decimal, lambda text: f"{text}_7"),
+    edited(decimal, lambda text: f"{text}\u00be"),
+    edited(decimal, lambda text: f"{text} and a half"),
+    edited(decimal, lambda text: f"{text}..."),
+    edited(decimal, lambda text: f"\u00b1{text}"),
+    edited(decimal, lambda text: f"x > {text}"),
+    thousands(" "),
+    thousands("'"),
+    mixed("%d and %d/%d"),
+    fraction("%d over %d"),
+]
+NUMBER = st.builds(
+    Fraction,
+    st.one_of(st.integers(-20, 20), st.integers(-(10**9), 10**9)),
+    st.sampled_from([1, 1, 2, 4, 5, 7, 8, 100]),
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(NUMBER, st.sampled_from(READ), st.sampled_from(READ))
+def test_a_number_is_paid_in_every_notation(value, of_gold, of_answer):
+    gold, text = of_gold(value), of_answer(value)
+    if gold is not None and text is not None:
+        assert gold_number(gold) == value
+        assert accuracy_reward([f"<answer>{text}</answer>"], [gold]) == [1.0]
+        assert lenient_accuracy_reward([f"9 * 2 is\n{text}"], [gold]) == [1.0]
+
+
+@settings(max_examples=2000, deadline=None)
+@given(NUMBER, NUMBER, st.sampled_from(READ + UNREAD), st.sampled_from(READ + UNREAD))
+def test_no_other_number_is_paid_in_any_notation(value, other, of_gold, of_answer):
+    """For no two notations a wrong number is paid, and an unread one isn't paid at all."""
+    gold, text = of_gold(value), of_answer(other)
+    if gold is None or text is None:
+        return
+    if value != other or of_gold in UNREAD or of_answer in UNREAD:
+        paid = accuracy_reward([f"<answer>{text}</answer>"], [gold]) == [1.0]
+        # A notation may leave a number as it is: "7" has no thousands.
+        assert not paid or value == other and parse_number(text) == value, (gold, text)
 
 
 N = 1_000_000
@@ -489,9 +507,18 @@ def test_a_million_hostile_characters(name):
     assert accuracy_reward([text, block], ["5", "5"]) == [0.0, 0.0]
     assert lenient_accuracy_reward([text, block], ["5", "5"]) == [0.0, 0.0]
     # The attack must not hide an honest answer after it, and must not pass as a gold answer.
-    assert lenient_accuracy_reward([text + " 5"], ["5"]) == [1.0]
+    assert lenient_accuracy_reward([text + "\n5"], ["5"]) == [1.0]
     assert lenient_accuracy_reward(["5"], [text]) == [0.0]
     assert format_reward([text], ["5"])[0] in (0.0, 0.1, 0.2)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_every_rule_takes_linear_time(name):
+    """The rules see at most a thousand characters. They'd also be fast on a hundred thousand."""
+    for pattern, new in RULES:
+        start = time.process_time()
+        pattern.sub(new, HOSTILE[name][:100_000])
+        assert time.process_time() - start < 5, pattern.pattern
 
 
 @pytest.mark.parametrize(("split", "size"), [("train", 7473), ("test", 1319)])
@@ -512,6 +539,9 @@ def test_gsm8k(split, size):
     assert accuracy_reward(completions(written), golds) == [1.0] * size
     assert accuracy_reward(completions(f"${value:,}.00" for value in values), golds) == [1.0] * size
     assert accuracy_reward(completions(value + 1 for value in values), golds) == [0.0] * size
-    # The data set's solutions end with the answer and have no tags.
+    # The data set's solutions end with the answer and have no tags. They contain calculations.
     assert lenient_accuracy_reward(golds, golds) == [1.0] * size
+    plain = [re.sub("<<.*?>>", "", gold) for gold in golds]
+    assert lenient_accuracy_reward(plain, golds) == [1.0] * size
+    assert accuracy_reward([f"<answer>{gold}</answer>" for gold in golds], golds) == [1.0] * size
     assert accuracy_reward(golds, golds) == [0.0] * size

@@ -1,6 +1,6 @@
 """Reading the cells of a data set. Standard library only."""
 
-from utils.rewards import find_numbers, gold_number
+from utils.rewards import gold_number
 
 
 def cell_text(cell) -> str:
@@ -34,13 +34,5 @@ def cell_messages(cell) -> list[dict]:
 
 
 def describe_answers(answers: list[str]) -> str:
-    """How the first three gold answers are read, and how many answers are ambiguous.
-
-    An answer is ambiguous if it has several numbers and no "####". Its last number counts.
-    """
-    read = [f"{answer!r} is {gold_number(answer)}" for answer in answers[:3]]
-    several = sum("####" not in text and len(find_numbers(text)) > 1 for text in answers)
-    return (
-        f"gold answers: {', '.join(read)}; "
-        f"{several} answers contain several numbers; the last is used"
-    )
+    """How the first three gold answers are read."""
+    return "gold answers: " + ", ".join(f"{text!r} is {gold_number(text)}" for text in answers[:3])

@@ -1,38 +1,27 @@
 """Rewards for answers that are one number. Standard library only.
 
 Every reward function takes `completions` and gold `answers`, two lists of N strings, and returns N
-floats. Lists of different lengths raise ValueError. No text raises an error. Numbers are compared
-exactly, as fractions. `apply_reward` calls a reward function for the examples of a batch.
+floats. Lists of different lengths raise ValueError. No text raises an error.
 
-Which number counts. `accuracy_reward` reads the last number of the answer block, and
-`lenient_accuracy_reward` the last number of the whole completion. The answer block exists only if
-there is exactly one <answer> and, after it, exactly one </answer>. If several blocks were allowed,
-a policy could guess repeatedly and be paid for one guess. A thought may mention the tags: if an
-<answer> follows the last </think>, the text before that </think> is ignored.
+Which text counts. `accuracy_reward` reads the answer block. The block exists only if there is
+exactly one <answer> and, after it, exactly one </answer>: with several blocks a policy could guess
+repeatedly. A thought may mention the tags: if an <answer> follows the last </think>, the text
+before that </think> is ignored. If a block or a gold answer has "####", only the text after the
+last "####" counts.
 
-What a number is. Parsers that take float() of the first run of digits read "1,450" as 1 or 450 and
-"-7" as 7. They reject "$18" and "12.50", and accept "nan" and Arabic digits. Here a number is made
-of ASCII digits, and these rules hold:
+What a number is. To pay a wrong answer is worse than to miss a right one. So the text must have
+exactly one number, and a word with a digit must be a number as a whole. Otherwise the text has no
+number: an answer earns 0.0, and a gold answer is skipped. Numbers are compared as exact fractions.
 
-- Commas in groups of three separate thousands: 1,450 and LaTeX's 1{,}450. Other commas separate
-  numbers: the last number of "1,2,3" is 3, of "1,23" is 23, of "1234,567" is 567.
-- A minus is -, U+2212 or an en dash. It belongs to a number if it touches the number or the
-  number's currency sign, and follows no letter, digit, %, closing bracket or other dash. So "-7",
-  "-$7", "$-7" and "3 -7" are -7. "10-7", "x-7" and "- 7" are 7.
-- A point needs a digit after it: "18." is 18. ".5" is 0.5, unless a letter, digit or point is
-  before it, as in "so...5", which is 5.
-- "1 450" is 1450: one space, of any width, separates thousands where every group has three digits.
-- "3/4" (no spaces) and LaTeX's \\frac{3}{4} are fractions, and "1e3" is 1000. "3 1/2" is a mixed
-  number: a whole number, a space and a fraction less than 1.
-- A number is unreadable if its denominator is zero, its exponent is beyond +-100, or it has more
-  than 100 characters. Then the text has no number: an earlier number is never used instead.
-- The text around a number is ignored: $, €, £, +, %, units (also m2 and cm^3), a final period,
-  markdown, \\boxed{}. So 75% is 75. The rest of mathematics is ignored, too: 2\\sqrt{3} is read as
-  3, and 1\\frac{3}{4} as 4. Such answers need another reward.
+- Read: 18, 1,450, 12.50, .5, 3/4, 3 1/2, 1e3, 1.5 x 10^6, and LaTeX's 1{,}450, 1\\,450, \\frac34,
+  3\\frac{1}{2} and 1.5 \\times 10^6. Signs: +7, -7, -$7, $-7, - 7, minus 7, negative 7.
+- Ignored: words, $, %, degrees, units such as cm^2 and m/s^2, brackets, quotes, markdown, a final
+  period, \\boxed and \\text, and the left side of a calculation. So 75% is 75, and 48/2 = 24 is 24.
+- No number: 3:4, 5-7, (3, 4), 17 or 18, 12 (3 boxes of 4), 5!, 3\\pi, 2x, 0.333..., 1011_2, 5k,
+  1 million, 3 and a half, 1 450, 12,50, 5th, and 1¾: only ASCII digits are read.
 
-Cost. The policy that writes a completion is paid to find odd inputs, so all code here is linear in
-the length of the text. str.find and str.count find the tags. The regex only sees the 200 characters
-that end in the last digit.
+`lenient_accuracy_reward` reads the last number of the whole completion in the same way. It may
+follow other numbers, unless it is connected to one, as in "3 to 4".
 """
 
 import inspect
@@ -41,100 +30,28 @@ import sys
 from fractions import Fraction
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# The longest number. Python's int() refuses more than 4300 digits.
-MAX_CHARS = 100
-MAX_EXPONENT = 100
 # The largest reward. The sum of squared rewards must fit into a 32-bit float.
 LARGEST = 1e18
 
-# A plain space, a non-breaking one, a thin one, and a thin non-breaking one.
-SPACES = " \u00a0\u2009\u202f"
-UNSIGNED = (
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.])\.[0-9]+)"
-)
-SPACED = rf"[0-9]{{1,3}}(?:[{SPACES}][0-9]{{3}})+(?![0-9,])(?:\.[0-9]+)?"
-MINUS = r"(?P<minus>(?<![0-9A-Za-z%)\]}\u2212\u2013-])[\u2212\u2013-])?"
-CURRENCY = r"(?:\\?[$€£])?"
-# The whole part of a mixed number. A fraction has to follow.
-WHOLE = r"(?:(?<![0-9.,/])(?P<whole>[0-9]+) (?=[1-9][0-9]*/[0-9]+(?![0-9.,/])))?"
-NUMBER = re.compile(
-    MINUS
-    + CURRENCY
-    + WHOLE
-    + rf"(?P<number>{SPACED}|{UNSIGNED})"
-    + rf"(?:/(?P<denominator>{UNSIGNED})|[eE](?P<exponent>[+-]?[0-9]+))?"
-)
-# Units whose last digit is a power. Group 1 is the number before the unit.
-UNITS = re.compile(r"(?<![0-9A-Za-z])([0-9.,]*)( ?(?:[kdcm]?m|ft|in|yd)\^?[23])(?![0-9A-Za-z])")
-# parse_number cuts the text after its last digit, so the last brace may be missing.
-LATEX_FRACTION = re.compile(r"(?<![0-9])\\[dt]?frac\{([0-9]+)\}\{([0-9]+)(?:\}|$)")
 
-
-def find_numbers(text: str) -> list[re.Match]:
-    """All matches of NUMBER in `text`, after LaTeX is made plain and units are removed."""
-    text = text.replace("{,}", ",")
-    text = LATEX_FRACTION.sub(r"\1/\2", text)
-    text = UNITS.sub(r"\1", text)
-    return list(NUMBER.finditer(text))
-
-
-def to_fraction(digits: str) -> Fraction:
-    """A fraction from digits that may contain a point, commas and spaces."""
-    return Fraction(re.sub(f"[,{SPACES}]", "", digits))
-
-
-def parse_number(text: str) -> Fraction | None:
-    """The last number of `text`, exact, by the rules above. None if it is missing or unreadable."""
-    end = 1 + max(text.rfind(digit) for digit in "0123456789")
-    # A number longer than this window is cut, but the rest is still too long to be read.
-    matches = find_numbers(text[max(0, end - 2 * MAX_CHARS) : end])
-    if not matches:
-        return None
-    match = matches[-1]
-    exponent = match["exponent"] or "0"
-    if len(match[0]) > MAX_CHARS or abs(int(exponent)) > MAX_EXPONENT:
-        return None
-    number = to_fraction(match["number"])
-    denominator = to_fraction(match["denominator"] or "1")
-    if denominator == 0:
-        return None
-    value = number / denominator * Fraction(10) ** int(exponent)
-    if match["whole"] and value < 1:
-        value += int(match["whole"])
-    return -value if match["minus"] else value
-
-
-def gold_number(answer: str) -> Fraction | None:
-    """The last number after the last "####" of a gold answer (GSM8K), or of the whole answer."""
-    return parse_number(answer.rsplit("####", 1)[-1])
-
-
-def answer_block(completion: str) -> str:
-    """The text of the only answer block, or "" if there isn't exactly one."""
-    conclusion = completion.rpartition("</think>")[2]
-    text = conclusion if "<answer>" in conclusion else completion
-    if text.count("<answer>") != 1 or text.count("</answer>") != 1:
-        return ""
-    return text[text.find("<answer>") + len("<answer>") : text.find("</answer>")]
-
-
-def matches_gold(text: str, answer: str) -> float:
-    """1.0 if the last number of `text` is the gold number. 0.0 if not, or without a gold number."""
-    gold = gold_number(answer)
-    return float(gold is not None and parse_number(text) == gold)
-
-
+# ==== the rewards ====
 def accuracy_reward(completions: list[str], answers: list[str]) -> list[float]:
-    """Strict: 1.0 if the last number of the answer block is the gold number, else 0.0."""
-    return [
-        matches_gold(answer_block(text), answer)
-        for text, answer in zip(completions, answers, strict=True)
-    ]
+    """Strict: 1.0 if the only number of the answer block is the gold number, else 0.0."""
+    rewards = []
+    for completion, answer in zip(completions, answers, strict=True):
+        gold = gold_number(answer)
+        number = parse_number(answer_block(completion))
+        rewards.append(float(gold is not None and number == gold))
+    return rewards
 
 
 def lenient_accuracy_reward(completions: list[str], answers: list[str]) -> list[float]:
     """1.0 if the last number anywhere in the completion is the gold number, else 0.0."""
-    return [matches_gold(text, answer) for text, answer in zip(completions, answers, strict=True)]
+    rewards = []
+    for completion, answer in zip(completions, answers, strict=True):
+        gold = gold_number(answer)
+        rewards.append(float(gold is not None and last_number(completion) == gold))
+    return rewards
 
 
 def format_reward(completions: list[str], answers: list[str]) -> list[float]:
@@ -157,6 +74,21 @@ def format_reward(completions: list[str], answers: list[str]) -> list[float]:
     return rewards
 
 
+def answer_block(completion: str) -> str:
+    """The text of the only answer block, or "" if there isn't exactly one."""
+    conclusion = completion.rpartition("</think>")[2]
+    text = conclusion if "<answer>" in conclusion else completion
+    if text.count("<answer>") != 1 or text.count("</answer>") != 1:
+        return ""
+    return text[text.find("<answer>") + len("<answer>") : text.find("</answer>")]
+
+
+def gold_number(answer: str) -> Fraction | None:
+    """The number of a gold answer. None if it doesn't have exactly one: such a row is skipped."""
+    return parse_number(answer)
+
+
+# ==== calling a reward ====
 def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[float]:
     """The numbers that a reward function gives to N completions, N / len(examples) per example.
 
@@ -210,3 +142,191 @@ def refuse(reward, why: str) -> None:
     print(f"error: the reward {reward.__name__} {why}", file=sys.stderr)
     # W&B marks a run as failed after sys.exit, but not after raise SystemExit.
     sys.exit(2)
+
+
+# ==== reading a number ====
+# A longer text isn't read: the policy that writes the texts is paid to find those that take hours.
+MAX_TEXT = 1000
+# The longest number. Python's int() refuses more than 4300 digits.
+MAX_CHARS = 100
+MAX_EXPONENT = 100
+
+INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"  # 1,450 or 1450
+DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
+MONEY = "$€£¥₹"
+QUOTES = "\"'“”‘’`"
+# Behind a number, and in front of a number. Neither takes a character.
+AFTER_NUMBER = r"(?<=[0-9%)}&])"
+BEFORE_NUMBER = rf"(?=[-+{MONEY}({{&]*\.?[0-9])"
+
+# An argument of \frac: a number in braces, or one digit.
+ARGUMENT = rf" ?(?:\{{ ?(-?{DECIMAL}) ?\}}|([0-9]))"
+# LaTeX's commands that show their argument.
+SHOW = r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|mbox)"
+# A letter alone is a variable, or k for thousand. "a" and "I" are words.
+LETTER = "[b-zB-HJ-Z]"
+# Words that change the number before them, and words that change the number after them.
+MULTIPLIER = (
+    "(?:(?i:(?:hundred|thousand|million|billion|trillion|lakh|crore|dozen|third|fourth|fifth|"
+    "sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|half|halves|quarters? of|"
+    "and (?:an?|one|two|three|half)|bn|mn|mil|grand|squared|cubed|factorial|repeating|recurring|"
+    rf"pi|sqrt)|{LETTER})"
+)
+MODIFIER = (
+    "(?:(?i:sqrt|log|ln|sin|cos|tan|root of|half|half of|third of|quarter of|twice|double|not|"
+    rf"more than|less than|fewer than)|{LETTER},?)"
+)
+# A unit of one letter needs a space before it: 5m may be 5 million, and 3s may be 3 times s. With a
+# space after it, "in" is the word.
+UNIT = (
+    "(?:[kcdm]m|in(?! )|inch|inches|ft|foot|feet|yd|yards?|mi|miles?|meters?|metres?|units?|"
+    "kg|mg|lbs?|oz|ml|mL|hrs?|mins?|secs?|mph|day|week|month|year|hour|minute|second)"
+)
+# In 6ft2in, the 2 is no power.
+POWER = r"(?:\^-?[123]|[23](?![A-Za-z0-9]))?"
+FIRST_UNIT = rf"(?: ?{UNIT}{POWER}| m{POWER}| [gshlL]|m[23]\b|m(?=/s)| ?/ ?{UNIT}{POWER})"
+NEXT_UNIT = rf"(?: ?[/*]? ?(?:{UNIT}|[mgshlL]){POWER})"
+# A character on the left side of a calculation.
+LEFT_SIDE = rf"(?:[-+*/÷^0-9.()%{{}}&{MONEY}]|,(?=[0-9]{{3}}))"
+
+# These rules rewrite a text, in this order, before it is split into words. A "&" joins the parts of
+# a fraction or a mixed number. A ";" joins what isn't one number: a word with a ";" isn't read.
+RULES = [
+    # GSM8K's annotations: <<48/2=24>>
+    ("<<[^<>]*>>", ""),
+    # LaTeX that shows nothing
+    (r"\\!|\\(?:left|right|displaystyle)(?![A-Za-z])", ""),
+    # a minus sign and an en dash
+    ("[\u2212\u2013]", "-"),
+    # thousands: 1{,}450 and 1\,450, and with no-break and thin spaces
+    ("(?<=[0-9])(?:\\{,\\}|\\\\,|[\u00a0\u2009\u202f])(?=[0-9]{3}(?![0-9]))", ","),
+    # LaTeX's spaces, and the borders of its formulas
+    (r"\\[,;: ()\[\]]|\\q?quad(?![A-Za-z])|(?<=[0-9{}])~", " "),
+    # \$, \% and \#
+    (r"\\([$%#])", r"\1"),
+    # powers: ^{-3} is ^-3
+    (r"\^\{ ?([-+]?[0-9]+) ?\}", r"^\1"),
+    ("\u00b2", "^2"),
+    ("\u00b3", "^3"),
+    # degrees
+    (r"\^(?:\\circ|\{\\circ\})|°[CF]", "°"),
+    # times
+    (r"\\(?:times|cdot)(?![A-Za-z])|[×·]", " * "),
+    # Python's power, and bold type
+    (r"(?<=[0-9])\*\*(?=-?[0-9])", "^"),
+    (r"\*\*|__", " "),
+    # spaces, but not line breaks
+    (r"[^\S\n]+", " "),
+    # \frac{3}{4} and \frac34 are &3/4&
+    (rf"\\[dtc]?frac{ARGUMENT}{ARGUMENT}", r"&\1\2/\3\4&"),
+    # \text{ cm} is cm
+    (rf" ?{SHOW} ?\{{ ?([^{{}}]*?) ?\}}", r" \1"),
+    (rf"{SHOW}(?![A-Za-z])", " "),
+    # any other command changes what is beside it: 3 \pi
+    (r" ?(\\[A-Za-z]*) ?", r"\1"),
+    # ( 7 ) is (7)
+    (r"(?<=[(\[{]) | (?=[)\]}])", ""),
+    # minus 7 and $ 7
+    (rf"\b(?i:minus|negative) {BEFORE_NUMBER}", "-"),
+    (rf"(?<=[{MONEY}]) {BEFORE_NUMBER}", ""),
+    # units after a number: cm^2, m/s^2, /hour
+    (rf"(?<=[0-9&$)}}]){FIRST_UNIT}{NEXT_UNIT}{{0,2}}(?![A-Za-z0-9^_{{(])", ""),
+    # 1.5 x 10^6
+    (rf"{AFTER_NUMBER} ?[xX] ?(?=[{MONEY}]?[0-9])", "*"),
+    # operators join words: 3 + 4, x >= 5, 5 !, 3 - x
+    ("[<>!]=", "<"),
+    (r" ?([*+/÷^<>≤≥≠≈~±√π∞]) ?| (!)", r"\1\2"),
+    (rf" ?- (?:{BEFORE_NUMBER}|(?=[A-Za-z]\b))", "-"),
+    # twice 3 and log 3
+    (rf"(?<![\w'’]){MODIFIER} {BEFORE_NUMBER}", ";"),
+    # 1 million and 3 (half)
+    (rf"{AFTER_NUMBER},?(?: -?|-)[(\[{{]?(?={MULTIPLIER}\b)", ";"),
+    # 3, 4 and 3 to 4
+    (rf"{AFTER_NUMBER},? ?(?:[,;:]|(?i:and|or|to|by|of|out of|over|base)) {BEFORE_NUMBER}", ";"),
+    # the left side of a calculation: 48/2 = 24. An operator follows a number.
+    (rf"(?<![^\s=])(?={LEFT_SIDE}*?[0-9)}}%&][-+*/÷^]){LEFT_SIDE}+ ?=", " "),
+    # 3 1/2
+    (rf"{AFTER_NUMBER} {BEFORE_NUMBER}", "&"),
+    # x = 7 and Answer:7
+    (r"=|(?<=[A-Za-z]):", " "),
+]
+RULES = [(re.compile(pattern), new) for pattern, new in RULES]
+# A word with a digit has to be a number as a whole, and so has a word with one of these.
+MATHEMATICS = "\\^+|√π∞±"
+
+CLOSE = rf"[*_)\]}}%°¢{QUOTES}{MONEY}]*"
+# A word that is a number, such as (-$7.50). or **&3/4&**
+WORD = re.compile(
+    rf"(?P<open>[*_#(\[{{{QUOTES}{MONEY}]*)(?P<sign>[-+]?)[{MONEY}]?"
+    rf"(?P<number>[0-9.&](?:[-+0-9.,/*^eE&]*[0-9&])?){CLOSE}(?:[.,;:]{CLOSE})?"
+)
+# 1.5e6, 1.5*10^6 and 10^6
+SCIENTIFIC = re.compile(rf"(?:({DECIMAL})[eE]|(?:({DECIMAL})\*)?10\^)([-+]?[0-9]+)")
+# 3/4 and &3/4&, and after a whole number 1&3/4 and 1&3/4&
+FRACTION = re.compile(rf"(?:({INTEGER})&+|&?)(-?{DECIMAL})/(-?{DECIMAL})&?")
+# <answer>, </b> and <|im_end|>
+ANY_TAG = re.compile(r"</?[A-Za-z|][^<>\n]*>")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number of a text, or of what follows its last "####". None if it hasn't exactly one."""
+    text = text.rpartition("####")[2]
+    numbers = find_numbers(text) if len(text) <= MAX_TEXT else []
+    return numbers[0] if len(numbers) == 1 else None
+
+
+def last_number(completion: str) -> Fraction | None:
+    """The last number of a completion. None if there is no number, or if it isn't read."""
+    end = 1 + max(completion.rfind(digit) for digit in "0123456789")
+    text = completion[max(0, end - MAX_TEXT) : end + MAX_CHARS]
+    numbers = find_numbers(ANY_TAG.sub("\n", text))
+    return numbers[-1] if numbers else None
+
+
+def find_numbers(text: str) -> list[Fraction | None]:
+    """The number of each word that has to be one, in order. None: the word isn't a number."""
+    for pattern, new in RULES:
+        text = pattern.sub(new, text)
+    numbers = []
+    for word in text.split():
+        # The digits of all scripts are numeric, and so are characters such as ¾.
+        if any(x.isnumeric() or x in MATHEMATICS for x in word):
+            numbers.append(read_word(word))
+    return numbers
+
+
+def read_word(word: str) -> Fraction | None:
+    """The number of a word, or None if the word as a whole isn't a number."""
+    match = WORD.fullmatch(word) if len(word) <= MAX_CHARS else None
+    # (3,400) may be a pair.
+    if match is None or ("," in match["number"] and match["open"].endswith(("(", "["))):
+        return None
+    value = read_unsigned(match["number"])
+    return -value if value is not None and match["sign"] == "-" else value
+
+
+def read_unsigned(number: str) -> Fraction | None:
+    """The value of a decimal, a power of ten, a fraction or a mixed number, or None."""
+    if re.fullmatch(DECIMAL, number):
+        return to_fraction(number)
+    if match := SCIENTIFIC.fullmatch(number):
+        factor = match[1] or match[2] or "1"
+        exponent = int(match[3])
+        if abs(exponent) > MAX_EXPONENT:
+            return None
+        return to_fraction(factor) * Fraction(10) ** exponent
+    if match := FRACTION.fullmatch(number):
+        whole, top, bottom = match.groups()
+        if to_fraction(bottom) == 0:
+            return None
+        value = to_fraction(top) / to_fraction(bottom)
+        if whole is None:
+            return value
+        # 2 5/3 isn't a mixed number.
+        return to_fraction(whole) + value if 0 < value < 1 else None
+    return None
+
+
+def to_fraction(decimal: str) -> Fraction:
+    """The exact value of a decimal such as -1,450.5."""
+    return Fraction(decimal.replace(",", ""))

@@ -1,0 +1,125 @@
+"""The reward for answers in mathematics: its judgements, its limits, and texts that try to stall it."""
+
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+import pytest
+from conftest import read_table
+
+from utils import math_reward as module
+from utils.math_reward import final_answer, last_boxed, math_gold, math_reward
+
+installed = pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
+CASES = []
+for heading, label, pair in read_table("math_answers.txt"):
+    gold, _, text = pair.partition(" |")
+    CASES.append((heading, float(label), gold, text))
+# math-verify would compute these for hours, or reads them in none.
+HOSTILE = [
+    "9^{9^{9^9}}",
+    "(10^9)!",
+    r"\sum_{n=1}^{10^{12}} \frac{1}{n}",
+    r"\int_0^1 x^x \sin(x^{x}) dx",
+    "(" * 400 + "1" + ")" * 400,
+    r"\frac{1}{" * 100 + "1" + "}" * 100,
+    r"\boxed{" * 100_000,
+    "{" * 100_000,
+    "1" * 100_000,
+    "\x00\ud83d",
+]
+
+
+def block(text):
+    return f"<think>so</think><answer>{text}</answer>"
+
+
+@installed
+@pytest.mark.parametrize(("heading", "label", "gold", "text"), CASES)
+def test_an_answer_is_judged_as_a_person_judges_it(heading, label, gold, text):
+    assert math_gold(gold) is not None, heading
+    assert math_reward([block(text)], [gold]) == [label], heading
+
+
+@installed
+def test_completions_are_judged_in_their_order():
+    texts = [block(text) for *_, text in CASES]
+    golds = [gold for _, _, gold, _ in CASES]
+    assert math_reward(texts, golds) == [label for _, label, _, _ in CASES]
+    assert math_reward([], []) == []
+    with pytest.raises(ValueError):
+        math_reward(texts, golds[1:])
+
+
+@installed
+@pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
+def test_a_text_that_takes_for_ever_is_wrong(text):
+    """An honest answer beside it is still right."""
+    texts, golds = [block(text), text, block(r"\sqrt{8}")], [r"2\sqrt{2}"] * 3
+    assert math_reward(texts, golds) == [0.0, 0.0, 1.0]
+
+
+@installed
+def test_a_thread_may_ask():
+    """Python's signals reach the main thread only, and a run has its own handlers."""
+    handler = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGPROF)
+    with ThreadPoolExecutor(1) as pool:
+        texts, golds = [block(HOSTILE[0]), block(r"\sqrt{8}")], [r"2\sqrt{2}"] * 2
+        assert pool.submit(math_reward, texts, golds).result() == [0.0, 1.0]
+    assert handler == (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGPROF))
+
+
+@installed
+def test_a_process_that_is_late_or_dead_is_replaced(monkeypatch):
+    question = [block("\\sqrt{8}")], ["2\\sqrt{2}"]
+    assert math_reward(*question) == [1.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "PATIENCE", 0)
+        assert math_reward(*question) == [0.0]
+    for process in module.PROCESSES:
+        process.start()
+        process.process.kill()
+        process.process.wait()
+    assert [math_reward(*question)[0] for _ in module.PROCESSES] == [0.0] * len(module.PROCESSES)
+    assert math_reward(*question) == [1.0]
+
+
+@installed
+def test_gold_answers_that_cannot_be_read():
+    assert math_gold(r"so it is \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    assert math_gold("9 * 2\n#### 18") == "18"
+    for gold in (
+        "",
+        "0.\\overline{3}",
+        "\\frac{1",
+        "5 million",
+        "x" * 2000,
+        "\\boxed{5",
+        "9^{9^{9^9}}!(",
+    ):
+        assert math_gold(gold) is None, gold
+        assert math_reward([block(gold)], [gold]) == [0.0]
+
+
+def test_the_answer_of_a_completion():
+    assert final_answer(block("18")) == "18"
+    assert final_answer(block("it is \\boxed{18}")) == "18"
+    assert final_answer("<answer>17</answer><answer>18</answer>") == ""
+    assert final_answer("<answer>\\boxed{18}") == ""
+    assert (
+        final_answer("\\boxed{17}</think>So \\boxed{\\frac{1}{\\sqrt{2}}}.")
+        == "\\frac{1}{\\sqrt{2}}"
+    )
+    assert final_answer("\\boxed{17}</think>18") == ""
+    assert final_answer("18") == ""
+    assert last_boxed("\\boxed{17}, no, \\boxed{18}") == "18"
+
+
+def test_a_missing_package_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(module, "find_spec", lambda name: None)
+    monkeypatch.setattr(module, "PROCESSES", [module.Process()])
+    with pytest.raises(SystemExit) as stop:
+        math_gold("18")
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error == "error: the reward math_reward needs a package: pip install math-verify\n"

@@ -1,0 +1,244 @@
+r"""A reward for answers in mathematics, such as those of MATH and AIME. It needs math-verify:
+
+    pip install math-verify
+
+`math_reward` compares the answer of a completion with the gold answer. The answer is the text of
+the only answer block, or, if the completion has no <answer>, the content of the last \boxed{} after
+the thought. Two numbers are compared by the rules of utils/rewards.py. Everything else is compared
+by math-verify: roots, intervals, sets, matrices, equations, polynomials, words. `math_gold` is None
+for a gold answer that can't be read: such a row is skipped.
+
+A policy may write a formula that takes math-verify for ever. math-verify has a timer, but the timer
+works only in the main thread, and can't stop a computation inside of C code. So math-verify runs in
+processes of its own. There, a timer counts the seconds of the processor: a busy machine changes no
+reward. A process that doesn't answer is killed. An answer that takes too long is wrong.
+"""
+
+import json
+import logging
+import os
+import re
+import resource
+import select
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from queue import SimpleQueue
+
+from utils.rewards import MAX_TEXT, answer_block, parse_number, refuse
+
+# Seconds of the processor for one comparison.
+SECONDS = 3
+# Seconds after which a process that doesn't answer is killed.
+PATIENCE = 60
+# Bytes of memory for a process.
+MEMORY = 4 * 2**30
+# math-verify reads 100 200 as 300, 1 million as 1, and drops the base of 1011_2.
+MISREAD = re.compile(r"[0-9] +[0-9]|[0-9]\}?_|(?i:hundred|thousand|million|billion|trillion|dozen)")
+# The answer is $\frac{1}{2}$.
+ONE_FORMULA = re.compile(r"[^$0-9\\]*\$([^$]+)\$[^$0-9\\]*")
+# 1011_2 and 1011_{2}
+BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
+# math-verify reads a word without \text as a product of letters, so that east is seat.
+WORDS = re.compile("[A-Za-z]{3,}(?: [A-Za-z]+)*")
+
+
+# ==== the reward ====
+def math_reward(completions: list[str], answers: list[str]) -> list[float]:
+    """1.0 if the answer of the completion is the gold answer, else 0.0."""
+    pairs = []
+    for completion, answer in zip(completions, answers, strict=True):
+        pairs.append((last_boxed(answer), final_answer(completion)))
+    # The samples of a group often agree, so each pair is compared once.
+    different = list(dict.fromkeys(pairs))
+    with ThreadPoolExecutor(len(PROCESSES)) as pool:
+        verdicts = dict(zip(different, pool.map(is_right, different), strict=True))
+    return [float(verdicts[pair]) for pair in pairs]
+
+
+def math_gold(answer: str) -> str | None:
+    r"""A gold answer, or the content of the last \boxed{} of a solution. None: it can't be read."""
+    # A missing package ends the run here, when the data is loaded.
+    PROCESSES[0].start()
+    gold = last_boxed(answer)
+    if parse_number(gold) is not None or BASE.fullmatch(gold):
+        return gold
+    return gold if is_safe(gold) and ask(gold) else None
+
+
+def final_answer(completion: str) -> str:
+    r"""The text of the only answer block or, without <answer>, of the last \boxed{}, else ""."""
+    if "<answer>" in completion:
+        block = answer_block(completion)
+        # Two boxes in the block are two guesses.
+        return last_boxed(block) if block.count("\\boxed") < 2 else ""
+    conclusion = completion.rpartition("</think>")[2]
+    return last_boxed(conclusion) if "\\boxed" in conclusion else ""
+
+
+def last_boxed(text: str) -> str:
+    r"""The content of the last \boxed{}. Without one, the only formula of the text, or the text."""
+    _, box, rest = text.rpartition("\\boxed{")
+    if not box:
+        text = text.rpartition("####")[2]
+        formula = ONE_FORMULA.fullmatch(text)
+        return (formula[1] if formula else text).strip()
+    depth = 1
+    for i, character in enumerate(rest[:MAX_TEXT]):
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return rest[:i].strip()
+    # The brace is missing: the text has been cut off.
+    return ""
+
+
+def is_right(pair: tuple[str, str]) -> bool:
+    """Whether the second text is the same answer as the first, the gold answer."""
+    gold, text = pair
+    if not text or not gold:
+        return False
+    numbers = parse_number(gold), parse_number(text)
+    if None not in numbers:
+        return numbers[0] == numbers[1]
+    bases = BASE.fullmatch(gold), BASE.fullmatch(text)
+    if None not in bases:
+        return bases[0].groups() == bases[1].groups()
+    return is_safe(gold) and is_safe(text) and ask(gold, text)
+
+
+def is_safe(text: str) -> bool:
+    """Whether math-verify may read the text: it isn't long, and isn't known to be misread."""
+    if len(text) > MAX_TEXT or MISREAD.search(text):
+        return False
+    depth = 0
+    for character in text:
+        depth += (character == "{") - (character == "}")
+        if depth < 0:
+            return False
+    return depth == 0
+
+
+# ==== the processes ====
+class Process:
+    """A process that compares answers. It's started when it's needed, and killed when it's late."""
+
+    def __init__(self):
+        self.process = None
+
+    def start(self):
+        if self.process is not None:
+            return
+        if find_spec("math_verify") is None:
+            refuse(math_reward, "needs a package: pip install math-verify")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "utils.math_reward"],
+            cwd=Path(__file__).resolve().parents[1],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the run alone
+        )
+        if self.process.stdout.readline() != b"ready\n":
+            refuse(math_reward, "can't start math-verify; the lines above say why")
+
+    def ask(self, gold: str, text: str | None) -> bool:
+        """Whether the text is the gold answer, or without a text whether the gold can be read."""
+        self.start()
+        with suppress(OSError):  # the process has died
+            self.process.stdin.write(json.dumps([gold, text]).encode() + b"\n")
+            self.process.stdin.flush()
+            if select.select([self.process.stdout], [], [], PATIENCE)[0]:
+                reply = self.process.stdout.readline()
+                if reply:
+                    return reply == b"yes\n"
+        self.process.kill()
+        self.process.wait()
+        self.process = None
+        return False
+
+
+PROCESSES = [Process() for _ in range(min(8, os.cpu_count() or 1))]
+IDLE = SimpleQueue()
+for process in PROCESSES:
+    IDLE.put(process)
+
+
+def ask(gold: str, text: str | None = None) -> bool:
+    """The answer of a process that is idle. Any thread may ask."""
+    process = IDLE.get()
+    try:
+        return process.ask(gold, text)
+    finally:
+        IDLE.put(process)
+
+
+# ==== inside of a process ====
+@lru_cache(maxsize=1000)
+def parse(text):
+    """What math-verify reads: a list that is empty, or has one object of sympy."""
+    from math_verify import LatexExtractionConfig
+    from math_verify import parse as math_parse
+
+    if WORDS.fullmatch(text):
+        text = rf"\text{{{text}}}"
+    return math_parse(
+        rf"\boxed{{{text}}}",
+        [LatexExtractionConfig(boxed_match_priority=0)],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+    )
+
+
+def compare(gold, text):
+    """Whether math-verify finds that the text is the gold answer."""
+    from math_verify import verify
+    from sympy import FiniteSet
+
+    golds = parse(gold)
+    if text is None or not golds:
+        return bool(golds)
+    texts = parse(text)
+    # math-verify takes the set {1, 2} for the pair (1, 2).
+    if [isinstance(x, FiniteSet) for x in golds] != [isinstance(x, FiniteSet) for x in texts]:
+        return False
+    # Decimals are compared to 12 places: 0.333333 isn't 1/3.
+    return verify(golds, texts, float_rounding=12, timeout_seconds=None)
+
+
+class Late(BaseException):
+    """The time is up. The packages catch every Exception, but not this."""
+
+
+def on_timer(number, frame):
+    raise Late
+
+
+def work():
+    """Answer every line of stdin, the JSON of [gold, text], with yes or no."""
+    import math_verify  # noqa: F401
+
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    with suppress(ValueError, OSError):  # macOS has no such limit
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    logging.disable()
+    signal.signal(signal.SIGPROF, on_timer)
+    print("ready", file=replies)
+    # Packages print warnings.
+    sys.stdout = sys.stderr = open(os.devnull, "w")
+    for line in sys.stdin:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            verdict = compare(*json.loads(line))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        except BaseException:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            verdict = False
+        print("yes" if verdict else "no", file=replies)
+
+
+if __name__ == "__main__":
+    work()
