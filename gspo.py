@@ -1003,7 +1003,7 @@ def load_model(args, config, tokenizer):
         )
         model.to(device)
         if args.gradient_checkpointing:
-            model.activation_checkpointing_enable()
+            model.gradient_checkpointing_enable()
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)

@@ -1238,7 +1238,7 @@ def load_model(args, config, tokenizer):
         )
         model.to(device)
         if args.gradient_checkpointing:
-            model.activation_checkpointing_enable()
+            model.gradient_checkpointing_enable()
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)
@@ -1332,7 +1332,7 @@ def load_classifier(args, flag, source, config, device):
         )
         network.to(device)
         if args.gradient_checkpointing:
-            network.activation_checkpointing_enable()
+            network.gradient_checkpointing_enable()
     # Models like BERT have a head of another name, which reads the first token.
     if not hasattr(network, "score"):
         fail(f"{not_supported}: it has no head named score, which reads the last token")

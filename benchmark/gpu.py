@@ -225,7 +225,7 @@ def main() -> None:
     rollout = grpo.Rollout(*prompts, *sampled, completions=[""] * N)
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     model.train(options.gradient_checkpointing)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
     args = grpo.Args(beta=0.0)

@@ -152,7 +152,7 @@ for config, script in cases:
     dtype = torch.bfloat16 if script is grpo_lora else torch.float32
     model = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**given), dtype=dtype)
     model = model.cuda()
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     if script is grpo_lora:
         model = grpo_lora.add_adapters(types.SimpleNamespace(lora_rank=16, lora_alpha=32, seed=1), model)
     model.train()

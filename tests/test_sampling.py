@@ -620,7 +620,7 @@ def test_gradient_is_that_of_a_plain_forward(script, double, family, samples, ch
     double(model)
     expected = gradients(model, (slow_logprobs(model, rollout, 0.7) * weights).sum())
     if checkpointing:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
         model.train()
     actual = gradients(model, (script.compute_logprobs(model, rollout, 0.7) * weights).sum())
     assert_same_gradients(actual, expected)
@@ -693,7 +693,7 @@ def test_a_model_in_training_mode_with_checkpointing_is_sampled_as_in_evaluation
     """In training mode, gradient checkpointing drops the key-value cache, and GPT-2's dropout is active."""
     model = build(family)
     expected_rollout, expected = roll_out(script, model)
-    model.activation_checkpointing_enable()
+    model.gradient_checkpointing_enable()
     model.train()
     rollout, sampled = roll_out(script, model)
     assert torch.equal(rollout.response_ids, expected_rollout.response_ids)
