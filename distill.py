@@ -244,7 +244,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     loss = seq_loss.sum() / num_seqs
 
     ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-    kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3 (Eq. 4): only logged
+    kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3 (Eq. 4): only logged
     # Ratios outside the clip range, whatever the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool

@@ -219,7 +219,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = -surrogate  # (n,)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: DeepSeekMath, Eq. 4
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         seq_loss = seq_loss + args.beta * masked_mean(kl, mask, axis=1)
     loss = seq_loss.sum() / num_seqs
 

@@ -345,7 +345,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: logged, the rewards have k1
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: logged, the rewards have k1
     loss = masked_sum(token_loss, mask) / num_tokens
 
     # Ratios outside the clip range, whatever the sign of the advantage.
