@@ -319,6 +319,11 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
+        # The minibatches are drawn here, because the old log-probabilities are computed in the same
+        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        first_pass = updates[: args.num_minibatches]
+
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
         # a little. The first update takes them from its own forward pass (below). Later updates
         # need them from before the weights change, so they are computed here.
@@ -328,9 +333,9 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         if updates_per_step > 1:
-            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths)  # (N, R)
+            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths)  # (N, R)
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, first_pass)
 
         # ---- 2. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
@@ -346,13 +351,12 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         stat_sums = defaultdict(float)  # name of a metric -> sum over tokens or sequences
-        for update, minibatch in enumerate(minibatches(args, N)):
+        for update, minibatch in enumerate(updates):
             lr = scheduler.get_last_lr()[0]  # that of the last update is logged
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
-                    # values of this very pass: rollout_logprobs rounds differently.
+                    # No parameter has changed yet, so these are the old log-probabilities.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -628,12 +632,15 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, total_lengths):
-    """compute_logprobs (N, R) of the whole rollout, in micro-batches and without gradient."""
+def rollout_logprobs(args, model, rollout, total_lengths, parts):
+    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
+
+    parts is a list of minibatches, and each is cut into micro-batches as in its update.
+    """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    sequences = torch.arange(len(logprobs))
-    for rows in micro_batches(sequences, total_lengths, args.micro_batch_tokens):
-        logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
+    for minibatch in parts:
+        for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
+            logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
     return logprobs
 
 

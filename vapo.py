@@ -463,13 +463,18 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
+        # The minibatches are drawn here, because the old log-probabilities are computed in the same
+        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        first_pass = updates[: args.num_minibatches]
+
         # transformers recomputes activations in training mode only. Nothing else depends on the
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         value_model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer's own arithmetic, because the sampler's
         # differ a little. Like the old values, they are computed before the first update, and stay.
-        old_logprobs = rollout_logprobs(args, model, rollout, total_lengths)  # (N, R)
+        old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
 
         # ---- 2. reward and advantage
@@ -505,7 +510,7 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        for minibatch in minibatches(args, N):
+        for minibatch in updates:
             lr = scheduler.get_last_lr()[0]  # the policy's; that of the last update is logged
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int(response_lengths[minibatch][is_right[minibatch]].sum())
@@ -825,12 +830,15 @@ def compute_scores(reward_model, rollout):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, total_lengths):
-    """compute_logprobs (N, R) of the whole rollout, in micro-batches and without gradient."""
+def rollout_logprobs(args, model, rollout, total_lengths, parts):
+    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
+
+    parts is a list of minibatches, and each is cut into micro-batches as in its update.
+    """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    sequences = torch.arange(len(logprobs))
-    for rows in micro_batches(sequences, total_lengths, args.micro_batch_tokens):
-        logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
+    for minibatch in parts:
+        for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
+            logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
     return logprobs
 
 
