@@ -523,10 +523,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     device = prompt_ids.device
     segment = SEGMENT[device.type]
     num_rows = len(prompt_ids) * num_samples
-    # A row that a call has ended is not sampled to the end. Its other slots hold EOS, so that its
-    # response_mask, which ends at the first EOS, ends there.
-    response_ids = eos_ids[:1].repeat(num_rows, args.max_new_tokens)  # (N, R)
+    response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+    # A row that a call has ended is not sampled to the end, so its last slots hold no token.
+    is_drawn = torch.zeros_like(response_ids, dtype=torch.bool)  # (N, R)
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. A
     # static layer writes its columns in place, as a CUDA graph needs; select_rows enlarges it.
@@ -590,6 +590,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             token.copy_((logprobs + noise).argmax(1))
         response_ids[sequence, t] = token
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
+        is_drawn[sequence, t] = True
         finished |= torch.isin(token, eos_ids)
 
         # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
@@ -618,7 +619,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     # A finished row is still sampled until it is dropped. Tokens after an EOS token don't count.
     is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
     num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
-    response_mask = num_eos_before == 0  # (N, R) bool
+    response_mask = is_drawn & (num_eos_before == 0)  # (N, R) bool
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
