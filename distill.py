@@ -504,6 +504,12 @@ def main(args: Args) -> dict:
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
 SEGMENT = {"cpu": 32, "cuda": 128}
+# A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
+# for fewer rows takes longer than it saves.
+SMALL_CACHE = 2**15
+# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
+# whole head, so on a GPU a larger chunk is faster.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 @torch.no_grad()
@@ -592,8 +598,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished.
-        if cache_is_full or len(live) <= len(finished) / 2:
+        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
+        # also needs a new graph, which a small cache is not worth.
+        is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
+        if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
             bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
@@ -648,8 +656,8 @@ def compute_logprobs(model, rollout, temperature):
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
-    # time, at most 2**24 logits (64 MB), and the backward pass computes them again.
-    chunk_size = max(1, 2**24 // head.weight.shape[0])
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
     logprobs = []
     for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
         logprobs.append(
@@ -672,7 +680,7 @@ def compute_reverse_kl(model, teacher, rollout, temperature):
         return reverse_kl(logits.log_softmax(1), ref_logits.log_softmax(1))
 
     # In chunks, as in compute_logprobs.
-    chunk_size = max(1, 2**24 // head.weight.shape[0])
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
     kl = []
     for chunk in zip(hidden.split(chunk_size), teacher_hidden.split(chunk_size), strict=True):
         kl.append(checkpoint(chunk_kl, *chunk, use_reentrant=False, preserve_rng_state=False))
@@ -741,9 +749,10 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # of as equal size as possible
     parts = []
     for part_ids, part_mask in zip(
-        prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True
+        prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
@@ -1081,7 +1090,9 @@ def load_model(args, config, tokenizer):
         )
         model.to(device)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            # No forward pass is random, so the random state needn't be kept.
+            options = dict(use_reentrant=False, preserve_rng_state=False)
+            model.gradient_checkpointing_enable(options)
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)

@@ -271,7 +271,7 @@ def main(args: Args) -> dict:
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
-    ref_model = inference_copy(model) if args.beta > 0 else None
+    ref_model = reference_copy(model) if args.beta > 0 else None
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -473,6 +473,12 @@ def main(args: Args) -> dict:
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
 SEGMENT = {"cpu": 32, "cuda": 128}
+# A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
+# for fewer rows takes longer than it saves.
+SMALL_CACHE = 2**15
+# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
+# whole head, so on a GPU a larger chunk is faster.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 @torch.no_grad()
@@ -561,8 +567,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished.
-        if cache_is_full or len(live) <= len(finished) / 2:
+        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
+        # also needs a new graph, which a small cache is not worth.
+        is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
+        if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
             bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
@@ -617,8 +625,8 @@ def compute_logprobs(model, rollout, temperature):
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
-    # time, at most 2**24 logits (64 MB), and the backward pass computes them again.
-    chunk_size = max(1, 2**24 // head.weight.shape[0])
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
     logprobs = []
     for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
         logprobs.append(
@@ -677,6 +685,20 @@ def inference_copy(model):
     return copied
 
 
+def reference_copy(model):
+    """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
+
+    Autocast rounds the policy's weights in the same places, so a copy of the policy computes the
+    same log-probabilities, bit for bit.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        for module in copied.base_model.modules():  # without the head
+            if isinstance(module, torch.nn.Linear):
+                module.to(torch.bfloat16)
+    return copied
+
+
 def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
@@ -689,9 +711,10 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # of as equal size as possible
     parts = []
     for part_ids, part_mask in zip(
-        prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True
+        prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
@@ -1004,7 +1027,9 @@ def load_model(args, config, tokenizer):
         )
         model.to(device)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            # No forward pass is random, so the random state needn't be kept.
+            options = dict(use_reentrant=False, preserve_rng_state=False)
+            model.gradient_checkpointing_enable(options)
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)

@@ -30,6 +30,8 @@ VARIED = """import signal, sys
 sys.path.insert(0, {root!r})
 import grpo, tyro
 grpo.SEGMENT["cuda"] = 8
+if "kept" not in sys.argv[0]:  # drop rows even if few tokens are in the cache
+    grpo.SMALL_CACHE = 0
 calls, sample_responses = [], grpo.sample_responses
 def stopped(*args, **kwargs):
     calls.append(args)
@@ -79,6 +81,10 @@ copied = grpo.inference_copy(model)
 assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{torch.float32}}
 assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
 assert {{x.dtype for x in model.parameters()}} == {{x.dtype for x in copied.buffers()}} == {{torch.float32}}
+ref_model = grpo.reference_copy(model)
+assert {{x.dtype for x in ref_model.base_model.layers.parameters() if x.ndim == 2}} == {{torch.bfloat16}}
+with torch.no_grad():
+    assert torch.equal(grpo.compute_logprobs(ref_model, rollout, 1.0), rounded)
 """
 # grpo_lora.py keeps weights in bf16, the head and adapters in float32, and no tensor twice.
 # Sampling and training agree.
@@ -190,7 +196,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cuda")
     # This program forks, and a process can only fork before it computes a gradient. So this program runs first.
     programs = {"grpo_multigpu": SEVERAL}
-    programs |= {name: VARIED for name in ("graph", "eager", "stop")} | {
+    programs |= {name: VARIED for name in ("graph", "eager", "stop", "kept")} | {
         "precision": PRECISION,
         "adapters": ADAPTERS,
         "families": FAMILIES,
@@ -207,9 +213,9 @@ def runs(tmp_path_factory):
     commands["eager"] += ["--no-cuda-graph"]
     commands["dapo"] += ["--max-resample", "1"]
     commands["vapo"] += ["--value-warmup-steps", "0"]
-    for name in ("graph", "eager", "stop"):
+    for name in ("graph", "eager", "stop", "kept"):
         commands[name] += [*small_flags("grpo"), *SMALL.split()]
-    for name in (*OWN_TENSORS, "grpo_multigpu", "graph", "eager", "stop"):
+    for name in (*OWN_TENSORS, "grpo_multigpu", "graph", "eager", "stop", "kept"):
         commands[name] += ["--runs-dir", folder, "--run-name", name]
     commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
@@ -252,6 +258,10 @@ def test_script_trains_on_cuda(runs, name):
         # In grpo_lora.py sampler and trainer share the weights, so the gap may be 0.
         lowest = -1 if name == "grpo_lora" else 1e-6
         assert lowest < row["rollout/logprob_gap"] < 0.01
+    # The reference rounds as autocast rounds the policy. distill.py's reference is another model, and ppo_rlhf.py has
+    # several updates per step.
+    if name not in ("distill", "ppo_rlhf"):
+        assert rows[1].get("kl/ref", 0.0) == 0.0
     trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
 
@@ -264,6 +274,11 @@ def test_replayed_graphs_sample_what_single_steps_do(runs):
     assert (graph[4] / "samples.jsonl").read_text() == (eager[4] / "samples.jsonl").read_text()
     for one, other in zip(metrics(graph[4]), metrics(eager[4]), strict=True):
         assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
+
+
+def test_rows_of_a_small_cache_are_not_dropped(runs):
+    """A new graph for fewer rows costs more time than it saves. So there are as many graphs as segments."""
+    assert runs["kept"][0] == 0 and runs["kept"][1] == 12 < runs["graph"][1], runs["kept"][3]
 
 
 def test_signal_and_resume_on_cuda(runs):

@@ -67,6 +67,7 @@ PAIRS = {
         "mixed_groups",
         "overlong_penalty",
         "policy_loss",
+        "reference_copy",
         "sample_mixed_groups",
         "shuffled_batches",
     },
@@ -206,6 +207,7 @@ PAIRS = {
         "low_rank",
         "main",
         "merge_adapters",
+        "reference_copy",
         "save_adapters",
     },
     "distill": {
@@ -223,6 +225,7 @@ PAIRS = {
         "load_teacher_config",
         "main",
         "policy_loss",
+        "reference_copy",
         "reverse_kl",
         "show_progress",
     },
@@ -257,6 +260,7 @@ PAIRS = {
         "lm_loss",
         "main",
         "policy_loss",
+        "reference_copy",
         "terminal_rewards",
     },
     "grpo_tools": {
