@@ -205,14 +205,16 @@ class Args:
 
 
 # ==== algorithm ====
-def low_rank(args, x, A, B):
-    """(alpha / rank) B A x (..., out), which is added to W x. Hu et al., Eq. 3 and 4.1.
+def add_low_rank(args, output, x, A, B):
+    """output + (alpha / rank) B A x (..., out), where output is W x. Hu et al., Eq. 3 and 4.1.
 
     x (..., in), A (rank, in), B (out, rank).
     """
     A, B = A.to(x.dtype), B.to(x.dtype)  # on a GPU x is in bf16, A and B are in float32
-    product = F.linear(F.linear(x, A), B)  # (..., out)
-    return args.lora_alpha / args.lora_rank * product
+    reduced = F.linear(x, A).flatten(0, -2)  # (n, rank)
+    # One kernel scales, multiplies and adds.
+    scale = args.lora_alpha / args.lora_rank
+    return torch.addmm(output.flatten(0, -2), reduced, B.T, alpha=scale).view_as(output)
 
 
 def compute_advantages(args, rewards):
@@ -710,8 +712,8 @@ def add_adapters(args, model):
     copies = {id(weight): weight for weight in model.parameters()}
     policy = copy.deepcopy(model, copies)
 
-    def add_low_rank(layer, inputs, output):
-        return output + low_rank(args, inputs[0], layer.lora_A, layer.lora_B)
+    def adapt(layer, inputs, output):
+        return add_low_rank(args, output, inputs[0], layer.lora_A, layer.lora_B)
 
     torch.manual_seed(args.seed)
     for layer in policy.base_model.modules():  # the trunk, without the head
@@ -721,7 +723,7 @@ def add_adapters(args, model):
             B = torch.zeros(layer.out_features, args.lora_rank)  # (out, rank)
             layer.lora_A = torch.nn.Parameter(A.to(model.device))
             layer.lora_B = torch.nn.Parameter(B.to(model.device))
-            layer.lora_hook = layer.register_forward_hook(add_low_rank)
+            layer.lora_hook = layer.register_forward_hook(adapt)
     return policy
 
 
