@@ -151,8 +151,8 @@ class Args:
     """maximum response length in tokens (R); None: 300, bundled 32"""
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
-    sampling_tokens: int = 49152
-    """tokens in a sampling batch, padding included; higher is faster and uses more memory"""
+    sampling_tokens: int | None = None
+    """tokens in a sampling batch, padding included; None: 49152, GPU of 60 GB or more 131072"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -168,8 +168,8 @@ class Args:
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 4
     """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
-    micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
+    micro_batch_tokens: int | None = None
+    """tokens per forward and backward pass; None: 2048, GPU of 60 GB or more 8192"""
     gradient_checkpointing: bool | None = None
     """recompute activations: less memory, a third more time; None: True, bundled False"""
     max_grad_norm: float = 1.0
@@ -265,6 +265,7 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
+    args = choose_batch_sizes(args, model.device)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
 
@@ -973,10 +974,25 @@ def resume_args(args):
         return Args(**saved["args"]), run_dir, saved
 
 
+def choose_batch_sizes(args, device):
+    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU."""
+    args = replace(args)  # a copy
+    is_large = False
+    if device.type == "cuda":
+        is_large = torch.cuda.get_device_properties(device).total_memory > 60e9  # bytes
+    if args.sampling_tokens is None:
+        args.sampling_tokens = 131072 if is_large else 49152
+    if args.micro_batch_tokens is None:
+        args.micro_batch_tokens = 8192 if is_large else 2048
+    return args
+
+
 def check_args(args):
     """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
+        if value is None:  # chosen later, by the device
+            continue
         if not lowest <= value <= highest:  # NaN is refused, too
             fail(f"--{name.replace('_', '-')} {value}: must be from {lowest} to {highest}")
     N = args.num_prompts * args.num_generations
@@ -1126,6 +1142,10 @@ def open_run(args, run_dir, saved, model):
     print(f"{SCRIPT.name} on {model.device}: {args.model}, {millions:.2f} M parameters; {run_dir}")
     chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
     print(f"settings by model: {', '.join(chosen)}")
+    print(
+        f"settings by device: sampling_tokens {args.sampling_tokens}, micro_batch_tokens "
+        f"{args.micro_batch_tokens}"
+    )
     return files
 
 

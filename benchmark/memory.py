@@ -31,18 +31,15 @@ FLAGS = dict(
     max_new_tokens=300,
     gradient_checkpointing=True,
 )
+# The scripts take these on a GPU of more than 60 GB, if no flag says otherwise.
+LARGE = dict(sampling_tokens=131072, micro_batch_tokens=8192)
 # The flags to try, in this order, until the script fits.
 LOWER = [
     {},
+    dict(sampling_tokens=49152, micro_batch_tokens=2048),
     dict(sampling_tokens=24576),
     dict(sampling_tokens=12288),
     dict(sampling_tokens=12288, beta=0),
-]
-# The flags to try on a card where the defaults leave room. The first set that fits is used.
-HIGHER = [
-    dict(sampling_tokens=131072, micro_batch_tokens=16384),
-    dict(sampling_tokens=131072, micro_batch_tokens=8192),
-    dict(sampling_tokens=98304, micro_batch_tokens=4096),
 ]
 
 
@@ -213,19 +210,11 @@ def words(flags: dict) -> str:
 
 def verdict(script: str, config: dict, card: int) -> str:
     """Whether the script fits on a card with `card` GB, and with which flags."""
+    defaults = LARGE if card > 60 else {}
     for flags in LOWER:
-        peak = count(script, config, **flags)["peak"]
-        if peak <= card * 1e9:
-            break
-    else:
-        return "no"
-    if not flags and card == max(CARDS):
-        for flags in HIGHER:
-            if count(script, config, **flags)["peak"] <= card * 1e9:
-                break
-        else:
-            flags = {}
-    return "yes" if not flags else words(flags)
+        if count(script, config, **defaults | flags)["peak"] <= card * 1e9:
+            return "yes" if not flags else words(flags)
+    return "no"
 
 
 def fits_table() -> str:

@@ -169,8 +169,9 @@ def counting(vocab_size=V):
 
 
 def make_args(script, new_tokens, temperature=1.0, samples=4, **given):
+    sizes = dict(sampling_tokens=49152, micro_batch_tokens=2048) | given
     return script.Args(
-        max_new_tokens=new_tokens, temperature=temperature, num_generations=samples, **given
+        max_new_tokens=new_tokens, temperature=temperature, num_generations=samples, **sizes
     )
 
 

@@ -156,7 +156,8 @@ def script_model(monkeypatch, tokenizer, turns, sizes):
 
 
 def respond(tokenizer, prompts, num_samples=1, **given):
-    args = grpo_tools.Args(**dict(max_new_tokens=40, max_prompt_tokens=64) | given)
+    sizes = dict(max_new_tokens=40, max_prompt_tokens=64, sampling_tokens=49152)
+    args = grpo_tools.Args(**sizes | given)
     examples = [
         {"prompt_ids": tokenizer(text, add_special_tokens=False).input_ids} for text in prompts
     ]
@@ -382,7 +383,8 @@ def test_a_slot_that_was_never_drawn_does_not_count(student, tokenizer):
 
 
 def sampled(student, tokenizer, **given):
-    args = grpo_tools.Args(**dict(max_prompt_tokens=64, max_new_tokens=32, temperature=1.0) | given)
+    sizes = dict(max_prompt_tokens=64, max_new_tokens=32, sampling_tokens=49152)
+    args = grpo_tools.Args(**sizes | dict(temperature=1.0) | given)
     questions = ["47+38=", "9+4=", "50+7="]
     examples = [{"prompt_ids": tokenizer(text).input_ids} for text in questions]
     torch.manual_seed(3)
