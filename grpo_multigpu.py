@@ -192,8 +192,8 @@ class Args:
     """maximum response length in tokens (R); None: 300, bundled 32"""
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
-    sampling_tokens: int = 49152
-    """tokens in a sampling batch, padding included; higher is faster and uses more memory"""
+    sampling_tokens: int | None = None
+    """tokens in a sampling batch, padding included; None: 49152, GPU of 60 GB or more 131072"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -209,8 +209,8 @@ class Args:
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
-    micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
+    micro_batch_tokens: int | None = None
+    """tokens per forward and backward pass; None: 2048, GPU of 60 GB or more 8192"""
     gradient_checkpointing: bool | None = None
     """recompute activations: less memory, a third more time; None: True, bundled False"""
     max_grad_norm: float = 1.0
@@ -257,7 +257,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: DeepSeekMath, Eq. 4
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
@@ -310,14 +310,13 @@ def main(args: Args) -> dict:
     hide_errors_of_peers()
     mesh = connect(args)
     model, eos_ids = load_model(args, config, tokenizer)
+    args = choose_batch_sizes(args, model.device)
+    args = gather_objects(args)[0]  # every process takes the choice of rank 0
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
-    ref_model = inference_copy(model) if args.beta > 0 else None
+    ref_model = reference_copy(model) if args.beta > 0 else None
     # Every process samples from a whole copy. Copying the reference needs less memory than copying
-    # the model, because on a GPU the reference is in bf16.
-    if ref_model is not None:
-        sampler = copy.deepcopy(ref_model)
-    else:
-        sampler = inference_copy(model)
+    # the model, because on a GPU the reference is mostly in bf16.
+    sampler = inference_copy(model if ref_model is None else ref_model)
     # policy(rollout, temperature) gathers the sharded weights and calls compute_logprobs.
     policy = LogprobModel(model)
     shard(policy, mesh)
@@ -383,6 +382,11 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
+        # The minibatches are drawn here, because the old log-probabilities are computed in the same
+        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        first_pass = updates[: args.num_minibatches]
+
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
         # a little. The first update takes them from its own forward pass (below). Later updates
         # need them from before the weights change, so they are computed here.
@@ -392,10 +396,10 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         if updates_per_step > 1:
-            old_logprobs = rollout_logprobs(args, policy, rollout, total_lengths)  # (N, R)
+            old_logprobs = rollout_logprobs(args, policy, rollout, total_lengths, first_pass)
         if ref_model is not None:
             reference = LogprobModel(ref_model)  # not sharded, but called in the same way
-            ref_logprobs = rollout_logprobs(args, reference, rollout, total_lengths)  # (N, R)
+            ref_logprobs = rollout_logprobs(args, reference, rollout, total_lengths, first_pass)
 
         # ---- 2. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
@@ -415,7 +419,7 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        for update, minibatch in enumerate(minibatches(args, N)):
+        for update, minibatch in enumerate(updates):
             lr = scheduler.get_last_lr()[0]  # that of the last update is logged
             for rows, is_repeat in own_micro_batches(args, minibatch, total_lengths):
                 logprobs = policy(rollout.select(rows), args.temperature)  # (n, R)
@@ -425,8 +429,7 @@ def main(args: Args) -> dict:
                     (0.0 * logprobs.sum()).backward()
                     continue
                 if update == 0:
-                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
-                    # values of this very pass: rollout_logprobs rounds differently.
+                    # No parameter has changed yet, so these are the old log-probabilities.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -553,6 +556,12 @@ def main(args: Args) -> dict:
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
 SEGMENT = {"cpu": 32, "cuda": 128}
+# A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
+# for fewer rows takes longer than it saves.
+SMALL_CACHE = 2**15
+# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
+# whole head, so on a GPU a larger chunk is faster.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 @torch.no_grad()
@@ -641,8 +650,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished.
-        if cache_is_full or len(live) <= len(finished) / 2:
+        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
+        # also needs a new graph, which a small cache is not worth.
+        is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
+        if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
             bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
@@ -697,8 +708,8 @@ def compute_logprobs(model, rollout, temperature):
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
-    # time, at most 2**24 logits (64 MB), and the backward pass computes them again.
-    chunk_size = max(1, 2**24 // head.weight.shape[0])
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
     logprobs = []
     for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
         logprobs.append(
@@ -709,17 +720,18 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, total_lengths):
-    """compute_logprobs (N, R) of the whole rollout, in micro-batches and without gradient.
+def rollout_logprobs(args, model, rollout, total_lengths, parts):
+    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
 
-    model is a LogprobModel. The processes share the work, and each gets the whole result.
+    parts is a list of minibatches, and each is cut into micro-batches as in its update. model is a
+    LogprobModel. The processes share the work, and each gets the whole result.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    sequences = torch.arange(len(logprobs))
-    for rows, is_repeat in own_micro_batches(args, sequences, total_lengths):
-        own_logprobs = model(rollout.select(rows), args.temperature)  # (n, R)
-        if not is_repeat:
-            logprobs[rows] = own_logprobs
+    for minibatch in parts:
+        for rows, is_repeat in own_micro_batches(args, minibatch, total_lengths):
+            own_logprobs = model(rollout.select(rows), args.temperature)  # (n, R)
+            if not is_repeat:
+                logprobs[rows] = own_logprobs
     # Each row was computed by one process, and is 0 on the others, so the sum has all rows.
     dist.all_reduce(logprobs, dist.ReduceOp.SUM)
     return logprobs
@@ -823,6 +835,20 @@ def inference_copy(model):
     return copied
 
 
+def reference_copy(model):
+    """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
+
+    Autocast rounds the policy's weights in the same places, so a copy of the policy computes the
+    same log-probabilities, bit for bit.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        for module in copied.base_model.modules():  # without the head
+            if isinstance(module, torch.nn.Linear):
+                module.to(torch.bfloat16)
+    return copied
+
+
 def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
@@ -838,9 +864,10 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     # Each process samples for its own share of the prompts.
     own_ids = prompt_ids.tensor_split(num_processes())[process_rank()]  # (own prompts, P)
     own_mask = prompt_mask.tensor_split(num_processes())[process_rank()]  # (own prompts, P) bool
+    num_parts = max(1, math.ceil(len(own_ids) / at_a_time))  # of as equal size as possible
     parts = []
     for part_ids, part_mask in zip(
-        own_ids.split(at_a_time), own_mask.split(at_a_time), strict=True
+        own_ids.tensor_split(num_parts), own_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
@@ -1140,10 +1167,25 @@ def resume_args(args):
         return Args(**saved["args"]), run_dir, saved
 
 
+def choose_batch_sizes(args, device):
+    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU."""
+    args = replace(args)  # a copy
+    is_large = False
+    if device.type == "cuda":
+        is_large = torch.cuda.get_device_properties(device).total_memory > 60e9  # bytes
+    if args.sampling_tokens is None:
+        args.sampling_tokens = 131072 if is_large else 49152
+    if args.micro_batch_tokens is None:
+        args.micro_batch_tokens = 8192 if is_large else 2048
+    return args
+
+
 def check_args(args):
     """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
+        if value is None:  # chosen later, by the device
+            continue
         if not lowest <= value <= highest:  # NaN is refused, too
             fail(f"--{name.replace('_', '-')} {value}: must be from {lowest} to {highest}")
     N = args.num_prompts * args.num_generations
@@ -1246,7 +1288,9 @@ def load_model(args, config, tokenizer):
         )
         model.to(device)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            # No forward pass is random, so the random state needn't be kept.
+            options = dict(use_reentrant=False, preserve_rng_state=False)
+            model.gradient_checkpointing_enable(options)
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)
@@ -1340,6 +1384,10 @@ def open_run(args, run_dir, saved, model):
     print(f"{SCRIPT.name} on {model.device}: {args.model}, {millions:.2f} M parameters; {run_dir}")
     chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
     print(f"settings by model: {', '.join(chosen)}")
+    print(
+        f"settings by device: sampling_tokens {args.sampling_tokens}, micro_batch_tokens "
+        f"{args.micro_batch_tokens}"
+    )
     return files
 
 

@@ -197,8 +197,8 @@ class Args:
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
-    micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
+    micro_batch_tokens: int | None = None
+    """tokens per forward and backward pass; None: 2048, GPU of 60 GB or more 8192"""
     gradient_checkpointing: bool | None = None
     """recompute activations: less memory, a third more time; None: True, bundled False"""
     max_grad_norm: float = 1.0
@@ -270,7 +270,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3: DeepSeekMath, Eq. 4
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
@@ -319,8 +319,9 @@ def main(args: Args) -> dict:
     test_data = load_data(args, tokenizer, "test")
     import_vllm()
     model, eos_ids = load_model(args, config, tokenizer)
+    args = choose_batch_sizes(args, model.device)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
-    ref_model = inference_copy(model) if args.beta > 0 else None
+    ref_model = reference_copy(model) if args.beta > 0 else None
     engine = load_engine(args, model)
 
     G = args.num_generations
@@ -374,6 +375,11 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
+        # The minibatches are drawn here, because the old log-probabilities are computed in the same
+        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        first_pass = updates[: args.num_minibatches]
+
         # pi_old is the trainer's policy, and the engine rounds and computes differently. So the
         # old log-probabilities come from the trainer. The first update takes them from its own
         # forward pass (below). Later updates need them from before the weights change, so they are
@@ -384,9 +390,9 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         if updates_per_step > 1:
-            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths)  # (N, R)
+            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths)  # (N, R)
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, first_pass)
 
         # ---- 2. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
@@ -402,13 +408,12 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        for update, minibatch in enumerate(minibatches(args, N)):
+        for update, minibatch in enumerate(updates):
             lr = scheduler.get_last_lr()[0]  # that of the last update is logged
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
-                    # values of this very pass: rollout_logprobs rounds differently.
+                    # No parameter has changed yet, so these are the old log-probabilities.
                     old_logprobs[rows] = logprobs.detach()
                 # One weight for each token, (n, R).
                 sampler_weights = compute_sampler_weights(
@@ -526,6 +531,10 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may stop here: what follows makes the loop above fast, or sets it up.
 
+# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
+# whole head, so on a GPU a larger chunk is faster.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+
 
 def refresh_engine(engine, model):
     """Give the engine the model's weights, rounded to --engine-dtype."""
@@ -569,8 +578,8 @@ def compute_logprobs(model, rollout, temperature):
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
-    # time, at most 2**24 logits (64 MB), and the backward pass computes them again.
-    chunk_size = max(1, 2**24 // head.weight.shape[0])
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
     logprobs = []
     for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
         logprobs.append(
@@ -581,12 +590,15 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, total_lengths):
-    """compute_logprobs (N, R) of the whole rollout, in micro-batches and without gradient."""
+def rollout_logprobs(args, model, rollout, total_lengths, parts):
+    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
+
+    parts is a list of minibatches, and each is cut into micro-batches as in its update.
+    """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    sequences = torch.arange(len(logprobs))
-    for rows in micro_batches(sequences, total_lengths, args.micro_batch_tokens):
-        logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
+    for minibatch in parts:
+        for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
+            logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
     return logprobs
 
 
@@ -608,21 +620,17 @@ def micro_batches(sequences, lengths, max_tokens):
     return batches
 
 
-def inference_copy(model):
-    """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
+def reference_copy(model):
+    """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    Autocast rounds the policy's weights in the same places, so a copy of the policy computes the
+    same log-probabilities, bit for bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
-        # Buffers are left alone: the rotary frequencies stay in float32.
-        for parameter in copied.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
-        # hook converts its input.
-        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        copied.set_output_embeddings(head)
+        for module in copied.base_model.modules():  # without the head
+            if isinstance(module, torch.nn.Linear):
+                module.to(torch.bfloat16)
     return copied
 
 
@@ -926,10 +934,23 @@ def resume_args(args):
         return Args(**saved["args"]), run_dir, saved
 
 
+def choose_batch_sizes(args, device):
+    """args with a number for --micro-batch-tokens, which depends on the GPU."""
+    args = replace(args)  # a copy
+    is_large = False
+    if device.type == "cuda":
+        is_large = torch.cuda.get_device_properties(device).total_memory > 60e9  # bytes
+    if args.micro_batch_tokens is None:
+        args.micro_batch_tokens = 8192 if is_large else 2048
+    return args
+
+
 def check_args(args):
     """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
+        if value is None:  # chosen later, by the device
+            continue
         if not lowest <= value <= highest:  # NaN is refused, too
             fail(f"--{name.replace('_', '-')} {value}: must be from {lowest} to {highest}")
     N = args.num_prompts * args.num_generations
@@ -986,7 +1007,9 @@ def load_model(args, config, tokenizer):
         )
         model.to(device)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            # No forward pass is random, so the random state needn't be kept.
+            options = dict(use_reentrant=False, preserve_rng_state=False)
+            model.gradient_checkpointing_enable(options)
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)
@@ -1137,6 +1160,7 @@ def open_run(args, run_dir, saved, model):
     print(f"{SCRIPT.name} on {model.device}: {args.model}, {millions:.2f} M parameters; {run_dir}")
     chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
     print(f"settings by model: {', '.join(chosen)}")
+    print(f"settings by device: micro_batch_tokens {args.micro_batch_tokens}")
     return files
 
 

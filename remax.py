@@ -162,8 +162,8 @@ class Args:
     """maximum response length in tokens (R); None: 300, bundled 32"""
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
-    sampling_tokens: int = 49152
-    """tokens in a sampling batch, padding included; higher is faster and uses more memory"""
+    sampling_tokens: int | None = None
+    """tokens in a sampling batch, padding included; None: 49152, GPU of 60 GB or more 131072"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -177,8 +177,8 @@ class Args:
     """updates over which the learning rate rises linearly from 0; None: 10, bundled 0"""
     num_minibatches: int = 1
     """updates per rollout; each takes a share of it, shuffled and as equal as possible"""
-    micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; for speed and memory, doesn't change the gradient"""
+    micro_batch_tokens: int | None = None
+    """tokens per forward and backward pass; None: 2048, GPU of 60 GB or more 8192"""
     gradient_checkpointing: bool | None = None
     """recompute activations: less memory, a third more time; None: True, bundled False"""
     max_grad_norm: float = 1.0
@@ -229,7 +229,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -advantages * logprobs.masked_fill(~mask, 0.0)  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = ref_logratio.exp() - ref_logratio - 1  # (n, R), k3, for the log; the return has k1
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3, for the log; the return has k1
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
@@ -274,8 +274,9 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
+    args = choose_batch_sizes(args, model.device)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
-    ref_model = inference_copy(model) if args.beta > 0 else None
+    ref_model = reference_copy(model) if args.beta > 0 else None
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -333,6 +334,11 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
+        # The minibatches are drawn here, because the old log-probabilities are computed in the same
+        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        first_pass = updates[: args.num_minibatches]
+
         # The trainer computes the old log-probabilities, because the sampler's arithmetic differs a
         # little. Two things need them before the first update: the KL in the returns, and the
         # metrics of later updates. If there is neither, the first update fills them in (below).
@@ -342,9 +348,9 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         if updates_per_step > 1 or ref_model is not None:
-            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths)  # (N, R)
+            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths)  # (N, R)
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, first_pass)
 
         # ---- 2. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
@@ -368,13 +374,12 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        for update, minibatch in enumerate(minibatches(args, N)):
+        for update, minibatch in enumerate(updates):
             lr = scheduler.get_last_lr()[0]  # that of the last update is logged
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if update == 0:
-                    # No parameter has changed yet, so the ratio must be 1. It is exactly 1 with the
-                    # values of this very pass: rollout_logprobs rounds differently.
+                    # No parameter has changed yet, so these are the old log-probabilities.
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -487,6 +492,12 @@ def main(args: Args) -> dict:
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
 SEGMENT = {"cpu": 32, "cuda": 128}
+# A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
+# for fewer rows takes longer than it saves.
+SMALL_CACHE = 2**15
+# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
+# whole head, so on a GPU a larger chunk is faster.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 @torch.no_grad()
@@ -575,8 +586,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished.
-        if cache_is_full or len(live) <= len(finished) / 2:
+        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
+        # also needs a new graph, which a small cache is not worth.
+        is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
+        if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
             bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
@@ -631,8 +644,8 @@ def compute_logprobs(model, rollout, temperature):
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
-    # time, at most 2**24 logits (64 MB), and the backward pass computes them again.
-    chunk_size = max(1, 2**24 // head.weight.shape[0])
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
     logprobs = []
     for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
         logprobs.append(
@@ -643,12 +656,15 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, total_lengths):
-    """compute_logprobs (N, R) of the whole rollout, in micro-batches and without gradient."""
+def rollout_logprobs(args, model, rollout, total_lengths, parts):
+    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
+
+    parts is a list of minibatches, and each is cut into micro-batches as in its update.
+    """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    sequences = torch.arange(len(logprobs))
-    for rows in micro_batches(sequences, total_lengths, args.micro_batch_tokens):
-        logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
+    for minibatch in parts:
+        for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
+            logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
     return logprobs
 
 
@@ -688,6 +704,20 @@ def inference_copy(model):
     return copied
 
 
+def reference_copy(model):
+    """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
+
+    Autocast rounds the policy's weights in the same places, so a copy of the policy computes the
+    same log-probabilities, bit for bit.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        for module in copied.base_model.modules():  # without the head
+            if isinstance(module, torch.nn.Linear):
+                module.to(torch.bfloat16)
+    return copied
+
+
 def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
@@ -700,9 +730,10 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # of as equal size as possible
     parts = []
     for part_ids, part_mask in zip(
-        prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True
+        prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
     response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
@@ -955,10 +986,25 @@ def resume_args(args):
         return Args(**saved["args"]), run_dir, saved
 
 
+def choose_batch_sizes(args, device):
+    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU."""
+    args = replace(args)  # a copy
+    is_large = False
+    if device.type == "cuda":
+        is_large = torch.cuda.get_device_properties(device).total_memory > 60e9  # bytes
+    if args.sampling_tokens is None:
+        args.sampling_tokens = 131072 if is_large else 49152
+    if args.micro_batch_tokens is None:
+        args.micro_batch_tokens = 8192 if is_large else 2048
+    return args
+
+
 def check_args(args):
     """End the run if a number is out of its bounds, or two don't fit together."""
     for name, (lowest, highest) in BOUNDS.items():
         value = getattr(args, name)
+        if value is None:  # chosen later, by the device
+            continue
         if not lowest <= value <= highest:  # NaN is refused, too
             fail(f"--{name.replace('_', '-')} {value}: must be from {lowest} to {highest}")
     N = args.num_prompts * args.num_generations
@@ -1015,7 +1061,9 @@ def load_model(args, config, tokenizer):
         )
         model.to(device)
         if args.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+            # No forward pass is random, so the random state needn't be kept.
+            options = dict(use_reentrant=False, preserve_rng_state=False)
+            model.gradient_checkpointing_enable(options)
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)
@@ -1106,6 +1154,10 @@ def open_run(args, run_dir, saved, model):
     print(f"{SCRIPT.name} on {model.device}: {args.model}, {millions:.2f} M parameters; {run_dir}")
     chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
     print(f"settings by model: {', '.join(chosen)}")
+    print(
+        f"settings by device: sampling_tokens {args.sampling_tokens}, micro_batch_tokens "
+        f"{args.micro_batch_tokens}"
+    )
     return files
 
 

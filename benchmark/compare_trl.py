@@ -109,7 +109,8 @@ def prepare(options, folder: Path) -> None:
         starts = [json.loads(line)["question"] for line in STORY_PROMPTS.read_text().splitlines()]
         examples = [{"prompt_ids": tokenizer(start).input_ids} for start in starts]
         args = grpo.Args(
-            max_new_tokens=460 - max(len(example["prompt_ids"]) for example in examples)
+            max_new_tokens=460 - max(len(example["prompt_ids"]) for example in examples),
+            sampling_tokens=2**18,
         )
         eos_ids = torch.tensor([tokenizer.eos_token_id])
         rollout = grpo.sample_responses(

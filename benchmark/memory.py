@@ -36,18 +36,15 @@ FLAGS = dict(
     max_new_tokens=300,
     gradient_checkpointing=True,
 )
+# The scripts take these on a GPU of more than 60 GB, if no flag says otherwise.
+LARGE = dict(sampling_tokens=131072, micro_batch_tokens=8192)
 # The flags to try, in this order, until the script fits.
 LOWER = [
     {},
+    dict(sampling_tokens=49152, micro_batch_tokens=2048),
     dict(sampling_tokens=24576),
     dict(sampling_tokens=12288),
     dict(sampling_tokens=12288, beta=0),
-]
-# The flags to try on a card where the defaults leave room. The first set that fits is used.
-HIGHER = [
-    dict(sampling_tokens=131072, micro_batch_tokens=16384),
-    dict(sampling_tokens=131072, micro_batch_tokens=8192),
-    dict(sampling_tokens=98304, micro_batch_tokens=4096),
 ]
 
 
@@ -77,6 +74,7 @@ def shape(config: dict) -> SimpleNamespace:
     outside: the number of parameters outside the layers, without the embedding and the head.
     keys: the length of a token's keys in one layer.
     linear: whether the matrices are nn.Linear. Only nn.Linear gets adapters.
+    in_linear: the number of parameters of a layer that are in nn.Linear.
     normed: whether the model normalizes queries and keys.
     """
     c = SimpleNamespace(**config)
@@ -91,6 +89,7 @@ def shape(config: dict) -> SimpleNamespace:
         found.small = sum(out for _, out in found.matrices) + 4 * D
         # The positions, and the last norm with its bias.
         found.outside = c.n_positions * D + 2 * D
+        found.in_linear = 0
         return found
     if c.model_type not in ("llama", "qwen2", "qwen3", "gemma3_text"):
         raise ValueError(f"model_type {c.model_type}: memory.py doesn't know its shapes")
@@ -102,7 +101,9 @@ def shape(config: dict) -> SimpleNamespace:
     found.normed = c.model_type in ("qwen3", "gemma3_text")
     found.small = 4 * D if c.model_type == "gemma3_text" else 2 * D  # norms
     found.small += 2 * head if found.normed else 0
-    found.small += Q + 2 * K if c.model_type == "qwen2" else 0  # biases
+    biases = Q + 2 * K if c.model_type == "qwen2" else 0
+    found.small += biases
+    found.in_linear = sum(width * out for width, out in found.matrices) + biases
     found.outside = D  # the last norm
     return found
 
@@ -149,7 +150,7 @@ def activations(script: str, config: dict, tokens: int, checkpointing: bool = Tr
     kept = 8 * s.F + 18 * s.D + 4 * queries if frozen else 8 * s.F + 26 * s.D + 4 * queries
     others = 0 if checkpointing else (s.layers - 1) * (tokens * kept + cast)
     # A chunk's logits, log-probabilities and gradient in float32, and the gradient of the head.
-    logits = 12 * min(2**24, tokens * s.V) + (0 if frozen else 4 * s.V * s.D)
+    logits = 12 * min(2**26, tokens * s.V) + (0 if frozen else 4 * s.V * s.D)
     layer = tokens * max(mlp, attention) + cast
     return between + (max(layer, logits) if checkpointing else others + layer + logits // 4)
 
@@ -191,7 +192,9 @@ def count(script: str, config: dict, **flags) -> dict[str, int]:
             # The value network has a score of D numbers instead of the head.
             trained += (P if s.tied else P - head) + s.D
         found = {"weights": 4 * trained, "averages": 8 * trained, "gradients": 4 * trained}
-        found |= {"sampling copy": in_bf16, "reference": in_bf16 if f.beta else 0}
+        # In the reference, only the linear layers of the trunk are in bf16.
+        reference = 4 * P - 2 * s.layers * s.in_linear if f.beta else 0
+        found |= {"sampling copy": in_bf16, "reference": reference}
     else:
         raise ValueError(f"{script}: memory.py doesn't know its copies of the model")
     found |= sampling(config, f)
@@ -212,19 +215,11 @@ def words(flags: dict) -> str:
 
 def verdict(script: str, config: dict, card: int) -> str:
     """Whether the script fits on a card with `card` GB, and with which flags."""
+    defaults = LARGE if card > 60 else {}
     for flags in LOWER:
-        peak = count(script, config, **flags)["peak"]
-        if peak <= card * 1e9:
-            break
-    else:
-        return "no"
-    if not flags and card == max(CARDS):
-        for flags in HIGHER:
-            if count(script, config, **flags)["peak"] <= card * 1e9:
-                break
-        else:
-            flags = {}
-    return "yes" if not flags else words(flags)
+        if count(script, config, **defaults | flags)["peak"] <= card * 1e9:
+            return "yes" if not flags else words(flags)
+    return "no"
 
 
 def fits_table() -> str:

@@ -37,6 +37,7 @@ def measure(folder, steps: int) -> dict:
     config, tokenizer = grpo.load_config(args)
     examples = grpo.load_data(args, tokenizer, "train")[:QUESTIONS]
     model, eos_ids = grpo.load_model(args, config, tokenizer)
+    args = grpo.choose_batch_sizes(args, model.device)
     torch.manual_seed(1)
     sample = partial(grpo.sample_responses, args, model, tokenizer, examples, eos_ids=eos_ids)
     rollout = sample(num_samples=SAMPLES, temperature=1.0)

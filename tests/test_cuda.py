@@ -60,7 +60,7 @@ os.environ |= alone
 shutil.rmtree("grpo_multigpu/model")  # which one process will write, from the checkpoint
 """
 # Most operations use bf16 for speed. Those that need the accuracy use float32.
-PRECISION = """import sys
+PRECISION = """import sys, types
 sys.path.insert(0, {root!r})
 import grpo, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(grpo.Args.model)
@@ -79,6 +79,16 @@ copied = grpo.inference_copy(model)
 assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{torch.float32}}
 assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
 assert {{x.dtype for x in model.parameters()}} == {{x.dtype for x in copied.buffers()}} == {{torch.float32}}
+ref_model = grpo.reference_copy(model)
+for memory, expected in ((24e9, (49152, 2048)), (80e9, (131072, 8192))):
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(total_memory=memory)
+    args = grpo.choose_batch_sizes(grpo.Args(), model.device)
+    assert (args.sampling_tokens, args.micro_batch_tokens) == expected
+args = grpo.choose_batch_sizes(grpo.Args(sampling_tokens=5, micro_batch_tokens=6), model.device)
+assert (args.sampling_tokens, args.micro_batch_tokens) == (5, 6)
+assert {{x.dtype for x in ref_model.base_model.layers.parameters() if x.ndim == 2}} == {{torch.bfloat16}}
+with torch.no_grad():
+    assert torch.equal(grpo.compute_logprobs(ref_model, rollout, 1.0), rounded)
 """
 # grpo_lora.py keeps weights in bf16, the head and adapters in float32, and no tensor twice.
 # Sampling and training agree.
@@ -130,6 +140,20 @@ for family in [*list(SUPPORTED)[::3], *unrecordable]:
             sample(model, True)
     else:
         assert all(map(torch.equal, single_steps, sample(model, True))), family
+"""
+# Rows of a small cache stay until the next segment, because a new graph for fewer rows costs more than it saves.
+KEPT = """import sys
+sys.path[:0] = [{root!r}, {root!r} + "/tests"]
+import grpo, torch
+from test_sampling import EOS, PROMPTS, build, left_pad
+graphs, graph = [], torch.cuda.CUDAGraph
+torch.cuda.CUDAGraph = lambda: graphs.append(limit) or graph()
+model, prompts = grpo.inference_copy(build("Llama").cuda()), [x.cuda() for x in left_pad(PROMPTS)]
+for limit in (0, grpo.SMALL_CACHE):
+    grpo.SMALL_CACHE = limit
+    torch.manual_seed(0)
+    grpo.generate(grpo.Args(max_new_tokens=40), model, *prompts, 4, 1.0, torch.tensor(EOS).cuda())
+assert graphs == [0, 0, 2**15], graphs
 """
 # Print the bytes of the weights and the additional peak of a forward and backward pass. Gradients exist before it.
 PEAKS = """import gc, json, sys, types
@@ -194,6 +218,7 @@ def runs(tmp_path_factory):
         "precision": PRECISION,
         "adapters": ADAPTERS,
         "families": FAMILIES,
+        "kept": KEPT,
         "peaks": PEAKS,
     }
     programs |= {name: f"import torch\n{fault}\n" for name, fault in FAULTS.items()}
@@ -252,6 +277,10 @@ def test_script_trains_on_cuda(runs, name):
         # In grpo_lora.py sampler and trainer share the weights, so the gap may be 0.
         lowest = -1 if name == "grpo_lora" else 1e-6
         assert lowest < row["rollout/logprob_gap"] < 0.01
+    # The reference rounds as autocast rounds the policy. distill.py's reference is another model, and ppo_rlhf.py has
+    # several updates per step.
+    if name not in ("distill", "ppo_rlhf"):
+        assert rows[1].get("kl/ref", 0.0) == 0.0
     trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
 
@@ -285,7 +314,7 @@ def test_multigpu_resumes_on_cuda(runs):
     assert all(torch.equal(saved[name], model[name]) for name in saved)
 
 
-@pytest.mark.parametrize("name", ["precision", "adapters", "families"])
+@pytest.mark.parametrize("name", ["precision", "adapters", "families", "kept"])
 def test_pieces_on_cuda(runs, name):
     assert runs[name][0] == 0, runs[name][3]
 

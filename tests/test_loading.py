@@ -194,7 +194,14 @@ def test_other_recipe(script, start, tmp_path, monkeypatch):
 def test_recipes_are_of_fields_that_are_none(script):
     """Only some fields may stay None without a recipe. A recipe can't set a field that has another default."""
     nothing = {field.name for field in dataclasses.fields(script.Args) if field.default is None}
-    assert nothing - set(script.RECIPES) <= {"run_name", "resume", "eval_dataset", "kl_target"}
+    assert nothing - set(script.RECIPES) <= {
+        "run_name",
+        "sampling_tokens",
+        "micro_batch_tokens",
+        "resume",
+        "eval_dataset",
+        "kl_target",
+    }
     assert set(script.RECIPES) <= nothing
 
 
@@ -409,7 +416,7 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     ids = torch.tensor([[mark, *tokenizer("12", add_special_tokens=False).input_ids, eos, eos]])
     mask = torch.tensor([[True, True, True, True, False]])
     monkeypatch.setattr(script, "generate", lambda *args: (ids, mask, torch.zeros(1, 5)))
-    args = script.Args(max_new_tokens=5)
+    args = script.Args(max_new_tokens=5, sampling_tokens=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
     given = args, model, tokenizer, [{"prompt_ids": [5]}], 1, 1.0, torch.tensor([eos])
     assert script.sample_responses(*given).completions == ["<mark>12"]

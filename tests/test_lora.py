@@ -59,9 +59,12 @@ def test_low_rank_by_hand():
         torch.tensor([[3.0, 4.0], [5.0, 6.0]]),
         torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]),
     )
-    found = grpo_lora.low_rank(make_args(rank=2, alpha=6), torch.tensor([[1.0, 2.0]]), A, B)
-    # alpha / rank is 6 / 2.
-    assert found.tolist() == [[33.0, 51.0, 84.0]]
+    args, x, output = make_args(rank=2, alpha=6), torch.tensor([[1.0, 2.0]]), torch.ones(1, 3)
+    found = grpo_lora.add_low_rank(args, output, x, A, B)
+    # alpha / rank is 6 / 2. The output of the layer itself is 1.
+    assert found.tolist() == [[34.0, 52.0, 85.0]] and output.tolist() == [[1.0, 1.0, 1.0]]
+    wide = grpo_lora.add_low_rank(args, torch.ones(2, 1, 3), x.expand(2, 1, 2), A, B)
+    assert wide.tolist() == [[[34.0, 52.0, 85.0]]] * 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)

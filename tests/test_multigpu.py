@@ -180,7 +180,8 @@ def several(start, tmp_path):
 @pytest.fixture
 def rollouts(tmp_path, data):
     """A file with grpo.py's rollouts of two steps, with ragged lengths."""
-    args = make_args(grpo, dataset=data, temperature=1.5, max_prompt_tokens=64, system_prompt="")
+    given = dict(temperature=1.5, max_prompt_tokens=64, system_prompt="", sampling_tokens=49152)
+    args = make_args(grpo, dataset=data, **given)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
     examples, steps = grpo.load_data(args, tokenizer, "train"), []

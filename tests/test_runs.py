@@ -1061,6 +1061,32 @@ def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(script, run, watch,
     assert len(same) == 8 and same[0] and not any(same[1:])
 
 
+def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
+    script, run, watch, monkeypatch
+):
+    """The old log-probabilities come from the micro-batches of the updates: bf16 rounds another batch differently.
+
+    Here a difference that depends on the batch's sequences stands for this rounding.
+    """
+    differences, exact = [], script.compute_logprobs
+
+    def rounded_logprobs(model, rollout, temperature):
+        rounding = 1e-3 * torch.sin(rollout.response_ids.sum().float())
+        return exact(model, rollout, temperature) + rounding
+
+    def record(args, logprobs, old_logprobs, *rest, **count):
+        differences.append((logprobs - old_logprobs).detach().abs().max().item())
+
+    monkeypatch.setattr(script, "compute_logprobs", rounded_logprobs)
+    monkeypatch.setattr(script, "check_sampler", lambda *call: None)
+    monkeypatch.setitem(script.BOUNDS, "learning_rate", (0, 1))
+    watch("policy_loss", record)
+    given = dict(num_steps=1, num_prompts=8, learning_rate=0.0, micro_batch_tokens=100)
+    run(num_minibatches=4, num_iterations=1, **given)
+    # There are 4 updates of more than one micro-batch.
+    assert len(differences) > 4 and set(differences) == {0.0}, differences
+
+
 @pytest.mark.scripts("grpo")
 def test_a_sampler_that_is_the_trainer_needs_no_correction(
     script, run, finished_runs, tmp_path, data

@@ -169,8 +169,9 @@ def counting(vocab_size=V):
 
 
 def make_args(script, new_tokens, temperature=1.0, samples=4, **given):
+    sizes = dict(sampling_tokens=49152, micro_batch_tokens=2048) | given
     return script.Args(
-        max_new_tokens=new_tokens, temperature=temperature, num_generations=samples, **given
+        max_new_tokens=new_tokens, temperature=temperature, num_generations=samples, **sizes
     )
 
 
@@ -506,7 +507,7 @@ def test_padding_and_order_do_not_matter(script, family):
 
 
 def test_sampling_in_parts_changes_nothing(script):
-    """The sampler takes as many prompts at a time as --sampling-tokens allows, and at least one."""
+    """The sampler needs as few parts as --sampling-tokens allows. A part has at least one prompt."""
     model, sizes, generate = build("Llama"), [], script.generate
     whole, logprobs = roll_out(script, model, samples=2, temperature=0.0)
     with pytest.MonkeyPatch.context() as patch:
@@ -514,14 +515,15 @@ def test_sampling_in_parts_changes_nothing(script):
             script, "generate", lambda *args: sizes.append(len(args[2])) or generate(*args)
         )
         # A row has at most 9 prompt tokens and 14 new ones.
-        for budget in (1, 2 * 2 * (9 + 14)):
+        for budget in (1, 2 * 2 * (9 + 14), 4 * 2 * (9 + 14)):
             parts, part_logprobs = roll_out(
                 script, model, samples=2, temperature=0.0, sampling_tokens=budget
             )
             assert all(map(torch.equal, parts[:2], whole[:2])) and torch.equal(parts[3], whole[3])
             assert torch.equal(parts[2][parts[3]], whole[2][whole[3]])
             assert_near(part_logprobs, logprobs)
-    assert sizes == [1] * 5 + [2, 2, 1]
+    # The parts are as equal as possible: where 4 prompts fit, 5 are sampled as 3 and 2.
+    assert sizes == [1] * 5 + [2, 2, 1] + [3, 2]
 
 
 @pytest.mark.parametrize("steps", [4, 32])

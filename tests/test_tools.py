@@ -156,7 +156,8 @@ def script_model(monkeypatch, tokenizer, turns, sizes):
 
 
 def respond(tokenizer, prompts, num_samples=1, **given):
-    args = grpo_tools.Args(**dict(max_new_tokens=40, max_prompt_tokens=64) | given)
+    sizes = dict(max_new_tokens=40, max_prompt_tokens=64, sampling_tokens=49152)
+    args = grpo_tools.Args(**sizes | given)
     examples = [
         {"prompt_ids": tokenizer(text, add_special_tokens=False).input_ids} for text in prompts
     ]
@@ -341,7 +342,7 @@ def student():
 
 @pytest.mark.parametrize("end", ["</calc>", "85", "k><answer>8", "nothing"])
 def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
-    """Any tokens may spell the end of a call. Columns after this end hold the first EOS id."""
+    """Any tokens may spell the end of a call. Columns after this end don't count."""
     monkeypatch.setattr(grpo_tools, "CALL_END", end)
     args = grpo_tools.Args(max_prompt_tokens=64, max_new_tokens=24)
     asked = "47+38=<think><calc>47+38" + "</calc>=85" * (end != "</calc>")
@@ -355,14 +356,35 @@ def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
     freely = grpo_tools.generate(*given)[0]
     assert tokenizer.decode(freely[0]).startswith(text), tokenizer.decode(freely[0])
     assert response[0, :n].tolist() == freely[0, :n].tolist()
-    assert (response[0, n:] == EOS).all()
+    assert mask[0].tolist() == [True] * n + [False] * (24 - n)
     if end != "nothing":
         assert end in tokenizer.decode(response[0, :n])
         assert end not in tokenizer.decode(response[0, : n - 1])
 
 
+def test_a_slot_that_was_never_drawn_does_not_count(student, tokenizer):
+    """generate looks for a call in the last tokens, and may drop a row for a call that the whole text doesn't have.
+
+    A tokenizer with byte fallback does this: the same byte tokens have another text if an invalid byte precedes them.
+    """
+    args = grpo_tools.Args(max_prompt_tokens=64, max_new_tokens=24)
+    ids = tokenizer(["47+38=", "12+51="], return_tensors="pt").input_ids
+    looks = []
+
+    def batch_decode(rows):
+        looks.append(len(rows))
+        return [grpo_tools.CALL_END if len(looks) == 4 and i == 0 else "" for i in range(len(rows))]
+
+    windows = SimpleNamespace(batch_decode=batch_decode)
+    _, mask, logprobs = grpo_tools.generate(args, student, ids, ids >= 0, 1, 0.0, EOS_IDS, windows)
+    assert looks[3:5] == [2, 1]  # the fourth look dropped the first row
+    assert mask[0].tolist() == [True] * 4 + [False] * 20
+    assert mask[1].sum() > 4 and (logprobs[mask] < 0).all() and (logprobs[~mask] == 0).all()
+
+
 def sampled(student, tokenizer, **given):
-    args = grpo_tools.Args(**dict(max_prompt_tokens=64, max_new_tokens=32, temperature=1.0) | given)
+    sizes = dict(max_prompt_tokens=64, max_new_tokens=32, sampling_tokens=49152)
+    args = grpo_tools.Args(**sizes | dict(temperature=1.0) | given)
     questions = ["47+38=", "9+4=", "50+7="]
     examples = [{"prompt_ids": tokenizer(text).input_ids} for text in questions]
     torch.manual_seed(3)

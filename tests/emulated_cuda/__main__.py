@@ -22,6 +22,7 @@ import traceback
 import warnings
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -272,6 +273,7 @@ def install(library: Path) -> None:
     )
     functions |= dict(is_current_stream_capturing=lambda: Recording.active)
     functions |= dict(get_device_capability=lambda *_: (9, 0))
+    functions |= dict(get_device_properties=lambda *_: SimpleNamespace(total_memory=16e9))
     functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
     functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
