@@ -78,13 +78,14 @@ from utils.rewards import (
     accuracy_reward,
     apply_reward,
     format_reward,
-    gold_number,
+    has_gold,
     lenient_accuracy_reward,
 )
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
+ACCURACY = accuracy_reward  # 1.0 means right: the accuracies and report.py follow it
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -209,7 +210,8 @@ def compute_advantages(args, rewards):
 def mixed_groups(args, accuracy):
     """DAPO (2): the indices of the first B mixed groups, or of all mixed ones if there are fewer.
 
-    accuracy (groups, G) is 1 for a right response and 0 for a wrong one. A mixed group has both.
+    accuracy (groups, G) is what ACCURACY gives: 1 for a right response and 0 for a wrong one. A
+    mixed group has both. With grades between 0 and 1, nearly every group is mixed.
     """
     is_mixed = accuracy.amax(1) > accuracy.amin(1)  # (groups,) bool
     return is_mixed.nonzero()[: args.num_prompts, 0]
@@ -285,6 +287,7 @@ class SampledGroups(NamedTuple):
     examples: list[dict]
     rollout: Rollout  # of all groups
     kept_sequences: list[int]  # N: the sequences of the groups to train on
+    accuracies: Tensor  # (num_sampled,) float32: what ACCURACY gives to each sequence
     num_batches: int  # how many batches of B prompts were sampled
 
 
@@ -304,7 +307,7 @@ def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_i
         rollout = sample_responses(args, model, tokenizer, batch, G, args.temperature, eos_ids)
         examples += batch
         rollouts.append(rollout)
-        accuracies += apply_reward(accuracy_reward, batch, rollout.completions)
+        accuracies += apply_reward(ACCURACY, batch, rollout.completions)
         kept_groups = mixed_groups(args, torch.tensor(accuracies).view(-1, G))  # (B,) or fewer
         if len(kept_groups) == args.num_prompts:
             break
@@ -314,6 +317,7 @@ def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_i
         examples=examples,
         rollout=merge_rollouts(rollouts),
         kept_sequences=[G * k + j for k in kept_groups.tolist() for j in range(G)],
+        accuracies=torch.tensor(accuracies),
         num_batches=len(rollouts),
     )
 
@@ -472,8 +476,7 @@ def main(args: Args) -> dict:
         state["episodes"] += num_sampled
         state["tokens"] += num_sampled_tokens
         state["batches"] += groups.num_batches
-        # The accuracy is logged even if REWARDS doesn't contain it.
-        accuracies = apply_reward(accuracy_reward, examples, sampled.completions)  # num_sampled
+        accuracies = groups.accuracies  # (num_sampled,)
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
         # Every pass takes each token once.
         tokens_trained = int(loss_mask.sum()) * args.num_iterations
@@ -488,7 +491,7 @@ def main(args: Args) -> dict:
             "rollout/reward_std": rewards.std(),
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
-            "rollout/accuracy": sum(accuracies) / num_sampled,
+            "rollout/accuracy": accuracies.mean(),
             "rollout/response_len": sampled_lengths.float().mean(),
             "rollout/eos_frac": sampled_ended.float().mean(),
             "rollout/logprob_gap": gap.mean(),
@@ -515,6 +518,7 @@ def main(args: Args) -> dict:
                 "answer": example["answer"],
                 "completions": sampled.completions[group],
                 "rewards": rewards[k].tolist(),
+                "right": (accuracies[group] == 1).tolist(),
                 "advantages": sampled_advantages[group, 0].tolist(),
                 "ended": sampled_ended[group].tolist(),
             }
@@ -812,23 +816,34 @@ def merge_rollouts(rollouts):
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples.
+    """Metrics of greedy responses to held-out examples: the means of each reward and of ACCURACY.
 
-    accuracy compares the number in the answer tags, accuracy_lenient the last number anywhere.
+    accuracy_lenient takes the last number anywhere, and accuracy_reward the one in the answer tags.
     format is the share of responses with all four tags in order.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
-    strict = apply_reward(accuracy_reward, examples, rollout.completions)
-    lenient = apply_reward(lenient_accuracy_reward, examples, rollout.completions)
+
+    def mean_of(function):
+        return sum(apply_reward(function, examples, rollout.completions)) / len(examples)
+
+    means = {reward.__name__: mean_of(reward) for reward in REWARDS}
+    if ACCURACY.__name__ in means:
+        accuracy = means[ACCURACY.__name__]
+    else:
+        accuracy = mean_of(ACCURACY)
     format_scores = apply_reward(format_reward, examples, rollout.completions)
-    return {
-        "eval/accuracy": sum(strict) / len(examples),
-        "eval/accuracy_lenient": sum(lenient) / len(examples),
+    metrics = {
+        "eval/reward_mean": sum(means.values()),
+        **{f"eval/{name}": mean for name, mean in means.items()},
+        "eval/accuracy": accuracy,
         "eval/format": format_scores.count(0.4) / len(examples),  # 0.1 for each of four tags
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
     }
+    if ACCURACY is accuracy_reward:
+        metrics["eval/accuracy_lenient"] = mean_of(lenient_accuracy_reward)
+    return metrics
 
 
 # ==== data ====
@@ -849,7 +864,7 @@ def load_data(args, tokenizer, split):
         with exit_on_error(about, ValueError):
             messages = cell_messages(row[args.question_column])
         answer = cell_text(row[args.answer_column])
-        if not messages or gold_number(answer) is None:
+        if not messages or not has_gold(answer, [*REWARDS, ACCURACY]):
             num_unusable += 1
             continue
         prompt = render(args, tokenizer, messages)
@@ -861,7 +876,7 @@ def load_data(args, tokenizer, split):
         examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row})
     counts = (
         f"{len(examples)} problems; skipped: {num_too_long} longer than --max-prompt-tokens, "
-        f"{num_unusable} without a question or a number in {args.answer_column}"
+        f"{num_unusable} without a question or a readable {args.answer_column}"
     )
     if not examples:
         fail(f"{flag} {source}: the {split} data has {counts}")
@@ -869,7 +884,8 @@ def load_data(args, tokenizer, split):
     if split == "test":
         return examples[: args.eval_size]
     print(f"first prompt: {examples[0]['prompt']!r}")
-    print(describe_answers([example["answer"] for example in examples]))
+    answers = [example["answer"] for example in examples]
+    print(describe_answers(answers, [*REWARDS, ACCURACY]))
     return examples
 
 

@@ -106,13 +106,14 @@ from utils.rewards import (
     accuracy_reward,
     apply_reward,
     format_reward,
-    gold_number,
+    has_gold,
     lenient_accuracy_reward,
 )
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
+ACCURACY = accuracy_reward  # 1.0 means right: the accuracies and report.py follow it
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -404,11 +405,7 @@ def main(args: Args) -> dict:
         # ---- 2. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
         for reward in REWARDS:
-            # Rank 0 asks for all: a judge may cost money, or may not say the same twice.
-            values = [None] * N
-            if rank == 0:
-                values = apply_reward(reward, batch, rollout.completions)  # N
-            dist.broadcast_object_list(values, src=0)  # fills the lists of the others
+            values = ask_rank_0(reward, batch, rollout.completions)  # N
             scores[reward.__name__] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
@@ -478,15 +475,17 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The accuracy is logged even if REWARDS doesn't contain it.
-        accuracies = apply_reward(accuracy_reward, batch, rollout.completions)  # N
+        if ACCURACY.__name__ in scores:
+            accuracies = scores[ACCURACY.__name__]  # (N,) float32
+        else:
+            accuracies = torch.tensor(ask_rank_0(ACCURACY, batch, rollout.completions))  # (N,)
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
-            "rollout/accuracy": sum(accuracies) / N,
+            "rollout/accuracy": accuracies.mean(),
             "rollout/response_len": response_lengths.float().mean(),
             "rollout/eos_frac": ended.float().mean(),
             "rollout/logprob_gap": gap.mean(),
@@ -513,6 +512,7 @@ def main(args: Args) -> dict:
                 "answer": example["answer"],
                 "completions": rollout.completions[group],
                 "rewards": rewards[k].tolist(),
+                "right": (accuracies[group] == 1).tolist(),
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
             }
@@ -894,6 +894,18 @@ def gather_objects(value):
     return values
 
 
+def ask_rank_0(reward, examples, completions):
+    """apply_reward, called by rank 0 for all processes.
+
+    A judge may cost money, or may not say the same twice.
+    """
+    values = [None] * len(completions)
+    if dist.get_rank() == 0:
+        values = apply_reward(reward, examples, completions)
+    dist.broadcast_object_list(values, src=0)  # fills the lists of the others
+    return values
+
+
 def gather_rows(tensor):
     """The tensors of all processes, by rank, concatenated along dim 0. Lengths may differ."""
     parts = gather_objects(tensor.cpu())
@@ -910,23 +922,34 @@ def sum_over_processes(numbers):
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples.
+    """Metrics of greedy responses to held-out examples: the means of each reward and of ACCURACY.
 
-    accuracy compares the number in the answer tags, accuracy_lenient the last number anywhere.
+    accuracy_lenient takes the last number anywhere, and accuracy_reward the one in the answer tags.
     format is the share of responses with all four tags in order.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
-    strict = apply_reward(accuracy_reward, examples, rollout.completions)
-    lenient = apply_reward(lenient_accuracy_reward, examples, rollout.completions)
+
+    def mean_of(function):
+        return sum(ask_rank_0(function, examples, rollout.completions)) / len(examples)
+
+    means = {reward.__name__: mean_of(reward) for reward in REWARDS}
+    if ACCURACY.__name__ in means:
+        accuracy = means[ACCURACY.__name__]
+    else:
+        accuracy = mean_of(ACCURACY)
     format_scores = apply_reward(format_reward, examples, rollout.completions)
-    return {
-        "eval/accuracy": sum(strict) / len(examples),
-        "eval/accuracy_lenient": sum(lenient) / len(examples),
+    metrics = {
+        "eval/reward_mean": sum(means.values()),
+        **{f"eval/{name}": mean for name, mean in means.items()},
+        "eval/accuracy": accuracy,
         "eval/format": format_scores.count(0.4) / len(examples),  # 0.1 for each of four tags
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
     }
+    if ACCURACY is accuracy_reward:
+        metrics["eval/accuracy_lenient"] = mean_of(lenient_accuracy_reward)
+    return metrics
 
 
 # ==== data ====
@@ -947,7 +970,7 @@ def load_data(args, tokenizer, split):
         with exit_on_error(about, ValueError):
             messages = cell_messages(row[args.question_column])
         answer = cell_text(row[args.answer_column])
-        if not messages or gold_number(answer) is None:
+        if not messages or not has_gold(answer, [*REWARDS, ACCURACY]):
             num_unusable += 1
             continue
         prompt = render(args, tokenizer, messages)
@@ -959,7 +982,7 @@ def load_data(args, tokenizer, split):
         examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row})
     counts = (
         f"{len(examples)} problems; skipped: {num_too_long} longer than --max-prompt-tokens, "
-        f"{num_unusable} without a question or a number in {args.answer_column}"
+        f"{num_unusable} without a question or a readable {args.answer_column}"
     )
     if not examples:
         fail(f"{flag} {source}: the {split} data has {counts}")
@@ -967,7 +990,8 @@ def load_data(args, tokenizer, split):
     if split == "test":
         return examples[: args.eval_size]
     print(f"first prompt: {examples[0]['prompt']!r}")
-    print(describe_answers([example["answer"] for example in examples]))
+    answers = [example["answer"] for example in examples]
+    print(describe_answers(answers, [*REWARDS, ACCURACY]))
     return examples
 
 

@@ -82,13 +82,14 @@ from utils.rewards import (
     accuracy_reward,
     apply_reward,
     format_reward,
-    gold_number,
+    has_gold,
     lenient_accuracy_reward,
 )
 
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
+ACCURACY = accuracy_reward  # 1.0 means right: the accuracies and report.py follow it
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -428,7 +429,7 @@ def main(args: Args) -> dict:
     metrics_file, samples_file = open_run(args, run_dir, saved, model)
     signals = catch_signals()
     if not saved:
-        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        metrics = state | evaluate(args, sampler, reward_model, tokenizer, test_data, eos_ids)
         log_metrics(metrics_file, metrics, [])
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
@@ -563,8 +564,10 @@ def main(args: Args) -> dict:
         if args.beta > 0:
             kl = masked_sum(old_logprobs - ref_logprobs, response_mask, axis=1)  # (N,), k1
             state["kl/response"] = kl.mean().item()
-        # The accuracy is logged even if REWARDS doesn't contain it.
-        accuracies = apply_reward(accuracy_reward, batch, rollout.completions)  # N
+        if ACCURACY.__name__ in scores:
+            accuracies = scores[ACCURACY.__name__]  # (N,) float32
+        else:
+            accuracies = torch.tensor(apply_reward(ACCURACY, batch, rollout.completions))  # (N,)
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -572,7 +575,7 @@ def main(args: Args) -> dict:
             # 1 if all rewards of the step are equal, else 0: the step counts as one group.
             "rollout/zero_std_frac": (rewards == rewards[0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
-            "rollout/accuracy": sum(accuracies) / N,
+            "rollout/accuracy": accuracies.mean(),
             "rollout/response_len": response_lengths.float().mean(),
             "rollout/eos_frac": ended.float().mean(),
             "rollout/logprob_gap": gap.mean(),
@@ -590,7 +593,7 @@ def main(args: Args) -> dict:
         }
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
+            metrics |= evaluate(args, sampler, reward_model, tokenizer, test_data, eos_ids)
         samples = []
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
@@ -600,6 +603,7 @@ def main(args: Args) -> dict:
                 "answer": example["answer"],
                 "completions": rollout.completions[group],
                 "rewards": rewards[group].tolist(),
+                "right": (accuracies[group] == 1).tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
@@ -943,24 +947,40 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     )
 
 
-def evaluate(args, model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples.
+def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
+    """Metrics of greedy responses to held-out examples: the means of each reward and of ACCURACY.
 
-    accuracy compares the number in the answer tags, accuracy_lenient the last number anywhere.
+    accuracy_lenient takes the last number anywhere, and accuracy_reward the one in the answer tags.
     format is the share of responses with all four tags in order.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
-    strict = apply_reward(accuracy_reward, examples, rollout.completions)
-    lenient = apply_reward(lenient_accuracy_reward, examples, rollout.completions)
+
+    def mean_of(function):
+        return sum(apply_reward(function, examples, rollout.completions)) / len(examples)
+
+    if reward_model is None:
+        means = {reward.__name__: mean_of(reward) for reward in REWARDS}
+    else:
+        total_lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()
+        scores = rollout_scores(args, reward_model, rollout, total_lengths)  # (N,)
+        means = {"score": scores.mean().item()}
+    if ACCURACY.__name__ in means:
+        accuracy = means[ACCURACY.__name__]
+    else:
+        accuracy = mean_of(ACCURACY)
     format_scores = apply_reward(format_reward, examples, rollout.completions)
-    return {
-        "eval/accuracy": sum(strict) / len(examples),
-        "eval/accuracy_lenient": sum(lenient) / len(examples),
+    metrics = {
+        "eval/reward_mean": sum(means.values()),
+        **{f"eval/{name}": mean for name, mean in means.items()},
+        "eval/accuracy": accuracy,
         "eval/format": format_scores.count(0.4) / len(examples),  # 0.1 for each of four tags
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
     }
+    if ACCURACY is accuracy_reward:
+        metrics["eval/accuracy_lenient"] = mean_of(lenient_accuracy_reward)
+    return metrics
 
 
 # ==== data ====
@@ -975,7 +995,7 @@ def load_data(args, tokenizer, split):
         flag, source = "--eval-dataset", args.eval_dataset
     rows = read_rows(args, flag, source, split)
     # A reward model needs no gold number. A problem without one counts as wrong in the accuracy.
-    needs_gold = not args.reward_model
+    functions = [] if args.reward_model else [*REWARDS, ACCURACY]
     examples = []
     num_too_long = num_unusable = 0
     for row in rows:
@@ -983,7 +1003,7 @@ def load_data(args, tokenizer, split):
         with exit_on_error(about, ValueError):
             messages = cell_messages(row[args.question_column])
         answer = cell_text(row[args.answer_column])
-        if not messages or (needs_gold and gold_number(answer) is None):
+        if not messages or not has_gold(answer, functions):
             num_unusable += 1
             continue
         prompt = render(args, tokenizer, messages)
@@ -993,10 +1013,9 @@ def load_data(args, tokenizer, split):
             num_too_long += 1
             continue
         examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row})
-    needed = f"a question or a number in {args.answer_column}" if needs_gold else "a question"
     counts = (
         f"{len(examples)} problems; skipped: {num_too_long} longer than --max-prompt-tokens, "
-        f"{num_unusable} without {needed}"
+        f"{num_unusable} without a question or a readable {args.answer_column}"
     )
     if not examples:
         fail(f"{flag} {source}: the {split} data has {counts}")
@@ -1004,7 +1023,8 @@ def load_data(args, tokenizer, split):
     if split == "test":
         return examples[: args.eval_size]
     print(f"first prompt: {examples[0]['prompt']!r}")
-    print(describe_answers([example["answer"] for example in examples]))
+    answers = [example["answer"] for example in examples]
+    print(describe_answers(answers, functions))
     return examples
 
 

@@ -88,7 +88,11 @@ def read_run(folder, name):
     samples, samples_gaps = read_records(folder / "samples.jsonl", "completions", list)
     for group in samples:
         texts = [str(text) for text in group["completions"]]
-        right = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
+        right = group.get("right")
+        if not isinstance(right, list) or len(right) != len(texts):
+            # An older run didn't write what is right.
+            right = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
+        right = [float(x == 1) for x in right]
         cut = [not ended for ended in group.get("ended") or []]
         group |= {"completions": texts, "right": right, "cut": cut}
     run = {"name": name, "args": args, "metrics": metrics, "samples": samples}

@@ -130,7 +130,7 @@ def load(monkeypatch, name: str, source: str):
 def test_the_differences_shown_are_real():
     """In docs/extend.md, two diffs apply to grpo.py and give valid Python. The diff between them quotes a patch."""
     found = differences("extend")
-    assert list(found) == ["words", "entropy"]
+    assert list(found) == ["grpo_math", "entropy"]
     for name, source in found.items():
         compile(source, name, "exec")
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
@@ -154,19 +154,6 @@ def test_the_problems_of_the_example(tmp_path, monkeypatch):
     assert [len(data["train"]), len(data["test"])] == [72, 8]
     for example in data["train"] + data["test"]:
         assert eval(example["prompt"].removesuffix("=")) == int(example["answer"])
-
-
-def test_the_shortest_reward(monkeypatch):
-    """docs/extend.md's reward of length goes into the place of REWARDS, and needs no answers."""
-    text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```python\n(def short_reward.*?)```", text, re.DOTALL)
-    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    changed = re.sub(r"^REWARDS = .*$", lambda match: block, source, count=1, flags=re.MULTILINE)
-    short = load(monkeypatch, "short", changed)
-    batch = [{"prompt": "q", "answer": "1", "columns": {}}]
-    *_, reward = short.REWARDS
-    assert len(short.REWARDS) == 3
-    assert short.apply_reward(reward, batch, ["", "four"]) == [0.0, -0.004]
 
 
 def test_the_entropy_bonus(monkeypatch):

@@ -471,13 +471,13 @@ DATA = [
         "no_number.jsonl",
         GOOD.replace('"3"', '"three"') * 20,
         {},
-        ["train data has 0 problems", "18 without a question or a number in answer"],
+        ["train data has 0 problems", "18 without a question or a readable answer"],
     ),
     (
         "null_answer.jsonl",
         GOOD.replace('"3"', "null") * 20,
         {},
-        ["train data has 0 problems", "18 without a question or a number in answer"],
+        ["train data has 0 problems", "18 without a question or a readable answer"],
     ),
     (
         "too_long.jsonl",
@@ -969,7 +969,7 @@ def test_skipped_rows_are_counted(script, load, tmp_path, capsys):
     text = (
         "data: {} problems; skipped: {} longer than --max-prompt-tokens, {} without a question or "
     )
-    text += "a number in answer"
+    text += "a readable answer"
     expected = ["train " + text.format(6, 1, 5), "test " + text.format(3, 0, 1)]
     assert [line for line in capsys.readouterr().out.splitlines() if "data: " in line] == expected
 

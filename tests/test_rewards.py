@@ -7,6 +7,7 @@ from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import read_table
@@ -226,6 +227,12 @@ BAD_VALUES = [
     [[1.0], [1.0]],
     ["a", "b"],
     [1.0, None],
+    [None, None],
+    iter([1.0]),
+    torch.tensor(1.0),
+    np.float64(1.0),
+    np.array([1.0, np.nan]),
+    [1.0, float("inf")],
     [1.0, float("nan")],
     # Its square is inf in 32 bits.
     [1.0, 1e19],
@@ -258,12 +265,44 @@ def test_a_reward_that_asks_for_a_column_that_is_not_there(capsys):
     assert error.startswith("error: the reward strange asks for tests; it can have answers, ")
 
 
-def test_a_fault_in_a_reward_keeps_its_traceback():
-    def faulty(completions, answers):
-        return [float(text) for text in completions]
+def faulty(completions, answers):
+    return [float(text) for text in completions]
 
+
+def faulty_generator(completions, answers):
+    for text in completions:
+        yield float(text)
+
+
+def faulty_map(completions, answers):
+    return map(float, completions)
+
+
+@pytest.mark.parametrize("reward", [faulty, faulty_generator, faulty_map])
+def test_a_fault_in_a_reward_keeps_its_traceback(reward):
     with pytest.raises(ValueError, match="could not convert"):
-        apply_reward(faulty, examples("a"), ["x"])
+        apply_reward(reward, examples("a"), ["x"])
+
+
+GOOD_VALUES = [
+    [1, 0],
+    [True, False],
+    (1.0, 0.0),
+    iter([1.0, 0.0]),
+    np.array([1.0, 0.0]),
+    np.array([1, 0], dtype=np.int8),
+    [np.float32(1), np.int64(0)],
+    torch.tensor([1.0, 0.0]),
+    torch.tensor([1, 0]),
+    [torch.tensor(1.0), torch.tensor(0)],
+    [Fraction(1), Decimal(0)],
+]
+
+
+@pytest.mark.parametrize("values", GOOD_VALUES, ids=range(len(GOOD_VALUES)))
+def test_numbers_of_any_kind_are_floats(values):
+    given = apply_reward(lambda completions: values, examples("a", "b"), ["", ""])
+    assert given == [1.0, 0.0] and all(type(x) is float for x in given)
 
 
 CELLS = [("18", "18"), (18, "18"), (10**18 + 1, "1000000000000000001"), (0.5, "0.5"), (85.0, "85")]
@@ -278,8 +317,12 @@ def test_a_cell_is_the_text_that_was_written_or_none(cell, text):
 
 
 def test_how_gold_answers_are_read_is_described():
-    text = describe_answers(["#### 3 1/2", "24\\text{ cm}^2", "3:5", "7"])
+    answers = ["#### 3 1/2", "24\\text{ cm}^2", "3:5", "7"]
+    text = describe_answers(answers, [accuracy_reward, format_reward])
     assert text == "gold answers: '#### 3 1/2' is 7/2, '24\\\\text{ cm}^2' is 24, '3:5' is None"
+    # Without a function that reads them, the answers are shown as they are.
+    text = describe_answers(answers, [format_reward])
+    assert text == "gold answers: '#### 3 1/2', '24\\\\text{ cm}^2', '3:5'"
 
 
 # Random text from pieces that matter to the parser, mixed with any Unicode characters.

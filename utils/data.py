@@ -1,6 +1,6 @@
 """Reading the cells of a data set. Standard library only."""
 
-from utils.rewards import gold_number
+from utils.rewards import GOLD_READERS
 
 
 def cell_text(cell) -> str:
@@ -33,6 +33,10 @@ def cell_messages(cell) -> list[dict]:
     return messages
 
 
-def describe_answers(answers: list[str]) -> str:
-    """How the first three gold answers are read."""
-    return "gold answers: " + ", ".join(f"{text!r} is {gold_number(text)}" for text in answers[:3])
+def describe_answers(answers: list[str], functions: list) -> str:
+    """The first three gold answers, and how the functions that need them read them."""
+    readers = [GOLD_READERS[function] for function in functions if function in GOLD_READERS]
+    described = []
+    for text in answers[:3]:
+        described.append(f"{text!r} is {readers[0](text)}" if readers else repr(text))
+    return "gold answers: " + ", ".join(described)

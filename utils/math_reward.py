@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 
-from utils.rewards import MAX_TEXT, answer_block, parse_number, refuse
+from utils.rewards import GOLD_READERS, MAX_TEXT, answer_block, parse_number, refuse
 
 # Seconds of the processor for one comparison.
 SECONDS = 3
@@ -69,6 +69,9 @@ def math_gold(answer: str) -> str | None:
     if parse_number(gold) is not None or BASE.fullmatch(gold):
         return gold
     return gold if is_safe(gold) and ask(gold) else None
+
+
+GOLD_READERS[math_reward] = math_gold
 
 
 def final_answer(completion: str) -> str:

@@ -88,6 +88,17 @@ def gold_number(answer: str) -> Fraction | None:
     return parse_number(answer)
 
 
+# What reads the gold answers of a function. A row that it can't read (None) is skipped. The
+# functions that aren't here take any text.
+GOLD_READERS = {accuracy_reward: gold_number, lenient_accuracy_reward: gold_number}
+
+
+def has_gold(answer: str, functions: list) -> bool:
+    """Whether all of the functions can read this gold answer."""
+    readers = {GOLD_READERS[function] for function in functions if function in GOLD_READERS}
+    return all(read(answer) is not None for read in readers)
+
+
 # ==== calling a reward ====
 def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[float]:
     """The numbers that a reward function gives to N completions, N / len(examples) per example.
@@ -121,14 +132,21 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
         names = [x.name for x in named]
         given = {name: values for name, values in given.items() if name in names}
 
-    values = reward(**given)
+    returned = reward(**given)
+    try:
+        values = iter(returned)
+    except TypeError:
+        # Not a list, such as None or one number.
+        values = iter([])
+    # The body of a generator runs here, and an exception in it keeps its traceback.
+    values = list(values)
     try:
         numbers = [float(value) for value in values]
     except (TypeError, ValueError, OverflowError):
-        # The function returned no list, or a list of other things than numbers.
+        # A value isn't a number.
         numbers = []
     if len(numbers) != len(completions) or not all(abs(x) < LARGEST for x in numbers):
-        text = " ".join(repr(values).split())[:200]
+        text = " ".join(repr(returned).split())[:200]
         refuse(
             reward,
             f"must return {len(completions)} finite numbers below {LARGEST:g}, one for each "

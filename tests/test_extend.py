@@ -1,0 +1,107 @@
+"""The examples of docs/extend.md run as they stand: each in a copy of grpo.py, on data as the page shows it."""
+
+import json
+import re
+from importlib.util import find_spec
+
+import pytest
+from conftest import ROOT, small_recipe
+from test_docs import load
+
+PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+BLOCKS = {}
+for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+    if found := re.search(r"^ACCURACY = (\w+)", block, re.MULTILINE):
+        names = re.findall(r"^def (\w+)", block, re.MULTILINE)
+        BLOCKS[names[0]] = block
+SUM = {"question": "47+38=", "answer": "85"}
+# The rows of each example, and its flags.
+ROWS = {
+    "word_reward": ([{"question": "12+34=", "answer": "answer"}], {}),
+    "close_reward": ([SUM], {}),
+    "keywords_reward": (
+        [{"question": "1+2=", "keywords": ["<", "zebra"], "limit": 1000}],
+        {"answer_column": "keywords"},
+    ),
+    "check": ([{"question": "1+2=", "answer": ""}], {}),
+    "length_reward": ([SUM], {}),
+}
+
+
+def run_copy(monkeypatch, tmp_path, source, rows, **given):
+    """A run of two steps of a copy of grpo.py on these rows: its module, its metrics, its samples."""
+    script = load(monkeypatch, "mine", source)
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows * 20))
+    fields = small_recipe(script) | dict(
+        dataset=str(data),
+        num_steps=2,
+        num_prompts=2,
+        device="cpu",
+        runs_dir=str(tmp_path),
+        run_name="run",
+    )
+    script.main(script.Args(**fields | given))
+    read = lambda name: [json.loads(line) for line in open(tmp_path / "run" / name)]  # noqa: E731
+    return script, read("metrics.jsonl"), read("samples.jsonl")
+
+
+def grpo_with(block):
+    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    source, count = re.subn(
+        r"^REWARDS = .*\nACCURACY = .*\n", lambda _: block, source, flags=re.MULTILINE
+    )
+    assert count == 1
+    return source
+
+
+def test_there_are_five_examples():
+    assert set(BLOCKS) == set(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
+    rows, given = ROWS[name]
+    script, metrics, samples = run_copy(
+        monkeypatch, tmp_path, grpo_with(BLOCKS[name]), rows, **given
+    )
+    out = capsys.readouterr().out
+    assert "18 problems; skipped: 0 longer than --max-prompt-tokens, 0 without" in out
+    for record in (metrics[0], metrics[-1]):
+        means = [record[f"eval/{reward.__name__}"] for reward in script.REWARDS]
+        assert record["eval/reward_mean"] == pytest.approx(sum(means))
+        if script.ACCURACY in script.REWARDS:
+            assert record["eval/accuracy"] == record[f"eval/{script.ACCURACY.__name__}"]
+        assert ("eval/accuracy_lenient" in record) == (script.ACCURACY is script.accuracy_reward)
+    assert f"after: accuracy {metrics[-1]['eval/accuracy']:.3f}" in out
+    for record in metrics[1:]:
+        shares = [
+            x for sample in samples if sample["step"] == record["step"] for x in sample["right"]
+        ]
+        if name in ("word_reward", "check"):
+            assert record["rollout/accuracy"] == pytest.approx(sum(shares) / len(shares))
+
+
+def test_report_marks_what_the_run_calls_right(monkeypatch, tmp_path):
+    import report
+
+    rows, _ = ROWS["check"]
+    _, _, samples = run_copy(monkeypatch, tmp_path, grpo_with(BLOCKS["check"]), rows)
+    groups = report.read_run(tmp_path / "run", "run")["samples"]
+    assert [group["right"] for group in groups] == [sample["right"] for sample in samples]
+    assert any(any(group["right"]) for group in groups)
+
+
+@pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
+def test_the_run_on_math(monkeypatch, tmp_path, capsys):
+    """The two lines of the page. A solution ends in a box, and one gold answer can't be read."""
+    block = "from utils.math_reward import math_reward\nREWARDS = [math_reward]\nACCURACY = math_reward\n"
+    rows = [
+        {"problem": "12+34=", "solution": r"It is $\boxed{\frac{\sqrt{2}}{2}}$."},
+        {"problem": "1+2=", "solution": r"So $\boxed{0.\overline{3}}$."},
+    ]
+    given = dict(question_column="problem", answer_column="solution")
+    run_copy(monkeypatch, tmp_path, grpo_with(block), rows, **given)
+    out = capsys.readouterr().out
+    assert "train data: 18 problems; skipped: 0 longer than --max-prompt-tokens, 18 without" in out
+    assert r"\\frac{\\sqrt{2}}{2}" in out
