@@ -238,6 +238,7 @@ def runs(tmp_path_factory):
         commands[name] += ["--runs-dir", folder, "--run-name", name]
     commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
+    lines["gpu"] = shlex.join([str(ROOT / "benchmark" / "gpu.py"), "--tiny"])
     multigpu = [ROOT / "grpo_multigpu.py", "--resume", folder / "grpo_multigpu"]
     lines["multigpu resumed"] = shlex.join(map(str, multigpu))
     device = runpy.run_path(str(EMULATED / "__main__.py"))["build"]()
@@ -293,6 +294,14 @@ def test_replayed_graphs_sample_what_single_steps_do(runs):
     assert (graph[4] / "samples.jsonl").read_text() == (eager[4] / "samples.jsonl").read_text()
     for one, other in zip(metrics(graph[4]), metrics(eager[4]), strict=True):
         assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
+
+
+def test_the_benchmark_runs_on_cuda(runs):
+    """benchmark/gpu.py measures all that it names. The numbers of an emulated GPU mean nothing."""
+    status, recorded, _, text, _ = runs["gpu"]
+    assert status == 0 and recorded > 3, text
+    assert "1 recordings of a graph in 40 steps" in text
+    assert "8 columns of padding: log-probabilities finite: True" in text
 
 
 def test_signal_and_resume_on_cuda(runs):

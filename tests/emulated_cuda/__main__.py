@@ -277,6 +277,8 @@ def install(library: Path) -> None:
     functions |= dict(get_device_properties=lambda *_: SimpleNamespace(total_memory=16e9))
     functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
+    functions |= dict(memory_stats=lambda *_: {}, memory_reserved=lambda *_: 0)
+    functions |= dict(max_memory_reserved=lambda *_: 0)
     functions |= dict(memory_allocated=lambda *_: counted.emulated_cuda_allocated())
     functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
     for name, function in functions.items():
