@@ -115,8 +115,8 @@ class Args:
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to train; auto: the GPU if there is one"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda if there is such a GPU, else cpu; mps (Apple's GPU) is untested"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -267,6 +267,7 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
+    check_memory(args, model)
     args = choose_batch_sizes(args, model.device)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
@@ -472,13 +473,13 @@ def main(args: Args) -> dict:
 
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
-SEGMENT = {"cpu": 32, "cuda": 128}
+SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
 # for fewer rows takes longer than it saves.
 SMALL_CACHE = 2**15
 # The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
 # whole head, so on a GPU a larger chunk is faster.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
 @torch.no_grad()
@@ -981,6 +982,20 @@ def resume_args(args):
         return Args(**saved["args"]), run_dir, saved
 
 
+def check_memory(args, model):
+    """End the run if a GPU can't hold what training the model takes, beside what it holds now."""
+    if model.device.type == "cuda":
+        num_trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
+        # A gradient takes 4 bytes and Adam's two averages take 8. Activations come on top.
+        needed = torch.cuda.memory_allocated() + 12 * num_trained
+        total = torch.cuda.get_device_properties(model.device).total_memory
+        if needed > total:
+            fail(
+                f"--model {args.model}: training needs more than {needed / 1e9:.0f} GB of memory, "
+                f"and the GPU has {total / 1e9:.0f} GB; use grpo_lora.py or a smaller model"
+            )
+
+
 def choose_batch_sizes(args, device):
     """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU."""
     args = replace(args)  # a copy
@@ -1045,6 +1060,8 @@ def load_model(args, config, tokenizer):
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "mps":
+        print("warning: --device mps is untested; it computes in float32")
     if device == "cuda":
         # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)

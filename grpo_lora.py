@@ -131,8 +131,8 @@ class Args:
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to train; auto: the GPU if there is one"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda if there is such a GPU, else cpu; mps (Apple's GPU) is untested"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -504,13 +504,13 @@ def main(args: Args) -> dict:
 
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
-SEGMENT = {"cpu": 32, "cuda": 128}
+SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
 # for fewer rows takes longer than it saves.
 SMALL_CACHE = 2**15
 # The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
 # whole head, so on a GPU a larger chunk is faster.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
 @torch.no_grad()
@@ -1079,6 +1079,8 @@ def load_model(args, config, tokenizer):
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "mps":
+        print("warning: --device mps is untested; it computes in float32")
     dtype = torch.float32
     if device == "cuda":
         dtype = torch.bfloat16

@@ -555,13 +555,13 @@ def main(args: Args) -> dict:
 
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
-SEGMENT = {"cpu": 32, "cuda": 128}
+SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
 # for fewer rows takes longer than it saves.
 SMALL_CACHE = 2**15
 # The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
 # whole head, so on a GPU a larger chunk is faster.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
 @torch.no_grad()
@@ -1301,6 +1301,8 @@ def load_model(args, config, tokenizer):
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "mps":
+        print("warning: --device mps is untested; it computes in float32")
     if device == "cuda":
         # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -15,8 +15,10 @@ for tokens of prompts aren't counted. This number over the seconds is the FLOP/s
 --vllm samples 16 x 8 responses of at most 300 tokens, and of at most 4,096, with both samplers. Their lengths are
 uneven: most responses end early, and a few reach the limit.
 
-The file answers two more questions that need a GPU. Do the attention kernels ignore whole blocks of masked keys? Does a
-replayed graph compute the same as single steps?
+The file answers more questions that need a GPU, the unknown ones first. Which kernel attends for one query, and how
+fast does it read? What does a decode step cost without a graph? What does recording a graph cost, in time and memory?
+Do the kernels ignore whole blocks of masked keys? Does a replayed graph compute the same as single steps? How far are
+sampler and trainer apart?
 """
 
 import argparse
@@ -86,11 +88,68 @@ def attention_error(device: torch.device, dtype: torch.dtype) -> float:
     )
 
 
+def attention_bandwidth(device: torch.device, dtype: torch.dtype, tiny: bool) -> tuple[float, str]:
+    """Bytes of keys and values per second for one masked query, as in generate, and the name of the longest kernel."""
+    rows, columns = (2, 64) if tiny else (96, 512)
+    query, key, value = torch.randn(3, rows, 32, columns, 64, device=device, dtype=dtype)
+    bias = torch.zeros(rows, 1, 1, columns, device=device, dtype=dtype)
+
+    def attend():
+        torch.nn.functional.scaled_dot_product_attention(query[:, :, -1:], key, value, bias)
+
+    elapsed = seconds(attend, device, 20)
+    with kernel_profile(device) as profile:
+        seconds(attend, device)
+    on_gpu = torch.profiler.ProfilerActivity.CUDA in profile.activities
+    kernels = [x for x in profile.key_averages() if not on_gpu or x.self_device_time_total > 0]
+    longest = max(
+        kernels, key=lambda x: x.self_device_time_total if on_gpu else x.self_cpu_time_total
+    )
+    return (key.nbytes + value.nbytes) / elapsed, longest.key
+
+
+def captures(function) -> list[float]:
+    """The seconds of each recording of a CUDA graph during the call."""
+    times, graph = [], torch.cuda.graph
+
+    class TimedGraph(graph):
+        def __enter__(self):
+            self.start = time.perf_counter()
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            times.append(time.perf_counter() - self.start)
+
+    torch.cuda.graph = TimedGraph
+    try:
+        function()
+    finally:
+        torch.cuda.graph = graph
+    return times
+
+
+def held_gb(device: torch.device) -> str:
+    """What the allocator holds, and how often it had to free its blocks and try again."""
+    if device.type == "cpu":
+        return "0 GB reserved, 0 retries"
+    retries = torch.cuda.memory_stats().get("num_alloc_retries", 0)
+    reserved = torch.cuda.memory_reserved() / 1e9
+    most = torch.cuda.max_memory_reserved() / 1e9
+    return f"{reserved:.1f} GB reserved, at most {most:.1f} GB, {retries} retries"
+
+
+def kernel_profile(device: torch.device):
+    """A profiler of the CPU, and of the GPU if there is one. An emulated GPU has no kernels to profile."""
+    found = torch.profiler.supported_activities() if device.type == "cuda" else []
+    gpu = torch.profiler.ProfilerActivity.CUDA
+    activities = [torch.profiler.ProfilerActivity.CPU] + ([gpu] if gpu in found else [])
+    return torch.profiler.profile(activities=activities)
+
+
 def profiled(label: str, function, device: torch.device) -> None:
     """Print the operators and kernels of a call, sorted by their time on the device."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    activities += [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else []
-    with torch.profiler.profile(activities=activities) as profile:
+    with kernel_profile(device) as profile:
         seconds(function, device)
     key = "self_cuda_time_total" if device.type == "cuda" else "self_cpu_time_total"
     print(
@@ -202,6 +261,9 @@ def main() -> None:
         flush=True,
     )
 
+    bytes_per_second, kernel = attention_bandwidth(device, dtype, options.tiny)
+    print(f"attention of one query: {bytes_per_second / 1e12:.2f} TB/s, {kernel}", flush=True)
+
     peak_gb(device)
 
     # ---- the model and its sampling copy, as in grpo.py's main, but without EOS, so every row runs to the end
@@ -263,6 +325,35 @@ def main() -> None:
         sampling = dict(do_sample=True, top_k=0, top_p=1.0, num_return_sequences=G)
         sampler.generate(prompt_ids, attention_mask=prompt_mask.long(), **lengths, **sampling)
 
+    # ---- what is not known before the first run on a GPU
+    plain(min(R, 8), False)  # warm-up
+    steps = min(R, 32)
+    one = seconds(lambda: plain(1, False), device)  # the prefill and no decode step
+    eager = (seconds(lambda: plain(steps, False), device) - one) / (steps - 1)
+    print(f"a decode step without a graph: {1e3 * eager:.2f} ms", flush=True)
+    times = captures(lambda: plain(R, True))
+    if times:
+        mean = 1e3 * sum(times) / len(times)
+        print(f"{len(times)} recordings of a graph in {R} steps, {mean:.0f} ms each; ", end="")
+        before = held_gb(device)
+        again = 2 if options.tiny else 500
+        for _ in range(again):
+            plain(2, True)
+        print(f"{before}; {again} recordings later {held_gb(device)}", flush=True)
+    # More columns of padding than a block of keys has.
+    padded_ids = torch.cat([torch.zeros_like(prompt_ids), prompt_ids], 1)  # (B, 2 * P)
+    padded_mask = torch.cat([torch.zeros_like(prompt_mask), prompt_mask], 1)  # (B, 2 * P)
+    few = grpo.Args(max_new_tokens=min(R, 8), cuda_graph=False)
+    greedy = [
+        grpo.generate(few, sampler, *prompts, 1, 0.0, eos_ids)
+        for prompts in ((prompt_ids, prompt_mask), (padded_ids, padded_mask))
+    ]
+    finite = all(bool(x[2].isfinite().all()) for x in greedy)
+    off = (greedy[0][2][:, 0] - greedy[1][2][:, 0]).abs().max()
+    print(
+        f"{P} columns of padding: log-probabilities finite: {finite}, off by {off:.2g}", flush=True
+    )
+
     report("generate, CUDA graph", lambda new_tokens: plain(new_tokens, True))
     report("generate, no graph", lambda new_tokens: plain(new_tokens, False))
     samples = []
@@ -289,6 +380,14 @@ def main() -> None:
     if options.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     model.train(options.gradient_checkpointing)
+    matmul = torch.backends.cuda.matmul
+    for reduced in (True, False):
+        matmul.allow_bf16_reduced_precision_reduction = reduced
+        with torch.no_grad():
+            logprobs = grpo.compute_logprobs(model, rollout.select([0, 1]), 1.0)
+        mean_gap = (logprobs - rollout.sampled_logprobs[:2]).abs().mean()
+        print(f"sampler against trainer, reduced bf16 sums {reduced}: {mean_gap:.2g} nats a token")
+    matmul.allow_bf16_reduced_precision_reduction = True  # torch's default
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
     args = grpo.Args(beta=0.0)
 
@@ -327,6 +426,7 @@ def main() -> None:
     )
     if options.profile:
         profiled("an update", update, device)
+    print(f"allocator: {held_gb(device)}", flush=True)
     # This comes last, because it may run out of memory.
     report("model.generate", transformers_generate)
 

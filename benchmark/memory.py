@@ -1,9 +1,10 @@
 """How much GPU memory a script needs, by calculation: python benchmark/memory.py
 
 It writes the tables of docs/runs.md: which script trains which model on which card, and with which flags. It loads no
-model, because the shapes from each model's config.json are in MODELS below. For one case:
+model, because the shapes from each model's config.json are in MODELS below. For one model:
 
     python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576
+    python benchmark/memory.py grpo path/to/model        a folder with a config.json
 
 Weights, averages, gradients, copies, keys and values are exact. Activations are calculated for a decoder with a gated
 MLP, and are within 15 % of the peak that tests/test_memory.py measures on an emulated GPU.
@@ -12,6 +13,8 @@ of n GB counts as n * 1e9 bytes. Most cards report 3 to 7 % more, and these byte
 """
 
 import argparse
+import json
+from pathlib import Path
 from types import SimpleNamespace
 
 from records import ROOT, fill, table
@@ -254,7 +257,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("script", nargs="?", choices=COUNTED)
-    parser.add_argument("model", nargs="?", choices=list(MODELS), default="SmolLM2-1.7B")
+    known = ", ".join(MODELS)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="SmolLM2-1.7B",
+        help=f"a folder with a config.json, or one of: {known}",
+    )
     for name, value in FLAGS.items():
         kind = int if isinstance(value, bool) else type(value)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=value)
@@ -264,7 +273,11 @@ def main() -> None:
         for name, make in TABLES.items():
             fill(ROOT / "docs" / "runs.md", name, make())
         return
-    for name, size in count(script, MODELS[model], **options).items():
+    if model in MODELS:
+        config = MODELS[model]
+    else:
+        config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    for name, size in count(script, config, **options).items():
         print(f"{size / 1e9:7.2f} GB  {WORDS.get(name, name)}")
 
 

@@ -15,6 +15,7 @@ import shutil
 import sys
 import typing
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -89,6 +90,39 @@ def refuse(tmp_path, monkeypatch, capsys):
         return error
 
     return call
+
+
+# ---- devices
+
+
+@pytest.mark.scripts("grpo", "grpo_lora")
+@pytest.mark.skipif(torch.backends.mps.is_available(), reason="this machine has an MPS device")
+def test_mps_is_taken_with_a_warning(script, capsys):
+    """On a machine without this device the script prints torch's reason."""
+    with pytest.raises(SystemExit) as stop:
+        script.main(script.Args(**{"dataset": SMALL_TASK, **SMALL, "device": "mps"}))
+    out, error = capsys.readouterr()
+    assert "\nwarning: --device mps is untested; it computes in float32\n" in out
+    assert stop.value.code == 2 and "--device mps: not supported: " in error
+
+
+@pytest.mark.scripts("grpo", "ppo_rlhf")
+def test_a_model_that_the_gpu_cannot_train_is_refused_before_the_run(script, monkeypatch, capsys):
+    """A gradient and Adam's averages take 12 bytes per trained parameter, beside what the GPU holds already."""
+    weight = torch.zeros(10**6, requires_grad=True)
+    parameters = [weight, torch.zeros(10**6)]
+    model = SimpleNamespace(device=torch.device("cuda"), parameters=lambda: parameters)
+    total = SimpleNamespace(total_memory=30e6)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 17e6)
+    script.check_memory(script.Args(model="large"), model)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 19e6)
+    with pytest.raises(SystemExit):
+        script.check_memory(script.Args(model="large"), model)
+    error = capsys.readouterr().err
+    assert error.startswith("error: --model large: training needs more than 0 GB") and (
+        "the GPU has 0 GB; use grpo_lora.py or a smaller model" in error
+    )
 
 
 # ---- numbers

@@ -246,6 +246,7 @@ def install(library: Path) -> None:
     """Make torch.cuda use the emulated device."""
     counted = ctypes.CDLL(str(library))
     counted.emulated_cuda_peak.restype = ctypes.c_int64
+    counted.emulated_cuda_allocated.restype = ctypes.c_int64
     torch.UntypedStorage.clone = clone
     # torch's resize_ has the same limit. Here a freed storage stays allocated.
     resize = torch.UntypedStorage.resize_
@@ -276,6 +277,9 @@ def install(library: Path) -> None:
     functions |= dict(get_device_properties=lambda *_: SimpleNamespace(total_memory=16e9))
     functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
+    functions |= dict(memory_stats=lambda *_: {}, memory_reserved=lambda *_: 0)
+    functions |= dict(max_memory_reserved=lambda *_: 0)
+    functions |= dict(memory_allocated=lambda *_: counted.emulated_cuda_allocated())
     functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
