@@ -1128,7 +1128,7 @@ def load_engine(args, model):
         # A weight that the trainer doesn't hand over stays random, and check_sampler notices it.
         load_format="dummy",
         skip_tokenizer_init=True,
-        generation_config="vllm",  # not the checkpoint's, which may set top-k and top-p
+        generation_config="vllm",  # no defaults of the checkpoint, such as top-k
         logprobs_mode="processed_logprobs",  # at the temperature
     )
     about = f"--model {args.model}, --engine-memory {args.engine_memory}, --engine-dtype {dtype}"
