@@ -47,7 +47,8 @@ SUMS = "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 4
 SUMS += " --learning-rate 5e-5 --gradient-checkpointing False --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
-ROUNDED = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
+# Two engines share the memory of one machine.
+ENGINE = "grpo_vllm.py --num-steps 40 --learning-rate 3e-4 --engine-memory 0.1"
 # Each step has 16 responses.
 FEW = "--num-steps 100 --learning-rate 3e-4 --eval-every 50"
 BASELINE = "reinforce_baseline.py --num-steps 40"
@@ -408,11 +409,11 @@ LESSONS = {
         drawn=("GRPO", "Dr. GRPO", "process rewards", "LoRA, rank 16", "GRPO, 1.5e-4"),
     ),
     21: Lesson(
-        "A rounded sampler",
+        "An engine in bf16",
         {
-            "float32": ROUNDED,
-            "bf16": f"{ROUNDED} --sampler-dtype bfloat16",
-            "bf16, not corrected": f"{ROUNDED} --sampler-dtype bfloat16 --rollout-correction 0",
+            "float32": ENGINE,
+            "bf16": f"{ENGINE} --engine-dtype bfloat16",
+            "bf16, not corrected": f"{ENGINE} --engine-dtype bfloat16 --rollout-correction 0",
         },
         [(STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
         {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
