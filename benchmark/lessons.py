@@ -47,6 +47,7 @@ SUMS = "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 4
 SUMS += " --learning-rate 5e-5 --gradient-checkpointing False --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
+STALE = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
 # Two engines share the memory of one machine.
 ENGINE = "grpo_vllm.py --num-steps 40 --learning-rate 3e-4 --engine-memory 0.1"
 # Each step has 16 responses.
@@ -285,11 +286,11 @@ LESSONS = {
     13: Lesson(
         "Stale samplers",
         {
-            "K = 1": ROUNDED,
-            "K = 4": f"{ROUNDED} --staleness 4",
-            "K = 4, not corrected": f"{ROUNDED} --staleness 4 --rollout-correction 0",
-            "K = 16": f"{ROUNDED} --staleness 16",
-            "K = 16, not corrected": f"{ROUNDED} --staleness 16 --rollout-correction 0",
+            "K = 1": STALE,
+            "K = 4": f"{STALE} --staleness 4",
+            "K = 4, not corrected": f"{STALE} --staleness 4 --rollout-correction 0",
+            "K = 16": f"{STALE} --staleness 16",
+            "K = 16, not corrected": f"{STALE} --staleness 16 --rollout-correction 0",
         },
         [(STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
         {
