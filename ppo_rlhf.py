@@ -89,7 +89,7 @@ from utils.rewards import (
 SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
-ACCURACY = accuracy_reward  # 1.0 means right: the accuracies and report.py follow it
+ACCURACY = accuracy_reward  # 1.0 means right; used for all accuracies and by report.py
 SHOWN = [  # metrics beside the progress bar
     "rollout/reward_mean",
     "rollout/accuracy",
@@ -129,7 +129,7 @@ class Args:
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to train; auto: cuda if there is such a GPU, else cpu; mps (Apple's GPU) is untested"""
+    """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -453,8 +453,9 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # The minibatches are drawn here, because the old log-probabilities are computed in the same
-        # micro-batches: in another micro-batch, bf16 would round a sequence differently.
+        # Draw the minibatches now. The old and the reference log-probabilities are computed in the
+        # micro-batches of the first pass: in another micro-batch, bf16 rounds a sequence
+        # differently.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]
 
@@ -565,7 +566,7 @@ def main(args: Args) -> dict:
         if args.beta > 0:
             kl = masked_sum(old_logprobs - ref_logprobs, response_mask, axis=1)  # (N,), k1
             state["kl/response"] = kl.mean().item()
-        if ACCURACY.__name__ in scores:
+        if ACCURACY in REWARDS and reward_model is None:
             accuracies = scores[ACCURACY.__name__]  # (N,) float32
         else:
             accuracies = torch.tensor(apply_reward(ACCURACY, batch, rollout.completions))  # (N,)
@@ -639,11 +640,11 @@ def main(args: Args) -> dict:
 # The cache of keys and values grows by this many columns at a time. More columns cost attention
 # over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# A step over this many tokens (rows times columns of the cache) is so fast that recording a graph
-# for fewer rows takes longer than it saves.
+# In a cache of at most this many tokens (rows times columns), a decode step is so fast that
+# recording a graph for fewer rows takes longer than it saves.
 SMALL_CACHE = 2**15
-# The most logits that exist at a time in an update. Each chunk of them also makes a gradient of the
-# whole head, so on a GPU a larger chunk is faster.
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
+# computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
@@ -734,7 +735,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if len(live) == 0:
             break
         # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, which a small cache is not worth.
+        # also needs a new graph, so with a small cache don't drop any.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
@@ -830,9 +831,9 @@ def compute_scores(reward_model, rollout):
 
 @torch.no_grad()
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
-    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
+    """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches, and each is cut into micro-batches as in its update.
+    parts is a list of minibatches. The micro-batches are those of the update of each minibatch.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -905,8 +906,9 @@ def inference_copy(model):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    Autocast rounds the policy's weights in the same places, so a copy of the policy computes the
-    same log-probabilities, bit for bit.
+    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
+    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
+    bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -928,7 +930,7 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     # possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # of as equal size as possible
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # as equal as possible
     parts = []
     for part_ids, part_mask in zip(
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
@@ -949,9 +951,9 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
 
 
 def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples: the means of each reward and of ACCURACY.
+    """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
-    accuracy_lenient takes the last number anywhere, and accuracy_reward the one in the answer tags.
+    accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
     format is the share of responses with all four tags in order.
     """
     rollout = sample_responses(
@@ -967,7 +969,7 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
         total_lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()
         scores = rollout_scores(args, reward_model, rollout, total_lengths)  # (N,)
         means = {"score": scores.mean().item()}
-    if ACCURACY.__name__ in means:
+    if ACCURACY in REWARDS and reward_model is None:
         accuracy = means[ACCURACY.__name__]
     else:
         accuracy = mean_of(ACCURACY)
@@ -1144,6 +1146,8 @@ def exit_on_error(what, kinds=Exception):
     try:
         yield
     except kinds as error:
+        if kinds is Exception and isinstance(error, torch.OutOfMemoryError):
+            raise  # the last lines of this file say which flags to lower
         mistakes = (NameError, AttributeError, AssertionError, TypeError, IndexError, KeyError)
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
         if kinds is Exception and isinstance(error, mistakes) and raised_in == SCRIPT:
@@ -1214,7 +1218,7 @@ def resume_args(args):
 
 
 def check_memory(args, model):
-    """End the run if a GPU can't hold what training the model takes, beside what it holds now."""
+    """End the run if the GPU's memory is too small for the weights, their gradients and Adam."""
     if model.device.type == "cuda":
         num_trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
         # A gradient takes 4 bytes and Adam's two averages take 8. Activations come on top.
@@ -1228,7 +1232,10 @@ def check_memory(args, model):
 
 
 def choose_batch_sizes(args, device):
-    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU."""
+    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU.
+
+    A resumed run keeps its numbers, also on another GPU.
+    """
     args = replace(args)  # a copy
     is_large = False
     if device.type == "cuda":

@@ -1014,3 +1014,10 @@ def test_a_reward_model_needs_no_numbers(load, tmp_path):
     for reward_model, rows in (("judge", BAD[:2] + ROWS[:4]), ("", ROWS[:4])):
         found = load(ppo_rlhf, "rows.jsonl", eval_dataset="rows.jsonl", reward_model=reward_model)
         assert found == [pairs(rows)] * 2
+
+
+@pytest.mark.scripts("grpo")
+def test_a_model_too_large_for_the_gpu_is_not_called_unsupported(script):
+    """The message about memory names the flags to lower, so no other handler may take this error."""
+    with pytest.raises(torch.OutOfMemoryError), script.exit_on_error("--model x: not supported"):
+        raise torch.OutOfMemoryError("CUDA out of memory")

@@ -74,8 +74,10 @@ def test_a_process_that_is_late_or_dead_is_replaced(monkeypatch):
     question = [block("\\sqrt{8}")], ["2\\sqrt{2}"]
     assert math_reward(*question) == [1.0]
     with monkeypatch.context() as patch:
-        patch.setattr(module, "PATIENCE", 0)
-        assert math_reward(*question) == [0.0]
+        patch.setattr(module, "PATIENCE", 0.1)
+        assert math_reward([block(HOSTILE[0])], question[1]) == [0.0]
+        # It was killed. Otherwise it would go on for the 3 seconds that it has.
+        assert any(process.process is None for process in module.PROCESSES)
     for process in module.PROCESSES:
         process.start()
         process.process.kill()

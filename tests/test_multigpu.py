@@ -407,9 +407,12 @@ def test_an_error_on_one_process_is_printed_once(start, tmp_path):
 
 
 def test_rank_0_asks_the_judge_for_all(several, tmp_path):
-    """Rank 0 calls the judge once per step. If every rank called a noisy judge, the advantages would differ."""
+    """Rank 0 calls the judge once per step, and once per evaluation: before the first step and after the last.
+
+    If every rank called a noisy judge, the advantages would differ.
+    """
     folder = several(2, how={"judge": str(tmp_path / "asked")}, num_steps=2)
-    assert (tmp_path / "asked").read_text() == "00"
+    assert (tmp_path / "asked").read_text() == "0000"
     means = [record["rollout/score"] for record in read_jsonl(folder / "metrics.jsonl")[1:]]
     samples = read_jsonl(folder / "samples.jsonl")
     for step, mean in enumerate(means, 1):

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from utils.data import cell_text, describe_answers
+from utils.math_reward import is_right, last_boxed
 from utils.rewards import (
     RULES,
     accuracy_reward,
@@ -75,6 +76,15 @@ def test_strange_texts(text, expected):
     assert parse_number(text) == (None if expected is None else Fraction(expected))
 
 
+# A formula's dollar or a quote behind the number doesn't hide what changes it.
+MARKED = ["$1$ million", "1$ million", "`1` million", '"1" thousand', "$3$ x", "$3$ and a half"]
+
+
+@pytest.mark.parametrize("text", MARKED)
+def test_a_mark_behind_a_number_hides_no_multiplier(text):
+    assert parse_number(text) is None and last_number(text) is None
+
+
 # The last number of a whole completion: (text, its number or None)
 LAST = [
     ("48/2 = 24 clips in May, and 48+24 = <<48+24=72>>72 altogether", "72"),
@@ -88,6 +98,8 @@ LAST = [
     ("17 or 18", None),
     ("from 17 to 18", None),
     ("17, 18", None),
+    ("$17$ or $18$", None),
+    ("the answer in $: 18", "18"),
     ("(17, 18)", None),
     ("3:4", None),
     ("3 1/2", "7/2"),
@@ -323,6 +335,29 @@ def test_how_gold_answers_are_read_is_described():
     # Without a function that reads them, the answers are shown as they are.
     text = describe_answers(answers, [format_reward])
     assert text == "gold answers: '#### 3 1/2', '24\\\\text{ cm}^2', '3:5'"
+
+
+# For math_reward: a formula that is the answer in spite of the text beside it, or isn't the answer.
+BESIDE = ["The answer is $5$.", "x = $5$ cm", "**$5$**", "so y is $5$ (in simplest form)."]
+CHANGED = ["-$5$", "minus $5$", "negative $5$", "half of $5$", "not $5$", "x > $5$", "±$5$"]
+CHANGED += ["$5$ million", "$5$!", "$5$π", "$5$ x", "$5$ and a half", "$5$/x"]
+
+
+@pytest.mark.parametrize("text", BESIDE)
+def test_the_text_beside_the_only_formula_is_dropped(text):
+    assert last_boxed(text) == "5"
+    assert last_boxed(text.replace("5", r"2\sqrt{3}")) == r"2\sqrt{3}"
+
+
+@pytest.mark.parametrize("text", CHANGED)
+def test_the_text_beside_a_formula_may_change_it(text):
+    """A formula alone would pay a wrong answer: -$5$ isn't 5."""
+    assert last_boxed(text) != "5"
+    assert last_boxed(text.replace("5", r"2\sqrt{3}")) != r"2\sqrt{3}"
+
+
+def test_the_sign_before_a_formula_counts():
+    assert is_right(("-5", last_boxed("-$5$"))) and is_right((last_boxed("-$5$"), "-5"))
 
 
 # Random text from pieces that matter to the parser, mixed with any Unicode characters.

@@ -1208,6 +1208,9 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     found = script.evaluate(script.Args(), None, None, [example] * 4, None)
     assert asked == [(1, 0.0)]  # one response, greedy
     assert found == {
+        "eval/reward_mean": pytest.approx(0.25 + 0.35),
+        "eval/accuracy_reward": 0.25,
+        "eval/format_reward": pytest.approx(0.35),
         "eval/accuracy": 0.25,
         "eval/response_len": 4.0,
         "eval/accuracy_lenient": 1.0,

@@ -41,7 +41,7 @@ MEMORY = 4 * 2**30
 # math-verify reads 100 200 as 300, 1 million as 1, and drops the base of 1011_2.
 MISREAD = re.compile(r"[0-9] +[0-9]|[0-9]\}?_|(?i:hundred|thousand|million|billion|trillion|dozen)")
 # The answer is $\frac{1}{2}$.
-ONE_FORMULA = re.compile(r"[^$0-9\\]*\$([^$]+)\$[^$0-9\\]*")
+ONE_FORMULA = re.compile(r"([^$0-9\\]*)\$([^$]+)\$([^$0-9\\]*)")
 # 1011_2 and 1011_{2}
 BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
 # math-verify reads a word without \text as a product of letters, so that east is seat.
@@ -89,8 +89,13 @@ def last_boxed(text: str) -> str:
     _, box, rest = text.rpartition("\\boxed{")
     if not box:
         text = text.rpartition("####")[2]
-        formula = ONE_FORMULA.fullmatch(text)
-        return (formula[1] if formula else text).strip()
+        if formula := ONE_FORMULA.fullmatch(text):
+            before, inside, after = formula.groups()
+            # The text beside it may change it, such as a minus sign or "million". A 7 in its place
+            # shows this.
+            if parse_number(f"{before}7{after}") == 7:
+                text = inside
+        return text.strip()
     depth = 1
     for i, character in enumerate(rest[:MAX_TEXT]):
         depth += (character == "{") - (character == "}")

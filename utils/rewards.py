@@ -174,7 +174,7 @@ DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 MONEY = "$€£¥₹"
 QUOTES = "\"'“”‘’`"
 # Behind a number, and in front of a number. Neither takes a character.
-AFTER_NUMBER = r"(?<=[0-9%)}&])"
+AFTER_NUMBER = rf"(?:(?<=[0-9%)}}&])|(?<=[0-9%)}}&][{MONEY}{QUOTES}]))"
 BEFORE_NUMBER = rf"(?=[-+{MONEY}({{&]*\.?[0-9])"
 
 # An argument of \frac: a number in braces, or one digit.
