@@ -25,7 +25,7 @@ import pytest
 import torch
 import wandb
 from conftest import ROOT, SMALL_TASK, skip_without_engine, small_flags, small_recipe
-from scripts import OWN_STATE
+from scripts import NEEDS_VLLM, OWN_STATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 # Each script gets only the fields that it has. Most of these affect the state that one step passes to the next.
@@ -209,7 +209,9 @@ def test_files(script, finished):
         args["max_prompt_tokens"],
     )
     assert args["versions"]["torch"] == torch.__version__
-    assert set(args["versions"]) == {"torch", "transformers", "datasets", "tyro", "wandb"}
+    packages = {"torch", "transformers", "datasets", "tyro", "wandb"}
+    packages |= {"vllm"} if script.__name__ in NEEDS_VLLM else set()
+    assert set(args["versions"]) == packages
 
     metrics = read_jsonl(finished / "metrics.jsonl")
     N = args["num_prompts"] * args["num_generations"]

@@ -193,6 +193,7 @@ def test_evaluated_are_the_current_weights(tmp_path):
     fields = json.loads((folder / "args.json").read_text())
     known = {field.name for field in dataclasses.fields(grpo.Args)}
     args = grpo.Args(**{name: value for name, value in fields.items() if name in known})
+    args = grpo.choose_batch_sizes(args, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     examples = grpo.load_data(args, tokenizer, "test")
     last = read_metrics(folder)[-1]

@@ -8,10 +8,10 @@ the thought. Two numbers are compared by the rules of utils/rewards.py. Everythi
 by math-verify: roots, intervals, sets, matrices, equations, polynomials, words. `math_gold` is None
 for a gold answer that can't be read: such a row is skipped.
 
-A policy may write a formula that takes math-verify for ever. math-verify has a timer, but the timer
+A policy may write a formula that math-verify can't finish. math-verify has a timer, but this timer
 works only in the main thread, and can't stop a computation inside of C code. So math-verify runs in
-processes of its own. There, a timer counts the seconds of the processor: a busy machine changes no
-reward. A process that doesn't answer is killed. An answer that takes too long is wrong.
+separate processes. There, a timer counts processor time, so a busy machine doesn't change a reward.
+A process that doesn't answer is killed. An answer that takes too long counts as wrong.
 """
 
 import json
@@ -32,7 +32,7 @@ from queue import SimpleQueue
 
 from utils.rewards import GOLD_READERS, MAX_TEXT, answer_block, parse_number, refuse
 
-# Seconds of the processor for one comparison.
+# Seconds of processor time for one comparison.
 SECONDS = 3
 # Seconds after which a process that doesn't answer is killed.
 PATIENCE = 60
@@ -44,7 +44,7 @@ MISREAD = re.compile(r"[0-9] +[0-9]|[0-9]\}?_|(?i:hundred|thousand|million|billi
 ONE_FORMULA = re.compile(r"([^$0-9\\]*)\$([^$]+)\$([^$0-9\\]*)")
 # 1011_2 and 1011_{2}
 BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
-# math-verify reads a word without \text as a product of letters, so that east is seat.
+# math-verify reads a word without \text as a product of letters, and would take seat for east.
 WORDS = re.compile("[A-Za-z]{3,}(?: [A-Za-z]+)*")
 
 
@@ -75,7 +75,7 @@ GOLD_READERS[math_reward] = math_gold
 
 
 def final_answer(completion: str) -> str:
-    r"""The text of the only answer block or, without <answer>, of the last \boxed{}, else ""."""
+    r"""The answer in the only answer block or, without <answer>, in the last \boxed{}, else ""."""
     if "<answer>" in completion:
         block = answer_block(completion)
         # Two boxes in the block are two guesses.
@@ -85,14 +85,16 @@ def final_answer(completion: str) -> str:
 
 
 def last_boxed(text: str) -> str:
-    r"""The content of the last \boxed{}. Without one, the only formula of the text, or the text."""
+    r"""The content of the last \boxed{}. Without one, the only formula of the text, or the text.
+
+    The text beside a formula is dropped only if it doesn't change it, as in -$5$ or $5$ million.
+    """
     _, box, rest = text.rpartition("\\boxed{")
     if not box:
         text = text.rpartition("####")[2]
         if formula := ONE_FORMULA.fullmatch(text):
             before, inside, after = formula.groups()
-            # The text beside it may change it, such as a minus sign or "million". A 7 in its place
-            # shows this.
+            # If a 7 in place of the formula is read as 7, the text beside it changes nothing.
             if parse_number(f"{before}7{after}") == 7:
                 text = inside
         return text.strip()
@@ -120,7 +122,7 @@ def is_right(pair: tuple[str, str]) -> bool:
 
 
 def is_safe(text: str) -> bool:
-    """Whether math-verify may read the text: it isn't long, and isn't known to be misread."""
+    """Whether math-verify may read the text: short, braces in pairs, and not known to be misread."""
     if len(text) > MAX_TEXT or MISREAD.search(text):
         return False
     depth = 0

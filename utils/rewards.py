@@ -1,7 +1,7 @@
 """Rewards for answers that are one number. Standard library only.
 
 Every reward function takes `completions` and gold `answers`, two lists of N strings, and returns N
-floats. Lists of different lengths raise ValueError. No text raises an error.
+floats. Lists of different lengths raise ValueError. No content of a text raises an error.
 
 Which text counts. `accuracy_reward` reads the answer block. The block exists only if there is
 exactly one <answer> and, after it, exactly one </answer>: with several blocks a policy could guess
@@ -10,12 +10,13 @@ before that </think> is ignored. If a block or a gold answer has "####", only th
 last "####" counts.
 
 What a number is. To pay a wrong answer is worse than to miss a right one. So the text must have
-exactly one number, and a word with a digit must be a number as a whole. Otherwise the text has no
-number: an answer earns 0.0, and a gold answer is skipped. Numbers are compared as exact fractions.
+exactly one number, and each word with a digit must be a number from its first character to its
+last. Otherwise the text has no number: an answer earns 0.0, and a row with this gold answer is
+skipped. Numbers are compared as exact fractions.
 
 - Read: 18, 1,450, 12.50, .5, 3/4, 3 1/2, 1e3, 1.5 x 10^6, and LaTeX's 1{,}450, 1\\,450, \\frac34,
   3\\frac{1}{2} and 1.5 \\times 10^6. Signs: +7, -7, -$7, $-7, - 7, minus 7, negative 7.
-- Ignored: words, $, %, degrees, units such as cm^2 and m/s^2, brackets, quotes, markdown, a final
+- Ignored: most words, $, %, degrees, units such as cm^2 and m/s^2, brackets, quotes, markdown, a final
   period, \\boxed and \\text, and the left side of a calculation. So 75% is 75, and 48/2 = 24 is 24.
 - No number: 3:4, 5-7, (3, 4), 17 or 18, 12 (3 boxes of 4), 5!, 3\\pi, 2x, 0.333..., 1011_2, 5k,
   1 million, 3 and a half, 1 450, 12,50, 5th, and 1¾: only ASCII digits are read.
@@ -30,7 +31,7 @@ import sys
 from fractions import Fraction
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-# The largest reward. The sum of squared rewards must fit into a 32-bit float.
+# Rewards must be smaller, so that the sum of their squares fits into a 32-bit float.
 LARGEST = 1e18
 
 
@@ -57,9 +58,9 @@ def lenient_accuracy_reward(completions: list[str], answers: list[str]) -> list[
 def format_reward(completions: list[str], answers: list[str]) -> list[float]:
     """0.1 for each of the four TAGS found in order: 0.0, 0.1, 0.2, 0.3 or 0.4.
 
-    The search for a tag starts behind the last tag found. So a missing tag costs only its 0.1, and
-    a tag that comes too early or is repeated earns nothing. The text between the tags and `answers`
-    don't matter.
+    The search for a tag starts after the tag found before it. So a missing tag costs only its 0.1, and
+    a tag that comes too early or is repeated earns nothing. Neither `answers` nor the text between
+    the tags matters.
     """
     rewards = []
     for completion, _ in zip(completions, answers, strict=True):
@@ -88,8 +89,8 @@ def gold_number(answer: str) -> Fraction | None:
     return parse_number(answer)
 
 
-# What reads the gold answers of a function. A row that it can't read (None) is skipped. The
-# functions that aren't here take any text.
+# For a reward function, what reads its gold answers. A row is skipped if the reader returns None. A
+# reward function that isn't here takes any text.
 GOLD_READERS = {accuracy_reward: gold_number, lenient_accuracy_reward: gold_number}
 
 
@@ -104,8 +105,8 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
     """The numbers that a reward function gives to N completions, N / len(examples) per example.
 
     An example has a prompt, an answer and the columns of its row in the data set. The function gets
-    lists of N by keyword: those of prompts, completions, answers and the columns that its
-    parameters name. With a **rest it gets all of them, so a reward written for TRL's plain texts
+    lists of N values by keyword. Its parameters name them: prompts, completions, answers, or
+    columns of the data set. With a **rest it gets all of them, so a reward written for TRL's plain texts
     runs unchanged. The run ends with one line if the function names an unknown parameter, or
     doesn't return N finite numbers.
     """
@@ -163,7 +164,7 @@ def refuse(reward, why: str) -> None:
 
 
 # ==== reading a number ====
-# A longer text isn't read: the policy that writes the texts is paid to find those that take hours.
+# A longer text isn't read. Otherwise a policy might find a text that takes hours to read.
 MAX_TEXT = 1000
 # The longest number. Python's int() refuses more than 4300 digits.
 MAX_CHARS = 100
@@ -173,7 +174,7 @@ INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"  # 1,450 or 1450
 DECIMAL = rf"(?:{INTEGER}(?:\.[0-9]+)?|\.[0-9]+)"
 MONEY = "$€£¥₹"
 QUOTES = "\"'“”‘’`"
-# Behind a number, and in front of a number. Neither takes a character.
+# The places right after and right before a number, as in 3, $3$ and $3. Both match no characters.
 AFTER_NUMBER = rf"(?:(?<=[0-9%)}}&])|(?<=[0-9%)}}&][{MONEY}{QUOTES}]))"
 BEFORE_NUMBER = rf"(?=[-+{MONEY}({{&]*\.?[0-9])"
 
@@ -208,7 +209,7 @@ NEXT_UNIT = rf"(?: ?[/*]? ?(?:{UNIT}|[mgshlL]){POWER})"
 LEFT_SIDE = rf"(?:[-+*/÷^0-9.()%{{}}&{MONEY}]|,(?=[0-9]{{3}}))"
 
 # These rules rewrite a text, in this order, before it is split into words. A "&" joins the parts of
-# a fraction or a mixed number. A ";" joins what isn't one number: a word with a ";" isn't read.
+# a fraction or a mixed number. A ";" joins what isn't one number, because a word with a ";" inside isn't read.
 RULES = [
     # GSM8K's annotations: <<48/2=24>>
     ("<<[^<>]*>>", ""),
@@ -302,7 +303,7 @@ def last_number(completion: str) -> Fraction | None:
 
 
 def find_numbers(text: str) -> list[Fraction | None]:
-    """The number of each word that has to be one, in order. None: the word isn't a number."""
+    """For each word with a digit or a sign of mathematics, in order: its number, or None."""
     for pattern, new in RULES:
         text = pattern.sub(new, text)
     numbers = []
