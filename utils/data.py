@@ -34,7 +34,7 @@ def cell_messages(cell) -> list[dict]:
 
 
 def describe_answers(answers: list[str], functions: list) -> str:
-    """The first three gold answers, and how the first function that needs a gold answer reads them."""
+    """The first three gold answers, and how the first function that needs them reads them."""
     readers = [GOLD_READERS[function] for function in functions if function in GOLD_READERS]
     described = []
     for text in answers[:3]:

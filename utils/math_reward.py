@@ -122,7 +122,7 @@ def is_right(pair: tuple[str, str]) -> bool:
 
 
 def is_safe(text: str) -> bool:
-    """Whether math-verify may read the text: short, braces in pairs, and not known to be misread."""
+    """Whether math-verify may read the text: it's short, its braces match, it isn't misread."""
     if len(text) > MAX_TEXT or MISREAD.search(text):
         return False
     depth = 0

@@ -16,8 +16,9 @@ skipped. Numbers are compared as exact fractions.
 
 - Read: 18, 1,450, 12.50, .5, 3/4, 3 1/2, 1e3, 1.5 x 10^6, and LaTeX's 1{,}450, 1\\,450, \\frac34,
   3\\frac{1}{2} and 1.5 \\times 10^6. Signs: +7, -7, -$7, $-7, - 7, minus 7, negative 7.
-- Ignored: most words, $, %, degrees, units such as cm^2 and m/s^2, brackets, quotes, markdown, a final
-  period, \\boxed and \\text, and the left side of a calculation. So 75% is 75, and 48/2 = 24 is 24.
+- Ignored: most words, $, %, degrees, units such as cm^2 and m/s^2, brackets, quotes, markdown, a
+  final period, \\boxed and \\text, and the left side of a calculation. So 75% is 75, and
+  48/2 = 24 is 24.
 - No number: 3:4, 5-7, (3, 4), 17 or 18, 12 (3 boxes of 4), 5!, 3\\pi, 2x, 0.333..., 1011_2, 5k,
   1 million, 3 and a half, 1 450, 12,50, 5th, and 1¾: only ASCII digits are read.
 
@@ -58,9 +59,9 @@ def lenient_accuracy_reward(completions: list[str], answers: list[str]) -> list[
 def format_reward(completions: list[str], answers: list[str]) -> list[float]:
     """0.1 for each of the four TAGS found in order: 0.0, 0.1, 0.2, 0.3 or 0.4.
 
-    The search for a tag starts after the tag found before it. So a missing tag costs only its 0.1, and
-    a tag that comes too early or is repeated earns nothing. Neither `answers` nor the text between
-    the tags matters.
+    The search for a tag starts after the tag found before it. So a missing tag costs only its 0.1,
+    and a tag that comes too early or is repeated earns nothing. Neither `answers` nor the text
+    between the tags matters.
     """
     rewards = []
     for completion, _ in zip(completions, answers, strict=True):
@@ -106,8 +107,8 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
 
     An example has a prompt, an answer and the columns of its row in the data set. The function gets
     lists of N values by keyword. Its parameters name them: prompts, completions, answers, or
-    columns of the data set. With a **rest it gets all of them, so a reward written for TRL's plain texts
-    runs unchanged. The run ends with one line if the function names an unknown parameter, or
+    columns of the data set. With a **rest it gets all of them, so a reward written for TRL's plain
+    texts runs unchanged. The run ends with one line if the function names an unknown parameter, or
     doesn't return N finite numbers.
     """
     per_example = len(completions) // len(examples)
@@ -209,7 +210,8 @@ NEXT_UNIT = rf"(?: ?[/*]? ?(?:{UNIT}|[mgshlL]){POWER})"
 LEFT_SIDE = rf"(?:[-+*/÷^0-9.()%{{}}&{MONEY}]|,(?=[0-9]{{3}}))"
 
 # These rules rewrite a text, in this order, before it is split into words. A "&" joins the parts of
-# a fraction or a mixed number. A ";" joins what isn't one number, because a word with a ";" inside isn't read.
+# a fraction or a mixed number. A ";" joins what isn't one number, because a word with a ";" inside
+# isn't read.
 RULES = [
     # GSM8K's annotations: <<48/2=24>>
     ("<<[^<>]*>>", ""),
