@@ -38,8 +38,13 @@ SECONDS = 3
 PATIENCE = 60
 # Bytes of memory for a process.
 MEMORY = 4 * 2**30
-# math-verify reads 100 200 as 300, 1 million as 1, and drops the base of 1011_2.
-MISREAD = re.compile(r"[0-9] +[0-9]|[0-9]\}?_|(?i:hundred|thousand|million|billion|trillion|dozen)")
+# math-verify reads 100 200 as 300, drops the base of 1011_2, and reads 1 million, 5k and 3i, with
+# the word or the letter in \text or \mathrm, as 1, 5 and 3.
+MISREAD = re.compile(
+    r"[0-9] +[0-9]|[0-9]\}?_"
+    r"|(?i:hundred|thousand|million|billion|trillion|dozen|squared|cubed|\btens\b|\bmil\b)"
+    r"|\\(?:text|mathrm)\{ *[kKi] *\}"
+)
 # The answer is $\frac{1}{2}$.
 ONE_FORMULA = re.compile(r"([^$0-9\\]*)\$([^$]+)\$([^$0-9\\]*)")
 # 1011_2 and 1011_{2}

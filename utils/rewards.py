@@ -189,7 +189,7 @@ LETTER = "[b-zB-HJ-Z]"
 MULTIPLIER = (
     "(?:(?i:(?:hundred|thousand|million|billion|trillion|lakh|crore|dozen|third|fourth|fifth|"
     "sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?|half|halves|quarters? of|"
-    "and (?:an?|one|two|three|half)|bn|mn|mil|grand|squared|cubed|factorial|repeating|recurring|"
+    "and (?:an?|one|two|three|half)|tens|bn|mn|mil|grand|squared|cubed|factorial|repeating|recurring|"
     rf"pi|sqrt)|{LETTER})"
 )
 MODIFIER = (
@@ -205,7 +205,7 @@ UNIT = (
 # In 6ft2in, the 2 is no power.
 POWER = r"(?:\^-?[123]|[23](?![A-Za-z0-9]))?"
 FIRST_UNIT = rf"(?: ?{UNIT}{POWER}| m{POWER}| [gshlL]|m[23]\b|m(?=/s)| ?/ ?{UNIT}{POWER})"
-NEXT_UNIT = rf"(?: ?[/*]? ?(?:{UNIT}|[mgshlL]){POWER})"
+NEXT_UNIT = rf"(?:(?: ?[/*] ?| )(?:{UNIT}|[mgshlL]){POWER})"
 # A character on the left side of a calculation.
 LEFT_SIDE = rf"(?:[-+*/÷^0-9.()%{{}}&{MONEY}]|,(?=[0-9]{{3}}))"
 
