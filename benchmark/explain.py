@@ -264,7 +264,7 @@ def division_table() -> str:
         cells = [number(x, 4) for x in tokens] + [number(x, 2) for x in whole]
         rows.append([f"{script.SCRIPT.name}", how, *cells])
     short, long = LENGTHS
-    header = ["", "divided by", "a token of the right response", "a token of the wrong one"]
+    header = ["", "factor", "a token of the right response", "a token of the wrong one"]
     return table([*header, f"all {short} right tokens", f"all {long} wrong tokens"], rows)
 
 

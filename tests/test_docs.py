@@ -354,5 +354,6 @@ def test_the_bundled_task_is_recorded_for_every_script():
 
     text = (ROOT / "docs" / "tasks.md").read_text(encoding="utf-8")
     low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
-    assert f"all scripts reach {low:.1f} to {high:.0f} % on this task" in text
+    reached = f"all scripts except grpo_vllm.py reach {low:.1f} to {high:.0f} % on this task"
+    assert reached in " ".join(text.split())
     assert max(record["logprob_gap"] for record in emulated) < 0.002 and "stays below 0.002" in text
