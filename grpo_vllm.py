@@ -43,7 +43,7 @@ for GPUs, and importing them fails on a CPU. This script has run on CPUs only.
 
 Memory: the engine takes its share of the GPU (--engine-memory) for weights, keys and values. By
 calculation, SmolLM2-1.7B needs 3.4 GB for its weights in bf16, and 0.2 MB a token for keys and
-values. So 0.3 of 80 GB holds about 90,000 tokens: 128 sequences of 700. If a step samples more,
+values. So 0.3 of 80 GB holds about 100,000 tokens: 128 sequences of 780. If a step samples more,
 some wait until others have ended. The trainer needs what grpo.py needs, except the copy that
 samples.
 

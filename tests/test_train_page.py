@@ -275,7 +275,7 @@ def test_going_on_with_the_bundled_model(tmp_path, capsys):
     with pytest.raises(SystemExit):
         grpo.main(grpo.Args(model=args.model, runs_dir=str(tmp_path), run_name="third"))
     error = capsys.readouterr().err
-    for number in re.search(r"(\d+) \+ (\d+) tokens are more than the (\d+)", PROSE).groups():
+    for number in re.search(r"(\d+) \+ (\d+) tokens are more\s+than\s+the (\d+)", PROSE).groups():
         assert number in error
 
 
