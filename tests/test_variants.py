@@ -557,9 +557,12 @@ def test_the_unbiased_kl_has_the_gradient_of_the_true_one(sampler, load):
     other = (reference * (reference.log() - logprobs)).sum()
     on_policy = torch.allclose(old, logprobs.exp())
     assert torch.allclose(slope((old * k3).sum()), slope(other), atol=1e-12) == on_policy
-    # A ratio without a gradient corrects for the other sampler, but not this.
+    # A ratio without a gradient corrects for the other sampler alone. rho k2 has the gradient of another mean.
     stopped = slope((old * ratios.detach() * k3).sum())
     assert torch.allclose(stopped, slope(other), atol=1e-12)
+    weighted, mean = slope((old * ratios * k2).sum()), slope((logprobs.exp() * k2).sum())
+    assert torch.allclose(weighted, mean, atol=1e-12)
+    assert not torch.allclose(mean, slope(true), atol=1e-2)
 
 
 # ---- p3o
