@@ -1084,7 +1084,7 @@ def test_the_page_lists_every_patch_with_its_lines():
 
 def test_the_page_places_every_patch_and_knows_every_name():
     text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
-    firsts = re.findall(r"^\| ([a-z_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
+    firsts = re.findall(r"^\| ([a-z0-9_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
     names = [name for first in firsts for name in first.split(", ")]
     assert len(names) == len(set(names))
     assert set(VARIANTS) <= set(names) <= {*SCRIPTS, *VARIANTS}
