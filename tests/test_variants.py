@@ -656,7 +656,7 @@ def test_p3o_knows_only_differences_and_starts_as_rloo(load):
     """A shift of all returns changes nothing, and the advantages of a group add up to 0."""
     script, args = load("p3o"), make_args(load("p3o"), clip_eps=0.2)
     generator = torch.Generator().manual_seed(0)
-    returns, moved = (torch.rand(3, 5, generator=generator, dtype=torch.float64) for _ in "ab")
+    returns, moved = torch.rand(2, 3, 5, generator=generator, dtype=torch.float64)
     advantages = script.compute_advantages(args, returns, moved)
     assert torch.allclose(script.compute_advantages(args, returns + 7, moved), advantages)
     assert torch.allclose(advantages.sum(1), torch.zeros(3).double(), atol=1e-12)
