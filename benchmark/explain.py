@@ -154,9 +154,9 @@ def value_table() -> str:
 
 
 def kl_table() -> str:
-    """The three estimators for a vocabulary of three tokens: mean, std, and expected gradients.
+    """The estimators for a vocabulary of three tokens: mean, std, and expected gradients.
 
-    The gradients are with respect to the logits.
+    The gradients are with respect to the logits. The policy is the one that sampled, so rho is 1.
     """
     policy, reference = torch.tensor(POLICY), torch.tensor(REFERENCE)
     logits = policy.log().requires_grad_()
@@ -191,6 +191,8 @@ def kl_table() -> str:
         )
         k3.append(loss)
     estimators = {"k1": k1, "k2": 0.5 * k1**2, "k3": torch.stack(k3)}
+    ratio = (logprobs - old).exp()[:, 0]  # (3,)
+    estimators["rho k3"] = ratio * estimators["k3"]
     rows = []
     for name, values in estimators.items():
         mean = expected(values.detach())

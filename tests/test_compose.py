@@ -118,6 +118,9 @@ def test_what_one_script_changes_is_taken_from_it(folder, results):
         ("dr_grpo", steps),
         (steps, "dr_grpo"),
         ("sapo", steps),
+        ("unbiased_kl", "dr_grpo"),
+        ("unbiased_kl", "grpo_offpolicy"),
+        ("unbiased_kl", steps),
     }
     assert changed_by_both["Rollout"] == {("grpo_offpolicy", "grpo_tools")}
 
@@ -134,6 +137,25 @@ def test_dr_grpo_stays_dr_grpo(target, load):
 
 def test_sapo_stays_sapo_with_an_advantage_for_each_token(load):
     same_loss_and_gradient(load("sapo_on_grpo_process"), load("sapo"), "grpo_process")
+
+
+@pytest.mark.parametrize("target", ["dr_grpo", "grpo_offpolicy", "grpo_process"])
+def test_unbiased_kl_changes_only_the_kl(target, load):
+    """It changes the target's gradient as it changes that of grpo.py. dr_grpo.py has another divisor."""
+    logprobs, old, ref, advantages, mask = ragged_batch(1)
+    gradients = {}
+    for name in ("grpo", "unbiased_kl", target, f"unbiased_kl_on_{target}"):
+        script = load(name)
+        per_token = name.endswith(("grpo_offpolicy", "grpo_process"))
+        given = advantages.expand(mask.shape) if per_token else advantages
+        args = make_args(script, beta=0.1, max_new_tokens=10)
+        loss, _ = loss_of(script, args, logprobs, old, ref, given, mask, 9, 30)
+        (gradients[name],) = torch.autograd.grad(loss, logprobs)
+    expected = gradients["unbiased_kl"] - gradients["grpo"]
+    if target == "dr_grpo":
+        expected = expected * mask.sum(1, keepdim=True) / 10
+    change = gradients[f"unbiased_kl_on_{target}"] - gradients[target]
+    assert torch.allclose(change, expected, atol=1e-12) and change.abs().max() > 1e-3
 
 
 def same_loss_and_gradient(script, parent, target):

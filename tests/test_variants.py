@@ -32,7 +32,7 @@ from utils.rewards import accuracy_reward, format_reward
 
 VARIANTS = sorted(path.stem for path in (ROOT / "variants").glob("*.diff"))
 # The variants that change policy_loss. The others change the advantages.
-LOSSES = ["cispo", "dppo", "gmpo", "luspo", "mdpo", "sapo", "topr", "vespo"]
+LOSSES = ["cispo", "dppo", "gmpo", "luspo", "mdpo", "sapo", "topr", "unbiased_kl", "vespo"]
 
 
 def parent_of(name):
@@ -263,6 +263,10 @@ def slow_gradient(name, args, logprobs, old, advantages, mask):
             elif name == "topr":
                 weight = (1.0 if A >= 0 else min(1.0, math.exp(l))) / 10 / n
                 left_out += A < 0 and l < 0
+            elif name == "unbiased_kl":
+                out = rho > 1.2 if A > 0 else rho < 0.8
+                left_out += out
+                weight = 0.0 if out else rho / length / n
             elif name == "vespo":
                 k, lam = (1.5, 2.5) if A >= 0 else (2.0, 1.0)
                 weight = math.exp(l) ** k * math.exp(lam * (1 - math.exp(l))) / total
@@ -315,6 +319,8 @@ def test_stats_are_sums_over_tokens_that_count(name, load):
         "gmpo": dict(clip_frac_low=1, clip_frac_high=1, clip_frac=2),
         # Both sequences' ratios are within 0.7 .. 1.2.
         "luspo": dict(clip_frac_low=0, clip_frac_high=0, clip_frac=0),
+        # exp(0.5) is above 1.4, and exp(-0.5) is within 0.6 .. 1.4.
+        "unbiased_kl": dict(clip_frac_low=0, clip_frac_high=1, clip_frac=1),
     }.get(name, {})
     logged = {key: value for key, value in stats.items() if "clip_frac" in key}
     assert logged == {f"policy/{key}": value for key, value in clipped.items()}
@@ -333,7 +339,10 @@ def test_shapes_that_would_broadcast_silently_are_refused(name, load):
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_losses_of_slices_add_up(name, load):
-    """The memory budget doesn't change the gradient. The KL term is GRPO's, with the policy term's divisor."""
+    """The memory budget doesn't change the gradient. The KL term has the policy term's divisor.
+
+    The KL term is GRPO's, except in unbiased_kl.
+    """
     script = load(name)
     logprobs, old, ref, advantages, mask = ragged_batch(3)
     args = make_args(script, **FIELDS | dict(beta=0.3))
@@ -352,8 +361,11 @@ def test_the_losses_of_slices_add_up(name, load):
     )
     lengths = mask.sum(1, keepdim=True)
     share = {"gmpo": lengths * 6, "sapo": lengths * 6, "luspo": 6, "mdpo": 60, "topr": 60}
+    share |= {"unbiased_kl": lengths * 6}
     # The gradient of beta times k3.
     slope = 0.3 * (1 - (ref - logprobs.detach()).masked_fill(~mask, 0.0).exp())
+    if name == "unbiased_kl":
+        slope = 0.3 * (logprobs.detach() - old).exp() * (logprobs.detach() - ref)
     expected = slope / share.get(name, int(mask.sum()))
     assert torch.allclose(gradient - without[1], expected.masked_fill(~mask, 0.0), atol=1e-12)
 
@@ -398,10 +410,13 @@ class Lists(dict):
         return self.setdefault(name, [])
 
 
-def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
-    """The loss from _compute_loss of TRL 1.16 in evaluation mode, which doesn't accumulate gradients."""
+def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask, ref=None):
+    """The loss from _compute_loss of TRL 1.16 in evaluation mode, which doesn't accumulate gradients.
+
+    With ref, the reference's log-probabilities, the KL is TRL's default: the one of DeepSeek-V3.2.
+    """
     trainer = trainer_class.__new__(trainer_class)
-    args = dict(delta=None, use_bias_correction_kl=False)
+    args = dict(delta=None, use_bias_correction_kl=ref is not None)
     args |= dict(sapo_temperature_pos=1.3, sapo_temperature_neg=1.9)
     args |= dict(vespo_k_pos=1.5, vespo_lambda_pos=2.5, vespo_k_neg=2.0, vespo_lambda_neg=1.0)
     fields = dict(loss_type=loss_type, beta=0.0, args=SimpleNamespace(**args), use_vllm=False)
@@ -419,7 +434,7 @@ def trl_loss(trainer_class, loss_type, given, logprobs, old, advantages, mask):
     inputs = {name: torch.zeros(len(mask), 1) for name in ("prompt_ids", "prompt_mask")}
     inputs |= dict(completion_ids=torch.zeros(mask.shape), completion_mask=mask.long())
     inputs |= dict(advantages=advantages[:, 0], old_per_token_logps=old)
-    inputs |= dict(num_items_in_batch=mask.sum())
+    inputs |= dict(num_items_in_batch=mask.sum(), ref_per_token_logps=ref)
     return trainer._compute_loss(trainer.model, inputs)
 
 
@@ -446,6 +461,212 @@ def test_losses_against_trl(name, given, load, trl):
     # TRL's temperatures are float32, hence the tolerance.
     assert mine[0] == pytest.approx(loss.item(), abs=1e-6)
     assert torch.allclose(mine[1], logprobs.grad, atol=1e-6)
+
+
+# ---- unbiased_kl
+
+
+def test_the_unbiased_kl_is_trls_default(load, trl):
+    """Loss and gradient agree with TRL's, and GRPO's gradient doesn't."""
+    logprobs, old, ref, advantages, mask = ragged_batch(4)
+    logprobs, old, ref = (x.detach().masked_fill(~mask, -1.0) for x in (logprobs, old, ref))
+    fields = dict(beta=0.3, clip_eps=0.2)
+    mine, grpos = (
+        loss_and_gradient(script, make_args(script, **fields), logprobs, old, ref, advantages, mask)
+        for script in (load("unbiased_kl"), grpo)
+    )
+    logprobs.requires_grad_()
+    given = dict(beta=0.3, epsilon_low=0.2, epsilon_high=0.2)
+    loss = trl_loss(trl["grpo"], "grpo", given, logprobs, old, advantages, mask, ref)
+    loss.backward()
+    assert mine[0] == pytest.approx(loss.item(), abs=1e-12)
+    assert torch.allclose(mine[1], logprobs.grad, atol=1e-12)
+    assert not torch.allclose(mine[1], grpos[1], atol=1e-2)
+    from trl import GRPOConfig
+
+    assert GRPOConfig.__dataclass_fields__["use_bias_correction_kl"].default is True
+
+
+def test_the_unbiased_kl_by_hand(load):
+    """pi = 1/2, pi_old = 1/4 and pi_ref = 1/8: rho is 2, and k3 is 1/4 - 1 + log 4."""
+    script, one = load("unbiased_kl"), torch.ones(1, 1, dtype=torch.bool)
+    logprobs, old, ref = (torch.tensor([[x]]).double().log() for x in (1 / 2, 1 / 4, 1 / 8))
+    logprobs.requires_grad_()
+    args, zero = make_args(script, beta=0.1), torch.zeros(1, 1, dtype=torch.float64)
+    loss, stats = loss_of(script, args, logprobs, old, ref, zero, one, 1, 1)
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 * 2 * (math.log(4) - 3 / 4), abs=1e-12)
+    assert logprobs.grad.item() == pytest.approx(0.1 * 2 * math.log(4), abs=1e-12)
+    assert stats["kl/ref"].item() == pytest.approx(2 * (math.log(4) - 3 / 4), abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_unbiased_kl_against_a_slow_loop(seed, load):
+    """The batch is ragged and has garbage in the masked slots. No KL term is clipped."""
+    script = load("unbiased_kl")
+    logprobs, old, ref, advantages, mask = ragged_batch(seed)
+    args = make_args(script, beta=0.3)
+    loss, gradient = loss_and_gradient(script, args, logprobs, old, ref, advantages, mask)
+    expected, clipped = slow_gradient("unbiased_kl", args, logprobs, old, advantages, mask)
+    terms = []
+    for i, t in mask.nonzero().tolist():
+        new, A, share = logprobs[i, t].item(), advantages[i].item(), 6 * int(mask[i].sum())
+        rho, x = math.exp(new - old[i, t].item()), math.exp(ref[i, t].item() - new)
+        surrogate = min(rho * A, min(max(rho, 0.8), 1.2) * A)
+        terms.append((0.3 * rho * (x - 1 - math.log(x)) - surrogate) / share)
+        expected[i, t] -= 0.3 * rho * math.log(x) / share
+    assert clipped > 0 and loss == pytest.approx(math.fsum(terms), abs=1e-12)
+    assert torch.allclose(gradient, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("sampler", [(0.7, 0.2, 0.1), (0.3, 0.3, 0.4)])
+def test_the_unbiased_kl_has_the_gradient_of_the_true_one(sampler, load):
+    """The example of docs/algorithms.md. The old policy is the policy itself, or another one.
+
+    For each sample, the gradient of rho k3 is rho times that of k2. Its mean over the old policy's
+    samples is the gradient of KL(pi || pi_ref).
+    """
+    given = (sampler, (0.4, 0.4, 0.2), (0.7, 0.2, 0.1))
+    old, reference, policy = (torch.tensor(x, dtype=torch.float64) for x in given)
+    logits = policy.log().requires_grad_()
+    logprobs, one = logits.log_softmax(0), torch.ones(1, 1, dtype=torch.bool)
+
+    def slope(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    def kl_terms(script):
+        """The KL term of each of the three tokens, (3,)."""
+        args, zero, terms = make_args(script, beta=1.0), torch.zeros(1, 1).double(), []
+        for token in range(3):
+            each = (x[token].view(1, 1) for x in (logprobs, old.log(), reference.log()))
+            terms.append(loss_of(script, args, *each, zero, one, 1, 1)[0])
+        return torch.stack(terms)
+
+    terms, k3 = kl_terms(load("unbiased_kl")), kl_terms(grpo)
+    ratios, k2 = (logprobs - old.log()).exp(), 0.5 * (logprobs - reference.log()) ** 2
+    for token in range(3):
+        expected = ratios[token].detach() * slope(k2[token])
+        assert torch.allclose(slope(terms[token]), expected, atol=1e-12)
+        # With a gradient through the ratio, rho k2 has another one.
+        assert not torch.allclose(slope(ratios[token] * k2[token]), expected, atol=1e-3)
+    true = (logprobs.exp() * (logprobs - reference.log())).sum()
+    assert (old * terms).sum().item() == pytest.approx(true.item(), abs=1e-12)
+    assert torch.allclose(slope((old * terms).sum()), slope(true), atol=1e-12)
+    # GRPO's term has another mean gradient. If the policy samples, it is that of KL(pi_ref || pi).
+    assert not torch.allclose(slope((old * k3).sum()), slope(true), atol=1e-2)
+    other = (reference * (reference.log() - logprobs)).sum()
+    on_policy = torch.allclose(old, logprobs.exp())
+    assert torch.allclose(slope((old * k3).sum()), slope(other), atol=1e-12) == on_policy
+    # A ratio without a gradient corrects for the other sampler alone. rho k2 has the gradient of another mean.
+    stopped = slope((old * ratios.detach() * k3).sum())
+    assert torch.allclose(stopped, slope(other), atol=1e-12)
+    weighted, mean = slope((old * ratios * k2).sum()), slope((logprobs.exp() * k2).sum())
+    assert torch.allclose(weighted, mean, atol=1e-12)
+    assert not torch.allclose(mean, slope(true), atol=1e-2)
+
+
+# ---- p3o
+
+
+def test_p3o_by_hand(load):
+    """Only the first response is right. The log-ratios are 0.1, 0 and 0.3."""
+    script = load("p3o")
+    returns = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
+    logratio = torch.tensor([[0.1, 0.0, 0.3]], dtype=torch.float64)
+    near, far = math.exp(0.1 + 0.0), math.exp(0.1 + 0.3)
+
+    def advantages(eps, moved=logratio):
+        args = make_args(script, clip_eps=eps)
+        return script.compute_advantages(args, returns, moved)[0].tolist()
+
+    assert advantages(0.11) == pytest.approx([(near + far) / 2, -near / 2, -far / 2], abs=1e-12)
+    # The first response has gained 0.1 on the second one, and lost 0.2 to the third one.
+    assert advantages(0.09) == pytest.approx([far / 2, 0.0, -far / 2], abs=1e-12)
+    # Now it has lost 0.1 to the second one, and gained 0.2 on the third one.
+    assert advantages(0.15, -logratio) == pytest.approx([1 / near / 2, -1 / near / 2, 0.0])
+    for bad in (torch.zeros(3, 1), torch.zeros(1, 1), torch.zeros(3)):
+        with pytest.raises(AssertionError):
+            script.compute_advantages(make_args(script), returns, bad)
+
+
+def p3o_batch(seed):
+    """One group of six responses: log-probabilities (6, 7) near the old ones, and rewards (1, 6)."""
+    logprobs, old, ref, _, mask = ragged_batch(seed)
+    logprobs = old + 0.1 * (logprobs.detach() - old)
+    rewards = torch.rand(1, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return logprobs, old, ref, rewards, mask
+
+
+def p3o_gradient(script, args, logprobs, old, ref, rewards, mask):
+    """The gradient (6, 7) of the loss of one update, from the script's three functions."""
+    returns = script.compute_returns(args, rewards, old, ref, mask)
+    logratio = torch.where(mask, logprobs - old, 0.0).sum(1).view(1, -1)
+    advantages = script.compute_advantages(args, returns, logratio).view(-1, 1)
+    return loss_and_gradient(script, args, logprobs, old, ref, advantages, mask)[1]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_p3o_against_its_objective_pair_by_pair(seed, load):
+    """Autograd of the clipped objective, with the weight of each pair as a plain number."""
+    script, beta, eps = load("p3o"), 0.3, 0.1
+    logprobs, old, ref, rewards, mask = p3o_batch(seed)
+    args = make_args(script, beta=beta, clip_eps=eps)
+    gradient = p3o_gradient(script, args, logprobs, old, ref, rewards, mask)
+    clean = logprobs.masked_fill(~mask, 0.0).requires_grad_()
+    of_policy, of_old, of_ref = (torch.where(mask, x, 0.0).sum(1) for x in (clean, old, ref))
+    R = (rewards[0] - beta * (of_old - of_ref)).tolist()
+    rho = [math.exp((of_policy[i] - of_old[i]).item()) for i in range(6)]
+    objective, clipped = 0.0, 0
+    for i, j in itertools.combinations(range(6), 2):
+        weight = (R[i] - R[j]) * rho[i] * rho[j]
+        x, center = of_policy[i] - of_policy[j], (of_old[i] - of_old[j]).item()
+        limited = x.clamp(center - eps, center + eps)
+        objective = objective + torch.minimum(weight * x, weight * limited) / 2 / 15
+        clipped += (weight * limited < weight * x).item()
+    (expected,) = torch.autograd.grad(-objective, clean)
+    assert torch.allclose(gradient, expected, atol=1e-12) and gradient.abs().max() > 0.01
+    assert 0 < clipped < 15
+
+
+def test_p3o_without_its_clip_is_theorem_1(load):
+    """Over all pairs of the old policy's samples, the mean gradient is that of the expected reward."""
+    script, one = load("p3o"), torch.ones(2, 1, dtype=torch.bool)
+    args = make_args(script, beta=0.0, clip_eps=1e9)
+    logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([-0.5, 0.1, 0.4], dtype=torch.float64).log_softmax(0)
+    rewards = torch.tensor([1.0, 0.4, 0.2], dtype=torch.float64)
+    (exact,) = torch.autograd.grad((logits.softmax(0) * rewards).sum(), logits)
+    logprobs, mean, theorem = logits.log_softmax(0), 0.0, 0.0
+    for pair in itertools.product(range(3), repeat=2):
+        new, before = logprobs[list(pair)].view(2, 1), old[list(pair)].view(2, 1)
+        r, rho = rewards[list(pair)], (new - before).exp().detach()[:, 0]
+        advantages = script.compute_advantages(args, r[None], (new - before).detach().T)
+        given = (new, before, None, advantages.T, one, 2, 2)
+        loss, _ = loss_of(script, args, *given)
+        probability = before.sum().exp()
+        mean = mean - probability * loss
+        theorem = theorem + probability * (r[0] - r[1]) * rho.prod() * (new[0] - new[1]).sum() / 2
+    for value in (mean, theorem):
+        (gradient,) = torch.autograd.grad(value, logits, retain_graph=True)
+        assert torch.allclose(gradient, exact, atol=1e-12)
+    assert exact.abs().max() > 0.05
+
+
+def test_p3o_knows_only_differences_and_starts_as_rloo(load):
+    """A shift of all returns changes nothing, and the advantages of a group add up to 0."""
+    script, args = load("p3o"), make_args(load("p3o"), clip_eps=0.2)
+    generator = torch.Generator().manual_seed(0)
+    returns, moved = torch.rand(2, 3, 5, generator=generator, dtype=torch.float64)
+    advantages = script.compute_advantages(args, returns, moved)
+    assert torch.allclose(script.compute_advantages(args, returns + 7, moved), advantages)
+    assert torch.allclose(advantages.sum(1), torch.zeros(3).double(), atol=1e-12)
+    at_start = script.compute_advantages(args, returns, torch.zeros(3, 5).double())
+    assert torch.allclose(at_start, rloo.compute_advantages(args, returns), atol=1e-12)
+    assert not torch.allclose(at_start, advantages, atol=0.1)
+    # Equal returns give exactly 0. A weight is finite, also if the ratios aren't.
+    equal, huge = torch.full((1, 3), 0.1), torch.full((1, 3), 300.0)
+    assert (script.compute_advantages(args, equal, huge) == 0).all()
+    assert script.compute_advantages(args, torch.tensor([[1.0, 0.0, 0.5]]), huge).isfinite().all()
 
 
 # ---- advantages
@@ -648,7 +869,7 @@ def same_weights(one, other):
 def expected_advantages(name, samples, lengths):
     """The advantages (B, G) of a step, computed from the recorded rewards with the formulas of the docstrings.
 
-    For copg this is None, because the records don't contain its returns.
+    For copg and p3o this is None, because the records don't contain their returns.
     """
     rewards = torch.tensor([sample["rewards"] for sample in samples], dtype=torch.float64)
     mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
@@ -671,7 +892,7 @@ def expected_advantages(name, samples, lengths):
         return (rewards - mean) / ((rewards - mean).std() + 1e-4)
     if name in ("mdpo", "topr"):
         return rewards - mean
-    return (rewards - mean) / (std + 1e-4) if name != "copg" else None
+    return (rewards - mean) / (std + 1e-4) if name not in ("copg", "p3o") else None
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -734,6 +955,54 @@ def test_copg_computes_the_returns_of_the_policy_that_learns(load, folder, monke
         all_of_them = script.compute_advantages(None, seen[update - 1][0]).flatten().tolist()
         assert set(advantages.tolist()) <= set(all_of_them)
     assert {update for update, _ in used} == {1, 2}
+
+
+def test_p3o_weighs_each_pair_with_the_policy_that_learns(load, folder, monkeypatch, plain):
+    """The first update has RLOO's advantages. The second one has the same returns and the new ratios."""
+    script, fresh, seen, used = load("p3o"), [], [], []
+    rollout_logprobs, compute_returns = script.rollout_logprobs, script.compute_returns
+    compute_advantages, policy_loss = script.compute_advantages, script.policy_loss
+    known = {}
+
+    def recorded_logprobs(*call):
+        fresh.append(rollout_logprobs(*call).clone())
+        return fresh[-1].clone()
+
+    def recorded_returns(args, rewards, old_logprobs, ref_logprobs, mask):
+        known.update(old=old_logprobs.clone(), mask=mask)
+        known["returns"] = compute_returns(args, rewards, old_logprobs, ref_logprobs, mask)
+        return known["returns"].clone()
+
+    def recorded_advantages(args, returns, logratio):
+        assert torch.equal(returns, known["returns"])
+        advantages = compute_advantages(args, returns, logratio)
+        seen.append((logratio.clone(), advantages.clone()))
+        return advantages
+
+    def recorded_loss(*call, **count):
+        used.append((len(seen) - 1, call[4].flatten()))
+        return policy_loss(*call, **count)
+
+    monkeypatch.setattr(script, "rollout_logprobs", recorded_logprobs)
+    monkeypatch.setattr(script, "compute_returns", recorded_returns)
+    monkeypatch.setattr(script, "compute_advantages", recorded_advantages)
+    monkeypatch.setattr(script, "policy_loss", recorded_loss)
+    _, samples, _ = run(script, folder, "p3o-two", num_minibatches=2, beta=0.5)
+    (start, at_start), (moved, later) = seen
+    assert (start == 0).all() and moved.abs().max() > 1e-3
+    assert torch.allclose(at_start, rloo.compute_advantages(None, known["returns"]), atol=1e-6)
+    change = torch.where(known["mask"], fresh[-1] - known["old"], 0.0).sum(1).view(3, 4)
+    assert torch.equal(moved, change)
+    for update, advantages in used:
+        assert set(advantages.tolist()) <= set(seen[update][1].flatten().tolist())
+    assert {update for update, _ in used} == {0, 1}
+    assert torch.equal(torch.tensor([sample["advantages"] for sample in samples]), later)
+    # With one update it is rloo.py.
+    (_, expected, _), _ = plain[rloo]
+    _, samples, _ = run(script, folder, "p3o-one", num_minibatches=1)
+    for sample, other in zip(samples, expected, strict=True):
+        assert sample["completions"] == other["completions"]
+        assert sample["advantages"] == pytest.approx(other["advantages"], abs=1e-6)
 
 
 def test_clip_cov_of_no_token_is_grpo_and_of_all_learns_nothing(load, folder, plain):
@@ -815,7 +1084,7 @@ def test_the_page_lists_every_patch_with_its_lines():
 
 def test_the_page_places_every_patch_and_knows_every_name():
     text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
-    firsts = re.findall(r"^\| ([a-z_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
+    firsts = re.findall(r"^\| ([a-z0-9_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
     names = [name for first in firsts for name in first.split(", ")]
     assert len(names) == len(set(names))
     assert set(VARIANTS) <= set(names) <= {*SCRIPTS, *VARIANTS}
