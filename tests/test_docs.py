@@ -137,7 +137,7 @@ def test_the_differences_shown_are_real():
     excerpt = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[1]
     assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
     count = len(list((ROOT / "variants").glob("*.diff")))
-    assert count == 14 and "has fourteen such patches" in text
+    assert count == 19 and "has nineteen such patches" in text
 
 
 def test_the_problems_of_the_example(tmp_path, monkeypatch):

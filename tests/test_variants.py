@@ -7,6 +7,7 @@ steps of main.
 
 import difflib
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -21,6 +22,7 @@ from types import SimpleNamespace
 import make_variants
 import pytest
 import torch
+import tyro
 from conftest import ROOT, SCRIPTS, small_recipe
 from test_equations import loss_of, make_args, ragged_batch
 from test_errors import numbers
@@ -1242,3 +1244,42 @@ def test_the_page_places_every_patch_and_knows_every_name():
     names = [name for first in firsts for name in first.split(", ")]
     assert len(names) == len(set(names))
     assert set(VARIANTS) <= set(names) <= {*SCRIPTS, *VARIANTS}
+
+
+def test_the_commands_of_scalerl(load, folder, tmp_path, monkeypatch):
+    """They make a script with cispo's loss and reinforce_pp's advantages. It trains for two steps."""
+    text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```\n(.*?)```", text.split("## ScaleRL's recipe")[1], re.DOTALL)
+    *patches, command = block.splitlines()
+    assert command.startswith("python scalerl.py ")
+    shutil.copy(ROOT / "grpo.py", tmp_path / "grpo.py")
+    (tmp_path / "variants").symlink_to(ROOT / "variants")
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    outputs = []
+    for line in patches:
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+        outputs.append((done.returncode, done.stdout))
+    assert outputs[0][0] == 0 and outputs[1][0] == 1
+    assert "2 out of 3 hunks FAILED" in outputs[1][1] and "2 out of 3 hunks FAILED" in text
+    source = (tmp_path / "scalerl.py").read_text(encoding="utf-8")
+    rejected = (tmp_path / "scalerl.py.rej").read_text(encoding="utf-8")
+    last_line = source[: source.index('"""\n\nimport')].count("\n")
+    starts = [int(x) for x in re.findall(r"^@@ -(\d+)", rejected, re.MULTILINE)]
+    assert len(starts) == 2 and max(starts) < last_line
+    spec = importlib.util.spec_from_file_location("scalerl", tmp_path / "scalerl.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "scalerl", script)
+    spec.loader.exec_module(script)
+    for function, name in (("policy_loss", "cispo"), ("compute_advantages", "reinforce_pp")):
+        theirs = getattr(load(name), function)
+        assert inspect.getsource(getattr(script, function)) == inspect.getsource(theirs)
+    args = tyro.cli(script.Args, args=command.split()[2:])
+    assert args.num_minibatches == 8 and args.clip_eps_high == 4.0 and args.beta == 0.0
+    given = dict(num_minibatches=args.num_minibatches, num_steps=2)
+    metrics, samples, _ = run(script, folder, "scalerl", **given)
+    assert metrics["optim/grad_norm"] > 0 and metrics["policy/clip_frac"] >= 0
+    for step in (1, 2):
+        records = [sample for sample in samples if sample["step"] == step]
+        logged = torch.tensor([sample["advantages"] for sample in records], dtype=torch.float64)
+        expected = expected_advantages("reinforce_pp", records, None)
+        assert torch.allclose(logged, expected, atol=1e-4)
