@@ -1249,7 +1249,8 @@ def test_the_page_places_every_patch_and_knows_every_name():
 def test_the_commands_of_scalerl(load, folder, tmp_path, monkeypatch):
     """They make a script with cispo's loss and reinforce_pp's advantages. It trains for two steps."""
     text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"```\n(.*?)```", text.split("## ScaleRL's recipe")[1], re.DOTALL)
+    section = text.split("## ScaleRL's recipe\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)
     *patches, command = block.splitlines()
     assert command.startswith("python scalerl.py ")
     shutil.copy(ROOT / "grpo.py", tmp_path / "grpo.py")
