@@ -213,7 +213,7 @@ def test_the_differences_shown_are_real():
     excerpt = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[1]
     assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
     count = len(list((ROOT / "variants").glob("*.diff")))
-    assert count == 16 and "has sixteen such patches" in text
+    assert count == 21 and "has twenty-one such patches" in text
 
 
 def test_the_problems_of_the_example(tmp_path, monkeypatch):

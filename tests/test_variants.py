@@ -7,6 +7,7 @@ steps of main.
 
 import difflib
 import importlib.util
+import inspect
 import itertools
 import json
 import math
@@ -21,12 +22,16 @@ from types import SimpleNamespace
 import make_variants
 import pytest
 import torch
+import tyro
 from conftest import ROOT, SCRIPTS, small_recipe
 from test_equations import loss_of, make_args, ragged_batch
 from test_errors import numbers
+from transformers import AutoModelForCausalLM
 
 import dr_grpo
 import grpo
+import grpo_offpolicy
+import grpo_tools
 import rloo
 from utils.rewards import accuracy_reward, format_reward
 
@@ -42,9 +47,10 @@ def parent_of(name):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder for the patched scripts, with the bundled model and 60 problems. They use the repository's utils/."""
+    """A folder for the patched scripts, with two bundled models and 60 problems. They use the repository's utils/."""
     folder = tmp_path_factory.mktemp("variants")
-    shutil.copytree(ROOT / "assets" / "adder", folder / "assets" / "adder")
+    for name in ("adder", "caller"):
+        shutil.copytree(ROOT / "assets" / name, folder / "assets" / name)
     with (ROOT / "assets" / "addition" / "train.jsonl").open() as lines:
         (folder / "few.jsonl").write_text("".join(itertools.islice(lines, 60)))
     return folder
@@ -829,6 +835,270 @@ def test_copg_descends_the_regression_on_pairs(load):
     assert torch.equal(returns, rloo.compute_returns(*given))
 
 
+# ---- geo_mask, icepop, opsm, kimi_kl: a stale or foreign sampler
+
+
+def far_batch(seed):
+    """A ragged batch of which each mask leaves out some: (current, sampled, advantages, mask)."""
+    current, sampled, _, advantages, mask = ragged_batch(seed)
+    # Half of the distance, so that the mean log-ratios are on both sides of the bounds.
+    return current.detach(), (current.detach() + sampled) / 2, advantages, mask
+
+
+def ratios_of(current, sampled, mask):
+    """The ratios current / sampled of each sequence's tokens."""
+    return [
+        [math.exp(current[i, t].item() - sampled[i, t].item()) for t in range(int(mask[i].sum()))]
+        for i in range(len(mask))
+    ]
+
+
+def test_geo_mask_by_hand(load):
+    """The geometric means are sqrt(1.2 * 0.9) = 1.0392, sqrt(4 / 4) = 1, 0.8, and 1.21."""
+    ratios = torch.tensor([[1.2, 0.9, 1.0], [4.0, 0.25, 1.0], [0.8, 9.0, 1.0], [1.21] * 3]).double()
+    old = ratios.log().requires_grad_()
+    mask = torch.tensor(
+        [[True, True, False], [True, True, False], [True, False, False], [True] * 3]
+    )
+    old = old.masked_fill(~mask, math.nan)
+    script, sampled = load("geo_mask"), torch.zeros(4, 3, dtype=torch.float64)
+    first, second = [1.2, 0.9, 1.0], [2.0, 0.25, 1.0]
+    for low, high, expected in (
+        (0.9, 1.04, [first, second, [0.0] * 3, [0.0] * 3]),
+        (0.9, 1.03, [[0.0] * 3, second, [0.0] * 3, [0.0] * 3]),
+        (0.79, 1.22, [first, second, [0.8, 1.0, 1.0], [1.21] * 3]),
+    ):
+        args = make_args(script, geo_low=low, geo_high=high)
+        weights = script.compute_sampler_weights(args, old, sampled, mask)
+        assert torch.allclose(weights, torch.tensor(expected).double(), atol=1e-12)
+        assert not weights.requires_grad
+        args.rollout_correction = 0.0
+        weights = script.compute_sampler_weights(args, old, sampled, mask)
+        assert torch.equal(weights, (torch.tensor(expected) != 0).double())
+    # Equal policies are kept by any bounds.
+    args = make_args(script, geo_low=1.0, geo_high=1.0)
+    assert (script.compute_sampler_weights(args, sampled, sampled, mask) == 1).all()
+
+
+def test_icepop_by_hand(load):
+    script = load("icepop")
+    old = torch.tensor([[0.4999, 0.5001, 1.5, 4.999, 5.001, 1.0]], dtype=torch.float64).log()
+    old = old.requires_grad_()
+    sampled = torch.zeros(1, 6, dtype=torch.float64)
+    mask = torch.tensor([[True] * 5 + [False]])
+    sampled[0, 5] = math.nan
+    weights = script.compute_sampler_weights(make_args(script), old, sampled, mask)
+    assert weights.tolist()[0] == pytest.approx([0.0, 0.5001, 1.5, 4.999, 0.0, 1.0])
+    assert not weights.requires_grad
+    args = make_args(script, icepop_low=0.0, icepop_high=2.0)
+    weights = script.compute_sampler_weights(args, old, sampled, mask)
+    assert weights.tolist()[0] == pytest.approx([0.4999, 0.5001, 1.5, 0.0, 0.0, 1.0])
+    # The parent's cap on the product of a sequence, here 0.4999 * 0.5001 * ... * 5.001 = 9.375, still works.
+    args = make_args(script, sequence_cap=9.3)
+    assert (script.compute_sampler_weights(args, old, sampled, mask) == 0).all()
+
+
+def test_masks_against_a_slow_loop(load):
+    geo, icepop, opsm = load("geo_mask"), load("icepop"), load("opsm")
+    seen = {"geo": set(), "icepop": set(), "opsm": set()}
+    for seed in range(4):
+        current, sampled, advantages, mask = far_batch(seed)
+        given = (current, sampled, mask)
+        args = make_args(geo, geo_low=0.8, geo_high=1.3, rollout_correction=1.5)
+        by_geo = geo.compute_sampler_weights(args, *given)
+        args = make_args(icepop, icepop_low=0.8, icepop_high=1.3)
+        by_icepop = icepop.compute_sampler_weights(args, *given)
+        args = make_args(opsm, opsm_delta=0.05)
+        kept = opsm.off_policy_mask(args, current, sampled, advantages, mask)
+        assert kept.shape == (6, 1) and kept.dtype == torch.bool
+        for i, ratios in enumerate(ratios_of(*given)):
+            mean = math.prod(ratios) ** (1 / len(ratios))
+            distance = -math.fsum(map(math.log, ratios)) / len(ratios)
+            is_bad = advantages[i].item() < 0
+            assert kept[i].item() == (not is_bad or distance <= 0.05)
+            seen["geo"].add(0.8 <= mean <= 1.3)
+            seen["opsm"].add((is_bad, distance <= 0.05))
+            for t, ratio in enumerate(ratios):
+                expected = min(ratio, 1.5) if 0.8 <= mean <= 1.3 else 0.0
+                assert by_geo[i, t].item() == pytest.approx(expected, abs=1e-12)
+                expected = ratio if 0.8 <= ratio <= 1.3 else 0.0
+                assert by_icepop[i, t].item() == pytest.approx(expected, abs=1e-12)
+                seen["icepop"].add(expected > 0)
+    assert seen["geo"] == seen["icepop"] == {True, False}
+    assert len(seen["opsm"]) == 4
+
+
+def test_masks_without_bounds_are_grpo_offpolicy_without_limits(load):
+    """Without bounds the weights are the parent's. With one token per response, geo_mask is icepop."""
+    current, sampled, advantages, mask = far_batch(1)
+    wide = 2.0**32
+    geo, icepop, opsm = load("geo_mask"), load("icepop"), load("opsm")
+    args = make_args(grpo_offpolicy, rollout_correction=wide)
+    expected = grpo_offpolicy.compute_sampler_weights(args, current, sampled, mask)
+    args = make_args(icepop, icepop_low=0.0, icepop_high=wide)
+    assert torch.equal(icepop.compute_sampler_weights(args, current, sampled, mask), expected)
+    for correction in (0.0, 1.2, wide):
+        args = make_args(grpo_offpolicy, rollout_correction=correction)
+        expected = grpo_offpolicy.compute_sampler_weights(args, current, sampled, mask)
+        args = make_args(geo, geo_low=0.0, geo_high=wide, rollout_correction=correction)
+        assert torch.equal(geo.compute_sampler_weights(args, current, sampled, mask), expected)
+    args = make_args(opsm, opsm_delta=wide)
+    assert opsm.off_policy_mask(args, current, sampled, advantages, mask).all()
+    one = (current.T[:1].T, sampled.T[:1].T, mask.T[:1].T)  # (6, 1) each
+    args = make_args(geo, geo_low=0.8, geo_high=1.3, rollout_correction=wide)
+    by_geo = geo.compute_sampler_weights(args, *one)
+    args = make_args(icepop, icepop_low=0.8, icepop_high=1.3)
+    assert torch.equal(by_geo, icepop.compute_sampler_weights(args, *one))
+    assert 0 < (by_geo == 0).sum() < 6
+
+
+def test_opsm_by_hand(load):
+    """The mean log-ratios of the sampler and the policy are (0.3 - 0.1) / 2 = 0.1, 0.3 and -0.5."""
+    sampled = torch.tensor([[-1.0, -1.0, 7.0], [-1.0, 8.0, 9.0], [-1.0, -1.0, -1.0]]).double()
+    logprobs = torch.tensor([[-1.3, -0.9, math.nan], [-1.3, math.inf, 0.0], [-0.5] * 3]).double()
+    mask = torch.tensor([[True, True, False], [True, False, False], [True] * 3])
+    script = load("opsm")
+    for delta, advantage, expected in (
+        (0.05, -1.0, [False, False, True]),
+        (0.2, -1.0, [True, False, True]),
+        (0.4, -1.0, [True, True, True]),
+        # Only bad responses are left out. An advantage of 0 isn't bad.
+        (0.05, 1.0, [True] * 3),
+        (0.05, 0.0, [True] * 3),
+    ):
+        args = make_args(script, opsm_delta=delta)
+        advantages = torch.full((3, 1), advantage).double()
+        kept = script.off_policy_mask(args, logprobs, sampled, advantages, mask)
+        assert kept.flatten().tolist() == expected
+    for bad in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 3)):
+        with pytest.raises(AssertionError):
+            script.off_policy_mask(args, logprobs, sampled, bad, mask)
+
+
+def test_opsm_is_a_one_sided_geometric_mask_of_bad_responses(load):
+    """d > delta says that the geometric mean of policy / sampler is below exp(-delta)."""
+    geo, opsm = load("geo_mask"), load("opsm")
+    for seed in range(5):
+        logprobs, sampled, _, mask = far_batch(seed)
+        bad = -torch.ones(6, 1, dtype=torch.float64)
+        args = make_args(opsm, opsm_delta=0.05)
+        kept = opsm.off_policy_mask(args, logprobs, sampled, bad, mask)
+        bounds = dict(geo_low=math.exp(-0.05), geo_high=2.0**32, rollout_correction=0.0)
+        weights = geo.compute_sampler_weights(make_args(geo, **bounds), logprobs, sampled, mask)
+        assert torch.equal(kept.expand_as(mask), weights == 1) and 0 < kept.sum() < 6
+
+
+@pytest.mark.parametrize("delta", [0.01, 0.05, 0.5])
+def test_opsm_against_trl(delta, load, trl):
+    """TRL multiplies by its mask, so masked slots must not contain garbage."""
+    script = load("opsm")
+    for seed in range(4):
+        logprobs, sampled, advantages, mask = far_batch(seed)
+        logprobs, sampled = (x.masked_fill(~mask, -1.0) for x in (logprobs, sampled))
+        theirs = trl["grpo"].get_off_policy_mask(advantages, logprobs, sampled, mask, delta)
+        args = make_args(script, opsm_delta=delta)
+        mine = script.off_policy_mask(args, logprobs, sampled, advantages, mask)
+        assert torch.equal(mine, theirs.bool())
+
+
+def kimi_loss(script, args, logprobs, old, sampled, ref, advantages, mask):
+    """The loss of a whole minibatch, its gradient (n, R) and the stats."""
+    logprobs = logprobs.detach().clone().requires_grad_()
+    advantages = advantages.expand_as(mask)
+    given = (logprobs, old, sampled, ref, advantages, mask)
+    loss, stats = script.policy_loss(args, *given, num_seqs=len(mask))
+    loss.backward()
+    return loss.item(), logprobs.grad, stats
+
+
+def test_kimi_kl_by_hand(load):
+    """The log-ratios to the sampler are 0.5 and -0.2. The advantage is 0, so only the penalty is left."""
+    logprobs = torch.tensor([[-1.0, -2.0, math.nan]], dtype=torch.float64)
+    sampled = torch.tensor([[-1.5, -1.8, math.inf]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, False]])
+    script, zero = load("kimi_kl"), torch.zeros(1, 1, dtype=torch.float64)
+    given = (logprobs, logprobs, sampled, None, zero, mask)
+    loss, slope, stats = kimi_loss(script, make_args(script, kl_tau=0.1), *given)
+    assert loss == pytest.approx(0.1 * (0.25 + 0.04) / 2, abs=1e-12)
+    assert slope.tolist()[0] == pytest.approx([0.1 * 0.5, -0.1 * 0.2, 0.0], abs=1e-12)
+    assert stats["kl/sampler"].item() == pytest.approx((0.25 + 0.04) / 2)
+    for bad in (torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(3)):
+        with pytest.raises(AssertionError):
+            kimi_loss(script, make_args(script), logprobs, logprobs, bad, None, zero, mask)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2])
+def test_kimi_kl_adds_its_gradient_to_the_parents(beta, load):
+    """A slow loop adds 2 tau l / |o| / n to the gradient. With tau 0, and at the sampler, it adds nothing."""
+    script = load("kimi_kl")
+    logprobs, old, ref, advantages, mask = ragged_batch(2)
+    _, sampled, _, _ = far_batch(3)
+    sampled = torch.where(mask, sampled.nan_to_num(-1.0, -1.0, -1.0).clamp(-2, 0), math.nan)
+    args = make_args(grpo_offpolicy, beta=beta)
+    plain = loss_and_gradient(grpo_offpolicy, args, logprobs, old, ref, advantages, mask)
+    args = make_args(script, beta=beta, kl_tau=0.0)
+    none = kimi_loss(script, args, logprobs, old, sampled, ref, advantages, mask)
+    assert none[0] == plain[0] and torch.equal(none[1], plain[1])
+    args = make_args(script, beta=beta, kl_tau=0.3)
+    loss, slope, _ = kimi_loss(script, args, logprobs, old, sampled, ref, advantages, mask)
+    expected, total = plain[1].clone(), plain[0]
+    for i, t in mask.nonzero().tolist():
+        distance = logprobs[i, t].item() - sampled[i, t].item()
+        expected[i, t] += 0.3 * 2 * distance / int(mask[i].sum()) / 6
+        total += 0.3 * distance**2 / int(mask[i].sum()) / 6
+    assert loss == pytest.approx(total, abs=1e-12)
+    assert torch.allclose(slope, expected, atol=1e-12) and (slope - plain[1]).abs().max() > 0.01
+    same = kimi_loss(script, args, logprobs, old, logprobs.detach(), ref, advantages, mask)
+    assert same[0] == plain[0] and torch.equal(same[1], plain[1])
+
+
+# ---- echo
+
+
+def test_echo_by_hand(load):
+    """The tool wrote two tokens of the first response, none of the second, and one of the third."""
+    logprobs = torch.tensor([[-1.0, -0.5, math.nan], [math.inf, -1.0, -1.0], [-3.0, -9.0, -9.0]])
+    logprobs = logprobs.double().requires_grad_()
+    tool_mask = torch.tensor([[True, True, False], [False] * 3, [True, False, False]])
+    script = load("echo")
+    loss = script.tool_loss(make_args(script, echo_coef=0.4), logprobs, tool_mask, num_seqs=5)
+    assert loss.item() == pytest.approx(0.4 * (0.75 + 0.0 + 3.0) / 5, abs=1e-12)
+    (slope,) = torch.autograd.grad(loss, logprobs)
+    expected = [[-0.4 / 2 / 5, -0.4 / 2 / 5, 0.0], [0.0] * 3, [-0.4 / 5, 0.0, 0.0]]
+    assert torch.allclose(slope, torch.tensor(expected).double(), atol=1e-12)
+    assert script.tool_loss(make_args(script, echo_coef=0.0), logprobs, tool_mask, 5) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_echo_against_a_slow_loop_and_cross_entropy(seed, load):
+    """The gradient of the logits is lambda (softmax - one-hot) / |e| / N at each token of the tool, and 0 elsewhere."""
+    script = load("echo")
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(4, 6, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, 5, (4, 6), generator=generator)
+    tool_mask = torch.rand(4, 6, generator=generator) < 0.4
+    tool_mask[3] = False
+    logprobs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+    args, total = make_args(script, echo_coef=0.3), 0.0
+    loss = script.tool_loss(args, logprobs, tool_mask, num_seqs=4)
+    expected = torch.zeros_like(logits)
+    for i, t in tool_mask.nonzero().tolist():
+        share = 0.3 / int(tool_mask[i].sum()) / 4
+        row = logits[i, t].detach().exp()
+        row = row / row.sum()
+        total -= share * math.log(row[targets[i, t]].item())
+        expected[i, t] = share * row
+        expected[i, t, targets[i, t]] -= share
+    assert loss.item() == pytest.approx(total, abs=1e-12) and total > 0
+    (slope,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert torch.allclose(slope, expected, atol=1e-12)
+    # The terms of micro-batches add up.
+    parts = [
+        script.tool_loss(args, logprobs[rows], tool_mask[rows], 4) for rows in ([0], [1, 2, 3])
+    ]
+    assert sum(parts).item() == pytest.approx(total, abs=1e-12)
+
+
 # ---- main
 
 SMALL = dict(num_prompts=3, num_generations=4, max_new_tokens=21, eval_size=1, seed=3)
@@ -1067,6 +1337,161 @@ def test_clip_cov_measures_over_the_minibatch_by_the_weights_of_that_moment(
     assert not torch.equal(first, second)
 
 
+# ---- main: geo_mask, icepop, kimi_kl, opsm, echo
+
+
+@pytest.mark.parametrize("name", ["geo_mask", "icepop", "kimi_kl", "opsm"])
+def test_with_the_sampler_of_the_trainer_it_is_grpo_offpolicy(name, load, folder):
+    """With fresh weights nothing is left out. kimi_kl also needs tau 0, since rounding leaves a small distance."""
+    given = dict(num_steps=2, num_minibatches=1, staleness=1)
+    if not (folder / "fresh").exists():
+        run(grpo_offpolicy, folder, "fresh", **given)
+    given |= dict(kl_tau=0.0) if name == "kimi_kl" else {}
+    metrics, _, _ = run(load(name), folder, f"{name}-fresh", **given)
+    assert same_weights(weights(folder, f"{name}-fresh"), weights(folder, "fresh"))
+    shares = [x for key, x in metrics.items() if key.endswith("masked_frac")]
+    assert shares == ([] if name == "kimi_kl" else [0.0])
+
+
+# In three steps the policy gets so far from the sampler that each mask leaves out some, and keeps others.
+BOUNDS = dict(geo_low=0.98, geo_high=1.02, icepop_low=0.8, icepop_high=1.3, opsm_delta=0.01)
+
+
+@pytest.mark.parametrize("name", ["geo_mask", "icepop", "kimi_kl", "opsm"])
+def test_with_a_stale_sampler_it_differs_from_grpo_offpolicy(name, load, folder):
+    """After three steps without a refresh each mask leaves out some, and the penalty pulls."""
+    given = dict(num_steps=4, num_minibatches=1, staleness=16, beta=0.0)
+    if not (folder / "stale").exists():
+        run(grpo_offpolicy, folder, "stale", **given)
+    metrics, _, _ = run(load(name), folder, f"{name}-stale", **given | BOUNDS)
+    assert not same_weights(weights(folder, f"{name}-stale"), weights(folder, "stale"))
+    if name == "kimi_kl":
+        assert metrics["kl/sampler"] > 1e-4
+    else:
+        (share,) = [x for key, x in metrics.items() if key.endswith("masked_frac")]
+        assert 0 < share < 1
+
+
+def record(script, monkeypatch, name, calls):
+    """Append each call of this function to the list: its arguments and its result."""
+    function = getattr(script, name)
+
+    def recorded(*call, **given):
+        result = function(*call, **given)
+        calls.append((call, result))
+        return result
+
+    monkeypatch.setattr(script, name, recorded)
+
+
+@pytest.mark.parametrize("name", ["opsm", "kimi_kl"])
+def test_each_update_compares_the_current_policy_with_the_sampler(name, load, folder, monkeypatch):
+    """The arguments are those of the micro-batch: log-probabilities of the moment, and the recorded ones."""
+    script, masks, losses, rollouts, policies = load(name), [], [], [], []
+    record(script, monkeypatch, "policy_loss", losses)
+    record(script, monkeypatch, "sample_responses", rollouts)
+    record(script, monkeypatch, "compute_logprobs", policies)
+    if name == "opsm":
+        record(script, monkeypatch, "off_policy_mask", masks)
+    given = dict(num_steps=3, num_iterations=2, num_minibatches=2, staleness=16)
+    run(script, folder, f"{name}-seen", **given, opsm_delta=0.01)
+    # compute_logprobs also computes the old and the reference log-probabilities, without a gradient.
+    current = [(call[1], logprobs) for call, logprobs in policies if logprobs.requires_grad]
+    assert len(current) == len(losses) > 12
+    num_left_out = 0
+    for update, ((part, logprobs), (loss_call, _)) in enumerate(zip(current, losses, strict=True)):
+        assert loss_call[1] is logprobs
+        if name == "kimi_kl":
+            assert torch.equal(loss_call[3], part.sampled_logprobs)
+            continue
+        mask_call, kept = masks[update]
+        assert mask_call[1] is logprobs and torch.equal(mask_call[2], part.sampled_logprobs)
+        assert torch.equal(mask_call[4], part.response_mask)
+        # The advantages of a response that is left out are 0, and the others keep their sign.
+        expected = mask_call[3].sign() * kept  # (n, 1)
+        assert torch.equal(loss_call[4].sign(), expected.expand_as(part.response_mask))
+        num_left_out += int((~kept).sum())
+    assert name == "kimi_kl" or num_left_out > 0
+
+
+@pytest.mark.parametrize("name", ["geo_mask", "icepop", "opsm"])
+def test_the_logged_share_of_a_mask(name, load, folder, monkeypatch):
+    """A slow loop over the log-probabilities of the last step gives the logged share."""
+    script, losses, policies = load(name), [], []
+    record(script, monkeypatch, "policy_loss", losses)
+    record(script, monkeypatch, "compute_logprobs", policies)
+    # Each step has one update with one micro-batch.
+    given = dict(num_steps=3, num_minibatches=1, micro_batch_tokens=10**6, staleness=16)
+    metrics, _, _ = run(script, folder, f"{name}-share", **given | BOUNDS)
+    part = [call[1] for call, logprobs in policies if logprobs.requires_grad][-1]
+    (_, logprobs, old, _, advantages, mask), _ = losses[-1]
+    assert torch.equal(mask, part.response_mask)
+    left_out, total = 0, 0
+    for i, ratios in enumerate(ratios_of(old, part.sampled_logprobs, mask)):
+        mean = math.prod(ratios) ** (1 / len(ratios))
+        if name == "geo_mask":
+            left_out, total = left_out + (not 0.98 <= mean <= 1.02), total + 1
+        elif name == "icepop":
+            left_out += sum(not 0.8 <= ratio <= 1.3 for ratio in ratios)
+            total += len(ratios)
+        else:
+            # The advantages of a response that is left out are 0 already.
+            far = mean < math.exp(-0.01)
+            left_out += len(ratios) * (far and (advantages[i] == 0).all().item())
+            assert not far or advantages[i].min() >= 0
+            total += len(ratios)
+    assert len(mask) == 12 and 0 < left_out < total
+    prefix = "policy" if name == "opsm" else "rollout"
+    assert metrics[f"{prefix}/masked_frac"] == pytest.approx(left_out / total)
+
+
+def test_echo_without_its_term_is_grpo_tools(load, folder):
+    """compute_logprobs computes more tokens, which may round differently. Otherwise nothing changes."""
+    given = dict(num_steps=2, num_minibatches=2)
+    run(load("echo"), folder, "echo-none", echo_coef=0.0, **given)
+    run(grpo_tools, folder, "tools", **given, model=str(ROOT / "assets" / "caller"))
+    one, other = weights(folder, "echo-none"), weights(folder, "tools")
+    for name in one:
+        torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
+
+
+def test_echo_adds_the_cross_entropy_of_a_plain_forward_pass(load, folder, monkeypatch):
+    """At the old policy GRPO's loss is minus the mean advantage, 0. What is left of the loss is ECHO's term."""
+    script, rollouts = load("echo"), []
+    record(script, monkeypatch, "sample_responses", rollouts)
+    given = dict(num_prompts=8, num_minibatches=1, temperature=1.0, echo_coef=0.7, beta=0.0)
+    metrics, _, _ = run(script, folder, "echo-plain", **given)
+    rollout = rollouts[0][1]
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "caller")
+    terms, logprobs_of_tool = [], []
+    for i in range(32):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
+        is_token = rollout.context_mask[i]
+        response, by_policy = rollout.response_ids[i][is_token], rollout.response_mask[i][is_token]
+        with torch.no_grad():
+            logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.double().log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        of_tool = logprobs[~by_policy].tolist()
+        logprobs_of_tool += of_tool
+        terms.append(-math.fsum(of_tool) / len(of_tool) if of_tool else 0.0)
+    assert 0 < sum(term == 0.0 for term in terms) < 32
+    assert metrics["policy/loss"] == pytest.approx(0.7 * sum(terms) / 32, abs=1e-5)
+    expected = -math.fsum(logprobs_of_tool) / len(logprobs_of_tool)
+    assert metrics["tool/cross_entropy"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_echo_learns_what_its_tool_writes_without_any_reward(load, folder, monkeypatch):
+    script = load("echo")
+    monkeypatch.setattr(script, "compute_advantages", lambda args, rewards: 0 * rewards)
+    given = dict(num_prompts=8, num_minibatches=1, beta=0.0)
+    metrics, _, _ = run(script, folder, "echo-0", echo_coef=0.0, **given)
+    assert metrics["optim/grad_norm"] == 0 and metrics["tool/cross_entropy"] > 0.01
+    run(script, folder, "echo-1", num_steps=8, echo_coef=1.0, **given)
+    lines = (folder / "echo-1" / "metrics.jsonl").read_text().splitlines()
+    errors = [json.loads(line)["tool/cross_entropy"] for line in lines[1:]]
+    assert errors[0] == metrics["tool/cross_entropy"] and min(errors[-2:]) < 0.7 * errors[0]
+
+
 # ---- variants/README.md
 
 
@@ -1088,3 +1513,43 @@ def test_the_page_places_every_patch_and_knows_every_name():
     names = [name for first in firsts for name in first.split(", ")]
     assert len(names) == len(set(names))
     assert set(VARIANTS) <= set(names) <= {*SCRIPTS, *VARIANTS}
+
+
+def test_the_commands_of_scalerl(load, folder, tmp_path, monkeypatch):
+    """They make a script with cispo's loss and reinforce_pp's advantages. It trains for two steps."""
+    text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
+    section = text.split("## ScaleRL's recipe\n")[1].split("\n## ")[0]
+    (block,) = re.findall(r"```\n(.*?)```", section, re.DOTALL)
+    *patches, command = block.splitlines()
+    assert command.startswith("python scalerl.py ")
+    shutil.copy(ROOT / "grpo.py", tmp_path / "grpo.py")
+    (tmp_path / "variants").symlink_to(ROOT / "variants")
+    (tmp_path / "assets").symlink_to(ROOT / "assets")
+    outputs = []
+    for line in patches:
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+        outputs.append((done.returncode, done.stdout))
+    assert outputs[0][0] == 0 and outputs[1][0] == 1
+    assert "2 out of 3 hunks FAILED" in outputs[1][1] and "2 out of 3 hunks FAILED" in text
+    source = (tmp_path / "scalerl.py").read_text(encoding="utf-8")
+    rejected = (tmp_path / "scalerl.py.rej").read_text(encoding="utf-8")
+    last_line = source[: source.index('"""\n\nimport')].count("\n")
+    starts = [int(x) for x in re.findall(r"^@@ -(\d+)", rejected, re.MULTILINE)]
+    assert len(starts) == 2 and max(starts) < last_line
+    spec = importlib.util.spec_from_file_location("scalerl", tmp_path / "scalerl.py")
+    script = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "scalerl", script)
+    spec.loader.exec_module(script)
+    for function, name in (("policy_loss", "cispo"), ("compute_advantages", "reinforce_pp")):
+        theirs = getattr(load(name), function)
+        assert inspect.getsource(getattr(script, function)) == inspect.getsource(theirs)
+    args = tyro.cli(script.Args, args=command.split()[2:])
+    assert args.num_minibatches == 8 and args.clip_eps_high == 4.0 and args.beta == 0.0
+    given = dict(num_minibatches=args.num_minibatches, num_steps=2)
+    metrics, samples, _ = run(script, folder, "scalerl", **given)
+    assert metrics["optim/grad_norm"] > 0 and metrics["policy/clip_frac"] >= 0
+    for step in (1, 2):
+        records = [sample for sample in samples if sample["step"] == step]
+        logged = torch.tensor([sample["advantages"] for sample in records], dtype=torch.float64)
+        expected = expected_advantages("reinforce_pp", records, None)
+        assert torch.allclose(logged, expected, atol=1e-4)
