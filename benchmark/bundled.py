@@ -54,6 +54,8 @@ TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 
 
 def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
+    # Asked first, because the script of a patch would count as a change.
+    source = provenance()
     with tempfile.TemporaryDirectory() as folder, in_place(script):
         processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
         launcher = ""
@@ -78,7 +80,7 @@ def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
     record = {
         "script": script,
         "seed": seed,
-        **provenance(),
+        **source,
         "versions": args["versions"],
         "seconds": round(seconds, 1),
         "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3),
