@@ -1,7 +1,10 @@
 """Do grpo.py and rloo.py learn as TRL's GRPOTrainer and RLOOTrainer do? python benchmark/learn_trl.py
 
 Both sides train on the bundled task with the same model, data (in another order), batch, learning rate and schedule,
-steps, temperature, KL coefficient and seeds. Each run has a process to itself, with two threads.
+steps, temperature, KL coefficient and seeds. The gradient of the KL is the same, too: TRL 1.16 multiplies k3 by the ratio
+rho by default, so "TRL" turns that off, and "TRL, rho k3" leaves it on. Each run has a process to itself, with two
+threads.
+
 benchmark/records/trl-learn.jsonl gets one line for each run: the accuracy of the samples and the wall time at every
 step, and the peak memory above what the imports take. benchmark/readme.py draws the records.
 """
@@ -21,6 +24,8 @@ from records import FOLDER, ROOT, memory, read_run, write
 RECORDS = FOLDER / "trl-learn.jsonl"
 SEEDS, STEPS = (1, 2, 3), 60
 B, G, R = 16, 8, 32
+# Who trains, for each algorithm.
+SIDES = {"grpo": ("PlainRL", "TRL", "TRL, rho k3"), "rloo": ("PlainRL", "TRL")}
 
 
 def run_plainrl(name: str, seed: int, folder: str) -> dict:
@@ -51,7 +56,7 @@ def run_plainrl(name: str, seed: int, folder: str) -> dict:
     return dict(accuracy=accuracy, seconds=ends[2:], memory=memory("VmHWM") - imported)
 
 
-def run_trl(name: str, seed: int, folder: str) -> dict:
+def run_trl(side: str, name: str, seed: int, folder: str) -> dict:
     sys.path.insert(0, str(ROOT))
     import torch
     import trl
@@ -91,9 +96,9 @@ def run_trl(name: str, seed: int, folder: str) -> dict:
         report_to="none",
         logging_strategy="no",
     )
-    fields |= dict(save_strategy="no", disable_tqdm=True) | (
-        dict(loss_type="grpo") if name == "grpo" else {}
-    )
+    fields |= dict(save_strategy="no", disable_tqdm=True)
+    if name == "grpo":
+        fields |= dict(loss_type="grpo", use_bias_correction_kl=side == "TRL, rho k3")
     adder = ROOT / "assets" / "adder"
     data = str(ROOT / "assets" / "addition" / "train.jsonl")
     rows = load_dataset("json", data_files=data, split="train", cache_dir=folder)
@@ -108,6 +113,12 @@ def run_trl(name: str, seed: int, folder: str) -> dict:
     return dict(accuracy=accuracy, seconds=ends, memory=memory("VmHWM") - imported)
 
 
+def label(side: str, name: str) -> str:
+    if side == "PlainRL":
+        return f"{name}.py"
+    return f"{name.upper()}Trainer of TRL 1.16" + side.removeprefix("TRL")
+
+
 def to_reach(record: dict, level: float = 0.9) -> tuple[float, int]:
     """Seconds and responses until the mean accuracy of five steps reaches the level; NaN and 0 if it never does."""
     for k in range(4, len(record["accuracy"])):
@@ -119,13 +130,12 @@ def to_reach(record: dict, level: float = 0.9) -> tuple[float, int]:
 def draw(records: list[dict]) -> None:
     figure, axes = panels(1, 2, figsize=(8, 3.2), sharey=True)
     for ax, name in zip(axes[0], ("grpo", "rloo"), strict=True):
-        for color, side in enumerate(("PlainRL", "TRL")):
+        for color, side in enumerate(SIDES[name]):
             mine = [
                 record for record in records if (record["name"], record["side"]) == (name, side)
             ]
             curves = np.stack([smooth(record["accuracy"]) for record in mine])  # (seeds, steps)
-            label = {"PlainRL": f"{name}.py", "TRL": f"{name.upper()}Trainer of TRL"}[side]
-            draw_band(ax, B * G * np.arange(1, STEPS + 1), curves, f"C{color}", label)
+            draw_band(ax, B * G * np.arange(1, STEPS + 1), curves, f"C{color}", label(side, name))
         ax.set_xlabel("responses sampled")
         ax.legend()
     axes[0, 0].set_ylabel("accuracy of the samples")
@@ -136,7 +146,10 @@ def main() -> None:
     # With arguments, this process is a single run.
     if len(sys.argv) == 5:
         side, name, seed, folder = sys.argv[1:]
-        result = (run_plainrl if side == "PlainRL" else run_trl)(name, int(seed), folder)
+        if side == "PlainRL":
+            result = run_plainrl(name, int(seed), folder)
+        else:
+            result = run_trl(side, name, int(seed), folder)
         Path(folder, "result.json").write_text(json.dumps(result))
         return
     environment = os.environ | {
@@ -146,8 +159,9 @@ def main() -> None:
     }
     records = []
     for seed in SEEDS:
-        for name in ("grpo", "rloo"):
-            for side in ("PlainRL", "TRL")[:: 1 if seed % 2 else -1]:
+        for name in SIDES:
+            # The order alternates, so that a machine that slows down is fair to all sides.
+            for side in SIDES[name][:: 1 if seed % 2 else -1]:
                 with tempfile.TemporaryDirectory() as folder:
                     command = [sys.executable, __file__, side, name, str(seed), folder]
                     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -163,7 +177,7 @@ def main() -> None:
                     cost = f"all {record['seconds'][-1]:.1f} s, {record['memory'] / 1e6:.0f} MB"
                     reached = f"0.9 after {seconds:.1f} s, {responses} responses"
                     print(
-                        f"{name:5} {side:8} seed {seed}: last five steps {last:.3f}; {reached}; {cost}",
+                        f"{name:5} {side:11} seed {seed}: last five steps {last:.3f}; {reached}; {cost}",
                         flush=True,
                     )
     for record in records:

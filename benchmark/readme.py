@@ -14,8 +14,8 @@ import subprocess
 import sys
 
 import numpy as np
+from learn_trl import SIDES, label, to_reach
 from learn_trl import draw as draw_learning
-from learn_trl import to_reach
 from pictures import WINDOW
 from records import FOLDER, ROOT, fill, read, spread, table
 
@@ -60,15 +60,21 @@ def bundled_table() -> str:
 
 def learning_table() -> str:
     records, rows = records_of("trl-learn"), []
-    for name in ("grpo", "rloo"):
-        for side in ("PlainRL", "TRL"):
+    for name, sides in SIDES.items():
+        for side in sides:
             mine = [
                 record for record in records if (record["name"], record["side"]) == (name, side)
             ]
             last = [100 * float(np.mean(record["accuracy"][-WINDOW:])) for record in mine]
             reached = [spread([to_reach(record)[k] for record in mine]) for k in (0, 1)]
-            who = f"{name}.py" if side == "PlainRL" else f"{name.upper()}Trainer of TRL 1.16"
-            rows.append([who, spread(last, 1), *reached, spread([r["memory"] / 1e6 for r in mine])])
+            rows.append(
+                [
+                    label(side, name),
+                    spread(last, 1),
+                    *reached,
+                    spread([r["memory"] / 1e6 for r in mine]),
+                ]
+            )
     header = ["", "right, last five steps, %", "seconds to 90 %", "responses to 90 %", "peak MB"]
     return table(header, rows)
 
