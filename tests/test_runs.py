@@ -19,6 +19,7 @@ import shlex
 import shutil
 import signal
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -990,10 +991,18 @@ def test_instructions_are_printed_once(script, run, capsys):
 
 
 class Terminal(io.StringIO):
-    """Standard error as a terminal. tqdm takes its width from the variable COLUMNS."""
+    """Standard error as a terminal of 80 columns. tqdm asks the file descriptor for the width."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = os.openpty()
+        termios.tcsetwinsize(self.ends[1], (25, 80))
 
     def isatty(self):
         return True
+
+    def fileno(self):
+        return self.ends[1]
 
 
 @pytest.mark.scripts("grpo")
@@ -1009,11 +1018,11 @@ def test_the_progress_bar_fits_80_columns(run, watch, monkeypatch):
     watch("policy_loss", in_step_3)
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    monkeypatch.setenv("COLUMNS", "81")  # tqdm subtracts 1
-    monkeypatch.setenv("LINES", "25")
     with pytest.raises(SystemExit):
         run(num_steps=200, eval_every=0)
     text = terminal.getvalue()
+    for end in terminal.ends:
+        os.close(end)
     lines = re.split(r"[\r\n]+", text)
     bars = [line for line in lines if "reward=" in line]
     assert max(len(line) for line in bars) <= 80
