@@ -54,6 +54,7 @@ import math
 import os
 import resource
 import secrets
+import shlex
 import signal
 import sys
 import time
@@ -95,14 +96,14 @@ SCRIPT = Path(__file__).resolve()
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
 ACCURACY = accuracy_reward  # 1.0 means right; used for all accuracies and by report.py
-SHOWN = [  # metrics beside the progress bar
-    "rollout/reward_mean",
-    "rollout/accuracy",
-    "rollout/response_len",
-    "kl/ref",
-    "eval/accuracy",
-    "optim/skipped",
-]
+SHOWN = {  # metrics beside the progress bar, and their names there
+    "rollout/reward_mean": "reward",
+    "rollout/accuracy": "acc",
+    "rollout/response_len": "len",
+    "kl/ref": "kl",
+    "optim/skipped": "skip",
+    "eval/accuracy": "eval",
+}
 SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
 </think>, and then the final number alone between <answer> and </answer>. For example:
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
@@ -341,6 +342,8 @@ def main(args: Args) -> dict:
     bad_updates_in_a_row = 0  # updates skipped because their gradient was not finite
     first, last = state["step"] + 1, args.num_steps
     progress = trange(first, last + 1, initial=first - 1, total=last, disable=None)
+    # With tqdm's own format, an 80-column terminal would cut off the last metrics.
+    progress.bar_format = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
     for step in progress:
         # ---- 1. rollout
         start_time = time.perf_counter()
@@ -487,6 +490,7 @@ def main(args: Args) -> dict:
         if stop_signals or is_due or step in (1, args.num_steps):
             save_checkpoint(args, run_dir, trained, state, metrics, data_checksum)
         if stop_signals and step < args.num_steps:
+            progress.close()
             resume = f"python '{SCRIPT}' --resume '{run_dir}'"
             print(f"stopped after step {step}; to go on: {resume}", file=sys.stderr)
             sys.exit(128 + stop_signals[0])
@@ -845,8 +849,9 @@ def read_rows(args, flag, source, split):
     Without a test split and without --eval-dataset, the last tenth of the rows is the test split.
     """
     path = Path(source).absolute()  # not resolved: a link's target may have another suffix
+    place = "found on this disk" if path.exists() else "not on this disk, so a hub id"
     with exit_on_error(
-        f"{flag} {source} ({split}), found here: {path.exists()}, --question-column "
+        f"{flag} {source} ({split}), {place}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
         if path.is_file():
@@ -992,13 +997,17 @@ def resolve_args(args):
     for name, (for_any_model, for_the_bundled) in RECIPES.items():
         if getattr(args, name) is None:
             setattr(args, name, for_the_bundled if bundled else for_any_model)
+    if bundled and not ASSETS.exists():
+        fail(f"no folder {ASSETS}: copy it beside the script, or give --model and --dataset")
     if "/" not in args.model and not os.path.exists(args.model):
         args.model = f"HuggingFaceTB/{args.model}"
     check_args(args)
     run_name = args.run_name
     if run_name is None:
         when = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        run_name = f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
+        path = Path(args.model).absolute()
+        model_name = path.parent.name if path.name == "model" else path.name  # runs/NAME/model
+        run_name = f"{SCRIPT.stem}__{model_name}__{args.seed}__{when}"
     run_dir = Path(args.runs_dir, run_name)
     if os.path.exists(run_dir / "checkpoint.pt"):
         fail(f"--run-name {run_name}: exists; choose another name, or use --resume {run_dir}")
@@ -1053,7 +1062,8 @@ def load_config(args):
 
     Ends the run if a prompt and a response don't fit into the context or the attention window.
     """
-    with exit_on_error(f"--model {args.model}, found here: {os.path.exists(args.model)}"):
+    place = "found on this disk" if os.path.exists(args.model) else "not on this disk, so a hub id"
+    with exit_on_error(f"--model {args.model}, {place}"):
         config = AutoConfig.from_pretrained(args.model)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
     text_config = config.get_text_config()
@@ -1193,8 +1203,12 @@ def open_run(args, run_dir, saved, model):
             wandb.init(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
     millions = model.num_parameters() / 1e6
     print(f"{SCRIPT.name} on {model.device}: {args.model}, {millions:.2f} M parameters; {run_dir}")
-    chosen = [f"{name} {getattr(args, name)}" for name in RECIPES if name != "system_prompt"]
-    print(f"settings by model: {', '.join(chosen)}")
+    chosen = []
+    for name in RECIPES:
+        value = getattr(args, name)
+        if value != SYSTEM_PROMPT:  # it's long, and every model but the bundled one gets it
+            chosen.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
+    print(f"settings by model: {' '.join(chosen)}")
     print(
         f"settings by device: sampling_tokens {args.sampling_tokens}, micro_batch_tokens "
         f"{args.micro_batch_tokens}"
@@ -1246,10 +1260,13 @@ def log_metrics(file, metrics, samples):
 def show_progress(args, progress, metrics, samples):
     """Put the metrics of SHOWN beside the bar; about ten times a run, print them and a sample."""
     step, sample = metrics["step"], samples[-1]
-    progress.set_postfix({name: metrics[name] for name in SHOWN if name in metrics})
+    progress.set_postfix({short: metrics[name] for name, short in SHOWN.items() if name in metrics})
     if step > 1 and step % max(1, args.num_steps // 10) > 0:
         return
     prompt, completion, reward = sample["prompt"], sample["completions"][0], sample["rewards"][0]
+    instructions = args.system_prompt.strip()
+    if instructions:
+        prompt = prompt.replace(instructions, "...")
     progress.write(f"step {step}: {progress.postfix}")
     progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
     if metrics["rollout/eos_frac"] < 0.5:

@@ -250,7 +250,7 @@ def test_a_teacher_with_a_narrower_head(refuse, tmp_path):  # noqa: F811
 
 def test_a_teacher_that_is_not_there(refuse, tmp_path):  # noqa: F811
     folder = str(tmp_path / "nowhere")
-    refuse(distill, f"--teacher {folder}", "found here: False", teacher=folder)
+    refuse(distill, f"--teacher {folder}", "not on this disk, so a hub id", teacher=folder)
 
 
 def test_a_teacher_without_all_its_weights(refuse, tmp_path):  # noqa: F811

@@ -227,7 +227,15 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("model", ["./nowhere", "a/b/c", "nobody/nothing", ""])
 def test_unknown_model(reader, refuse, model):
-    refuse(reader, f"error: --model {model}", model=model)
+    refuse(reader, f"error: --model {model}", ", not on this disk, so a hub id: ", model=model)
+
+
+def test_a_copy_without_the_bundled_model(refuse, tmp_path):
+    shutil.copy(ROOT / "grpo.py", tmp_path)
+    spec = importlib.util.spec_from_file_location("copied", tmp_path / "grpo.py")
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    refuse(copied, f"no folder {tmp_path / 'assets'}", "or give --model and --dataset")
 
 
 def test_unknown_short_name(reader, refuse):
@@ -259,7 +267,7 @@ def test_no_tokenizer(reader, refuse, copy_model):
 
 
 def test_reward_model_with_several_labels(refuse):
-    refuse(ppo_rlhf, f"--reward-model {ADDER}: must have one label", reward_model=str(ADDER))
+    refuse(ppo_rlhf, f"--reward-model {ADDER}: has 2 labels, not 1", reward_model=str(ADDER))
 
 
 def test_reward_model_with_another_vocabulary(refuse, copy_model):
@@ -270,12 +278,8 @@ def test_reward_model_with_another_vocabulary(refuse, copy_model):
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
     path.write_text(json.dumps(tokenizer), encoding="utf-8")
-    refuse(
-        ppo_rlhf,
-        f"--reward-model {folder}: must have",
-        "vocabulary of --model",
-        reward_model=str(folder),
-    )
+    line = f"--reward-model {folder}: must have the vocabulary of --model {ADDER}\n"
+    refuse(ppo_rlhf, line, reward_model=str(folder))
 
 
 def test_reward_model_without_the_head_that_is_scored_with(refuse, tmp_path, data, capsys):
@@ -523,7 +527,7 @@ DATA = [
     ("one_row.jsonl", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.json", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.csv", "question,answer\n1+2=,3\n", {}, ["(train)", "train set will be empty"]),
-    ("notes.txt", GOOD, {}, ["(train)", "found here: True", "--question-column"]),
+    ("notes.txt", GOOD, {}, ["(train)", "found on this disk", "--question-column"]),
     ("rows.JSONL", GOOD * 20, {}, ["(train)", "any supported extension"]),
     # These values are neither text nor messages. The script must not use Python's str() of them.
     ("dict.jsonl", GOOD.replace('"1+2="', '{"text": "1+2="}') * 20, {}, ["train data has 0"]),

@@ -82,6 +82,26 @@ def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
             assert record["rollout/accuracy"] == pytest.approx(sum(shares) / len(shares))
 
 
+@pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
+def test_a_reward_of_trl_itself(monkeypatch, tmp_path):
+    """The wrapper of the page gives TRL's function chats. Without the wrapper, the function ends in a TypeError."""
+    from trl.rewards import think_format_reward
+
+    (own,) = re.findall(r"```python\n(from trl.*?)```", PAGE, re.DOTALL)
+    wrapped = BLOCKS["length_reward"] + own
+    script, metrics, samples = run_copy(monkeypatch, tmp_path, grpo_with(wrapped), [SUM])
+    assert [reward.__name__ for reward in script.REWARDS][1] == "think_format_reward"
+    texts = [text for sample in samples if sample["step"] == 1 for text in sample["completions"]]
+    expected = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
+    assert 0 < sum(expected)
+    mean = sum(expected) / len(expected)
+    assert metrics[1]["rollout/think_format_reward"] == pytest.approx(mean)
+    (tmp_path / "bare").mkdir()
+    bare = wrapped.replace("as_chats(think_format_reward)", "think_format_reward")
+    with pytest.raises(TypeError):
+        run_copy(monkeypatch, tmp_path / "bare", grpo_with(bare), [SUM])
+
+
 def test_report_marks_what_the_run_calls_right(monkeypatch, tmp_path):
     import report
 

@@ -73,7 +73,9 @@ def test_the_sample_output_is_todays(tmp_path, capsys):
     for line, expected in zip(printed[:end], recorded[:end], strict=True):
         # The name of a run has its time. This run has one step, so the first step is evaluated.
         line, expected = (re.sub(r"; \S*grpo__\S*$", "", text) for text in (line, expected))
-        assert re.sub(r"eval/\w+=\S+ ", "", line) == expected.replace("num_steps 60", "num_steps 1")
+        assert re.sub(r", eval=\S+$", "", line) == expected.replace(
+            "--num-steps 60", "--num-steps 1"
+        )
 
 
 def test_continuous_integration_runs_the_two_commands():

@@ -274,6 +274,53 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     assert errors == []
 
 
+def test_the_arguments_that_separate_the_configurations_name_them(chromium, tmp_path):
+    """Only a, b or c together with z tell these arms apart. The box of a chart begins with the value."""
+    same = [dict(a=1, b=1, c=1), dict(a=2, b=2, c=2)]
+    folders = [
+        write_run(
+            tmp_path / f"{x}", [metric(k) for k in range(1, 50)], **same[x % 2], z=x // 2, beta=""
+        )
+        for x in range(4)
+    ]
+    page, errors = open_report(chromium, folders)
+    labels = page.locator("#legend label").all_inner_texts()
+    names = [f"a {1 + x % 2}, z {x // 2}, b {1 + x % 2}" for x in range(4)]
+    assert labels == [f"grpo.py, {name}, seed 1" for name in names]
+    page.wait_for_selector("#first .main-svg")
+    page.hover("#first .chart >> nth=0")
+    page.wait_for_selector(".hoverlayer .legendtext")
+    shown = page.locator(".hoverlayer .legendtext").all_text_contents()
+    values = [f"{1 + x % 2}, {x // 2}, {1 + x % 2}" for x in range(4)]
+    assert sorted(shown) == sorted(f"1  grpo, {value}" for value in values)
+    page.close()
+    assert errors == []
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_page_fits_the_screen(chromium, tmp_path, width):
+    """Nothing is wider than the screen, except tables, which scroll. No word breaks into lines of some letters."""
+    name = "grpo__adder__1__20261123-051727-9d1a9e"
+    given = dict(system_prompt="Solve the problem step by step. " * 12, dataset="/home/" + "x" * 60)
+    folders = [
+        write_run(tmp_path / f"{name}{k}", [metric(1)], GROUPS, learning_rate=k, **given)
+        for k in range(5)
+    ]
+    page, errors = open_report(chromium, folders)
+    page.set_viewport_size({"width": width, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    broken = page.evaluate("""
+        [...document.querySelectorAll("#runs th, #runs td")].filter(cell => {
+            const range = document.createRange();
+            range.selectNodeContents(cell);
+            const isWord = cell.checkVisibility() && /^\\S{1,20}$/.test(cell.textContent);
+            return isWord && range.getClientRects().length > 1;
+        }).map(cell => cell.textContent)""")
+    assert broken == []
+    page.close()
+    assert errors == []
+
+
 # ---- the page: samples
 
 RIGHT, WRONG = "<answer>4</answer>", "<think>2</think>"
@@ -299,6 +346,7 @@ def report_page(chromium, tmp_path_factory):
     sizes = dict(num_prompts=2, num_generations=2, num_steps=2, eval_size=2, device="cpu")
     grpo.main(grpo.Args(runs_dir=str(home), run_name="real", **sizes))
     (home / "empty").mkdir()
+    (home / "empty" / "samples.jsonl").touch()
     old_metrics = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]
     folders = [
         write_run(home / "many", [metric(1)], many),
@@ -423,13 +471,13 @@ def test_text_of_a_model_stays_text(look):
 
 
 def test_runs_that_have_nothing_yet(look):
-    """For an empty folder, a run without steps and a run of another version, the page names the missing parts."""
+    """For a run with one empty file, one without steps and one of another version, the page names what is missing."""
     page = look("empty")
     assert "no samples" in page.inner_text("#count")
     missing = [
         "args.json is missing or unreadable",
         "metrics.jsonl is missing",
-        "samples.jsonl is missing",
+        "samples.jsonl has no record",
     ]
     assert look.notes("empty") == missing
     assert look.notes("started") == ["samples.jsonl has no record"]

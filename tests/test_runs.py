@@ -5,6 +5,7 @@ A killed or interrupted run is a real process. The tests fork it from their own 
 
 import dataclasses
 import fcntl
+import functools
 import gc
 import io
 import json
@@ -18,11 +19,13 @@ import shlex
 import shutil
 import signal
 import sys
+import termios
 import time
 from pathlib import Path
 
 import pytest
 import torch
+import tyro
 import wandb
 from conftest import ROOT, SMALL_TASK, skip_without_engine, small_flags, small_recipe
 from scripts import NEEDS_VLLM, OWN_STATE
@@ -951,14 +954,81 @@ def test_what_is_said(run, capsys):
     """The run prints the accuracy before and after, samples, and a warning that responses of two tokens are cut off."""
     run(max_new_tokens=2, num_steps=3)
     out = capsys.readouterr().out
-    assert "settings by model: dataset" in out and "learning_rate 0.0001" in out
     assert "before: accuracy" in out and "after: accuracy" in out
-    assert re.search(
-        r"step 3: .*reward_mean=.*accuracy=.*response_len=2.*kl/ref=.*eval/accuracy=0", out
-    )
+    assert re.search(r"\nstep 3: reward=.*, acc=.*, len=2, kl=.*, skip=0, eval=0\n", out)
     warning = r"warning: most responses are cut off; 0 of \d+ had answered"
     assert len(re.findall(warning, out)) == 3
     assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
+
+
+@pytest.mark.scripts("grpo", "distill", "ppo_rlhf")
+def test_going_on_from_a_run(script, run, tmp_path, capsys, monkeypatch):
+    """The line "settings by model" holds the flags that a run from the trained model needs.
+
+    The new run is named after the old one, not after its folder "model".
+    """
+    monkeypatch.chdir(tmp_path)
+    folder = run("first", num_steps=1, beta=0.02)
+    (line,) = re.findall("^settings by model: (.*)$", capsys.readouterr().out, re.MULTILINE)
+    parse = functools.partial(tyro.cli, script.Args)
+    again = parse(args=["--model", str(folder / "model"), *shlex.split(line)])
+    args, run_dir, _ = script.resolve_args(again)
+    before = json.loads((folder / "args.json").read_text())
+    assert {name: before[name] for name in script.RECIPES} == {
+        name: getattr(args, name) for name in script.RECIPES
+    }
+    assert args.system_prompt == ""
+    assert run_dir.name.startswith(f"{script.__name__}__first__1__2")
+
+
+@pytest.mark.scripts("grpo")
+def test_instructions_are_printed_once(script, run, capsys):
+    run(num_steps=1, system_prompt="Add the two numbers.", max_prompt_tokens=100)
+    first, rest = capsys.readouterr().out.split("\ngold answers")
+    assert "first prompt: 'Add the two numbers.\\n" in first
+    assert "Add the two numbers." not in rest.split("\nstep 1: ")[1]
+    assert re.search(r"\n    '\.\.\.\\n\d+\+\d+=\\n' -> '.*', reward", rest)
+
+
+class Terminal(io.StringIO):
+    """Standard error as a terminal of 80 columns. tqdm asks the file descriptor for the width."""
+
+    def __init__(self):
+        super().__init__()
+        self.ends = os.openpty()
+        termios.tcsetwinsize(self.ends[1], (25, 80))
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return self.ends[1]
+
+
+@pytest.mark.scripts("grpo")
+def test_the_progress_bar_fits_80_columns(run, watch, monkeypatch):
+    """The last step shows all its metrics, and the line after a stop begins below the bar."""
+    steps = []
+
+    def in_step_3(*args):
+        steps.append(1)
+        if len(steps) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    watch("policy_loss", in_step_3)
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with pytest.raises(SystemExit):
+        run(num_steps=200, eval_every=0)
+    text = terminal.getvalue()
+    for end in terminal.ends:
+        os.close(end)
+    lines = re.split(r"[\r\n]+", text)
+    bars = [line for line in lines if "reward=" in line]
+    assert max(len(line) for line in bars) <= 80
+    bar = r"2/200 \|.*\| 00:\d\d<.*, reward=[\d.]+, acc=[\d.]+, len=[\d.]+, kl=[\de.-]+, skip=0 *"
+    assert re.fullmatch(bar, [line for line in bars if line.startswith("2/200")][-1])
+    assert re.search(r"\nstopped after step 3; to go on: python .*\n$", text)
 
 
 @pytest.mark.scripts("grpo")

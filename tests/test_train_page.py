@@ -107,7 +107,6 @@ def test_the_lines_that_it_quotes_are_printed():
     metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     # What an f-string fills in.
     filled = {
-        "found here: False": "found here: {",
         "train data:": "{split} data: ",
         "test data:": "{split} data: ",
         "grpo.py on cuda:0:": "{SCRIPT.name} on {model.device}: ",
