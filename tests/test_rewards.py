@@ -320,6 +320,8 @@ def test_numbers_of_any_kind_are_floats(values):
 CELLS = [("18", "18"), (18, "18"), (10**18 + 1, "1000000000000000001"), (0.5, "0.5"), (85.0, "85")]
 # A file stored the second number in 32 bits. The third number has lost digits.
 CELLS += [(0.1, "0.1"), (0.10000000149011612, ""), (1.2345678901234568e17, "")]
+# From 2**53 on, a float stands for several integers: 10**24 + 1 is read as this float, too.
+CELLS += [(float(10**24 + 1), ""), (-1e24, ""), (float(2**53 + 1), ""), (1e15, "1e+15")]
 CELLS += [(None, ""), (True, ""), (["18"], ""), ({"a": 1}, ""), (b"18", "")]
 
 
