@@ -1054,6 +1054,7 @@ def shuffled_batches(args, num_examples):
 # The flags that may name a local file or folder.
 PATHS = ["model", "dataset", "eval_dataset"]
 # The lowest and the highest value of each number in Args; 2**32 stands for no limit.
+# 2**16 prompts, or samples of a prompt, are more than a step needs.
 BOUNDS = {
     "seed": (0, 2**32),
     "eval_every": (0, 2**32),

@@ -141,7 +141,7 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
     parameters = inspect.signature(reward).parameters.values()
     takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
     if not takes_all:
-        names = [x.name for x in parameters]
+        names = [x.name for x in parameters if x.kind is not x.VAR_POSITIONAL]
         given = {name: values for name, values in given.items() if name in names}
 
     returned = reward(**given)
