@@ -218,6 +218,8 @@ def test_a_reward_is_given_what_it_names():
     assert seen == {"prompts": ["a", "a", "b", "b"], "answers": ["18"] * 4, "question": [*"aabb"]}
     assert apply_reward(lambda completions, answers: [True, 0], rows, ["", ""]) == [1.0, 0.0]
     assert apply_reward(accuracy_reward, rows, ["<answer>18</answer>", ""]) == [1.0, 0.0]
+    # No list is passed by position.
+    assert apply_reward(lambda completions, *answers: [0, len(answers)], rows, ["", ""]) == [0, 0]
 
 
 def test_a_tag_that_the_prompt_has_opened_counts():
