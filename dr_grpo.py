@@ -43,6 +43,7 @@ import secrets
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -69,15 +70,17 @@ from transformers.cache_utils import Cache, StaticLayer
 # If you copy this file, copy utils/ with it.
 from utils.data import cell_messages, cell_text, describe_answers
 from utils.masking import masked_sum
+from utils.restore import restore_afterwards
 from utils.rewards import (
     accuracy_reward,
     apply_reward,
+    check_parameters,
     format_reward,
     has_gold,
     lenient_accuracy_reward,
 )
 
-SCRIPT = Path(__file__).resolve()
+SCRIPT = Path(__file__).resolve()  # in a notebook, import this file: a pasted cell has no __file__
 ASSETS = SCRIPT.parent / "assets"
 REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
 ACCURACY = accuracy_reward  # 1.0 means right; used for all accuracies and by report.py
@@ -123,7 +126,7 @@ class Args:
     run_name: str | None = None
     """name of this run's folder; None: script, model, seed and time"""
     resume: str | None = None
-    """folder of a run to resume; start in that run's working directory, with no other flag"""
+    """folder of a run to resume; takes no other flag, because the run has its own"""
     eval_every: int | None = None
     """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
     save_every: int = 50
@@ -136,7 +139,7 @@ class Args:
     dataset: str | None = None
     """file, folder, hub id or id:config; None: openai/gsm8k:main, bundled assets/addition"""
     eval_dataset: str | None = None
-    """held-out problems; None: the test split of --dataset, or its last tenth if it has none"""
+    """held-out problems; None: the test or validation split of --dataset, or its last tenth"""
     eval_size: int = 500
     """number of held-out problems to evaluate on (the first ones)"""
     question_column: str = "question"
@@ -261,6 +264,7 @@ class Rollout(NamedTuple):
         return Rollout(*[x[rows] for x in tensors], [completions[i] for i in rows])
 
 
+@restore_afterwards()  # what a run changes in its process: handlers of signals, logging, W&B
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     args, run_dir, saved = resolve_args(args)
@@ -462,7 +466,7 @@ def main(args: Args) -> dict:
             save_checkpoint(args, run_dir, trained, state, metrics, data_checksum)
         if stop_signals and step < args.num_steps:
             progress.close()
-            resume = f"python '{SCRIPT}' --resume '{run_dir}'"
+            resume = shlex.join(["python", str(SCRIPT), "--resume", str(run_dir.absolute())])
             print(f"stopped after step {step}; to go on: {resume}", file=sys.stderr)
             sys.exit(128 + stop_signals[0])
 
@@ -803,6 +807,8 @@ def load_data(args, tokenizer, split):
     )
     if not examples:
         fail(f"{flag} {source}: the {split} data has {counts}")
+    for function in [*REWARDS, ACCURACY]:
+        check_parameters(function, examples[0]["columns"])
     print(f"{split} data: {counts}")
     if split == "test":
         return examples[: args.eval_size]
@@ -815,7 +821,8 @@ def load_data(args, tokenizer, split):
 def read_rows(args, flag, source, split):
     """The rows of a file, a folder or a data set of the hub.
 
-    Without a test split and without --eval-dataset, the last tenth of the rows is the test split.
+    A validation split stands in for a missing test split. Without both, and without --eval-dataset,
+    the last tenth of the rows is the test split.
     """
     path = Path(source).absolute()  # not resolved: a link's target may have another suffix
     place = "found on this disk" if path.exists() else "not on this disk, so a hub id"
@@ -823,21 +830,25 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), {place}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
+        # load_dataset refuses a folder grpo that holds a grpo.py. With /. it doesn't see the name.
         if path.is_file():
             # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
-            splits = datasets.load_dataset(str(path.parent), data_files=escape(str(path)))
+            splits = datasets.load_dataset(f"{path.parent}/.", data_files=escape(str(path)))
         elif path.is_dir():
-            splits = datasets.load_dataset(source)
+            splits = datasets.load_dataset(f"{path}/.")
         else:  # id or id:config of the hub
             splits = datasets.load_dataset(*source.split(":"))
+        # This raises an error if a column is missing.
+        splits.select_columns([args.question_column, args.answer_column])
+        if "test" not in splits and "validation" in splits:
+            splits["test"] = splits["validation"]
         if "test" not in splits and args.eval_dataset is None:
             if split == "test":
                 print(f"{source} has no test split: its last tenth is held out")
             splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
         # An --eval-dataset without a test split is held out as a whole.
         data = splits[split if split in splits else "train"]
-        data.select_columns([args.question_column, args.answer_column])  # raises if one is missing
         rows = list(data)
     # A row that is longer than the header makes pandas take the first column for an index, and then
     # each value stands in the wrong column.
@@ -881,15 +892,18 @@ def shuffled_batches(args, num_examples):
 
 
 # ==== set-up ====
+# The flags that may name a local file or folder.
+PATHS = ["model", "dataset", "eval_dataset"]
 # The lowest and the highest value of each number in Args; 2**32 stands for no limit.
+# 2**16 prompts, or samples of a prompt, are more than a step needs.
 BOUNDS = {
     "seed": (0, 2**32),
     "eval_every": (0, 2**32),
     "save_every": (0, 2**32),
     "eval_size": (1, 2**32),
     "max_prompt_tokens": (1, 2**32),
-    "num_prompts": (1, 2**32),
-    "num_generations": (2, 2**32),
+    "num_prompts": (1, 2**16),
+    "num_generations": (2, 2**16),
     "max_new_tokens": (1, 2**32),
     "temperature": (1e-12, 2**32),
     "sampling_tokens": (1, 2**32),
@@ -908,7 +922,7 @@ BOUNDS = {
 def fail(message):
     """End with one line, status 2 and no traceback."""
     print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)  # W&B marks a run as failed after sys.exit, but not after raise SystemExit
+    sys.exit(2)
 
 
 @contextmanager
@@ -927,7 +941,10 @@ def exit_on_error(what, kinds=Exception):
         if kinds is Exception and isinstance(error, mistakes) and raised_in == SCRIPT:
             raise
         # A library's exception often hides the one that caused it.
-        reason = str(error.__cause__ or error).strip().split("\n")[0][:300]
+        cause = error.__cause__ or error
+        if isinstance(cause, RuntimeError) and isinstance(cause.__context__, OSError):
+            cause = cause.__context__  # of a full disk, on which torch.save fails twice
+        reason = str(cause).strip().split("\n")[0][:300]
         if not reason:  # such as torch.load's EOFError for an empty file
             reason = f"{type(error).__name__}, perhaps an empty file"
         fail(f"{what}: {reason}")
@@ -937,7 +954,7 @@ class PipeSafeStream:
     """stdout or stderr that survives a closed pipe, and letters that its encoding lacks."""
 
     def __init__(self, stream):
-        self.stream = stream
+        self.stream = stream or open(os.devnull, "w")  # it is None after >&-
 
     def write(self, text):
         encoding = self.stream.encoding
@@ -968,6 +985,10 @@ def resolve_args(args):
         fail(f"no folder {ASSETS}: copy it beside the script, or give --model and --dataset")
     if "/" not in args.model and not os.path.exists(args.model):
         args.model = f"HuggingFaceTB/{args.model}"
+    for name in PATHS:
+        value = getattr(args, name)
+        if value and os.path.exists(value):
+            setattr(args, name, str(Path(value).absolute()))  # --resume works in any folder
     check_args(args)
     run_name = args.run_name
     if run_name is None:
@@ -1047,8 +1068,9 @@ def load_config(args):
     with exit_on_error(f"--model {args.model}, {place}"):
         config = AutoConfig.from_pretrained(args.model)
         tokenizer = AutoTokenizer.from_pretrained(args.model)
-    text_config = config.get_text_config()
-    if len(tokenizer) > text_config.vocab_size:
+        text_config = config.get_text_config()
+        vocab_size = text_config.vocab_size  # raises for a model of images
+    if len(tokenizer) > vocab_size:
         fail(
             f"--model {args.model}: its tokenizer has {len(tokenizer)} tokens, more than the model"
         )
@@ -1155,7 +1177,8 @@ def find_eos_ids(args, model, tokenizer):
 def open_run(args, run_dir, saved, model):
     """Return the run's two open logs, metrics.jsonl and samples.jsonl; with --track, start W&B.
 
-    A new run also writes its arguments, and a copy of this script.
+    A new run also writes its arguments, and a copy of this script. A resumed run writes a copy if
+    this script has changed.
     """
     files = []
     with exit_on_error(f"{run_dir}: cannot be written, or another process is writing it", OSError):
@@ -1175,6 +1198,10 @@ def open_run(args, run_dir, saved, model):
             content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
             (run_dir / "args.json").write_text(json.dumps(content, indent=2))
             (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
+        elif (run_dir / SCRIPT.name).read_text() != SCRIPT.read_text():
+            new_copy = run_dir / f"{SCRIPT.stem}-from-step-{saved['state']['step'] + 1}.py"
+            new_copy.write_text(SCRIPT.read_text())
+            print(f"warning: {SCRIPT.name} has changed since this run started; copy: {new_copy}")
     if args.track:
         run_id = json.loads((run_dir / "args.json").read_text())["id"]
         with exit_on_error("--track (with WANDB_MODE=offline it needs no network)"):
@@ -1197,6 +1224,8 @@ def open_run(args, run_dir, saved, model):
 def catch_signals():
     """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
     signals = []
+    if threading.current_thread() is not threading.main_thread():
+        return signals  # Python lets only the main thread handle signals
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
     # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
     numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]

@@ -420,6 +420,13 @@ def test_a_family_that_is_not_supported_is_refused_at_load(
     refuse(script, words, model=str(folder), dataset=data, **OTHER_MODEL)
 
 
+def test_a_model_without_a_vocabulary(reader, refuse, copy_model):
+    """A model of images may come with a tokenizer, too."""
+    folder = copy_model()
+    transformers.ViTConfig().save_pretrained(folder)
+    refuse(reader, f"--model {folder}", "vocab_size", model=str(folder))
+
+
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", None])
 def test_weights_that_cannot_be_read(script, refuse, copy_model, data, content):
@@ -527,6 +534,9 @@ DATA = [
     ("one_row.jsonl", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.json", GOOD, {}, ["(train)", "the resulting train set will be empty"]),
     ("one_row.csv", "question,answer\n1+2=,3\n", {}, ["(train)", "train set will be empty"]),
+    # If a column is missing, this is the reason, also where the rows are too few.
+    ("wrapped.json", '{"data": [' + GOOD + "]}", {}, ["dataset: ['data']"]),
+    ("one_other_row.jsonl", GOOD.replace("answer", "a"), {}, ["dataset: ['question', 'a']"]),
     ("notes.txt", GOOD, {}, ["(train)", "found on this disk", "--question-column"]),
     ("rows.JSONL", GOOD * 20, {}, ["(train)", "any supported extension"]),
     # These values are neither text nor messages. The script must not use Python's str() of them.
@@ -628,6 +638,26 @@ def test_folder_without_training_data(script, refuse, tmp_path, files, words):
     for name in files:
         (tmp_path / "data" / name).write_text(jsonl(ROWS))
     refuse(script, f"--dataset {tmp_path / 'data'}", *words, dataset=str(tmp_path / "data"))
+
+
+def asks_for_a_column(completions, difficulty):
+    return [0.0] * len(completions)
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_reward_that_asks_for_another_column(script, refuse, tmp_path, monkeypatch, split):
+    """The script refuses it before it loads the model. So the message isn't about the model without weights."""
+    monkeypatch.setattr(script, "REWARDS", [asks_for_a_column])
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ADDER / name, tmp_path / "model")
+    (tmp_path / "test.jsonl").write_text(jsonl(ROWS))
+    known = ROWS if split == "train" else [row | {"difficulty": 1} for row in ROWS]
+    (tmp_path / "train.jsonl").write_text(jsonl(known))
+    given = dict(dataset=str(tmp_path / "train.jsonl"), eval_dataset=str(tmp_path / "test.jsonl"))
+    words = "error: the reward asks_for_a_column asks for difficulty; it can have", "question"
+    refuse(script, *words, model=str(tmp_path / "model"), **given, **OTHER_MODEL)
 
 
 @pytest.mark.scripts("grpo")
@@ -747,7 +777,7 @@ MORE_MISTAKES = {  # in text that all scripts share, so that one script is enoug
         "if limit and args.max_promt",
         AttributeError,
     ),
-    "read_rows": ("data.select_columns(", "dataa.select_columns(", NameError),
+    "read_rows": ("splits.select_columns(", "splitss.select_columns(", NameError),
     "check_model": (
         "layer.keys = F.pad(layer.keys,",
         "layer.keys = F.pad(layer.kyes,",
@@ -945,6 +975,14 @@ def test_numbers_are_read_as_text(script, load, tmp_path, suffix):
 
 
 @pytest.mark.scripts("grpo")
+def test_an_integer_that_the_library_rounds_is_skipped(script, load, tmp_path):
+    """JSON has the integer 10**24 + 1, and the library reads 10**24. So the script must not take it for the gold."""
+    rows = [row | {"answer": int(row["answer"])} for row in ROWS]
+    (tmp_path / "rows.jsonl").write_text(jsonl([{"question": "?", "answer": 10**24 + 1}, *rows]))
+    assert load(script, "rows.jsonl", eval_dataset="rows.jsonl")[0] == pairs(ROWS)
+
+
+@pytest.mark.scripts("grpo")
 def test_held_out_problems(script, load, tmp_path):
     """Held-out problems come from --eval-dataset, else the folder's test file, else the last tenth of the file.
 
@@ -969,6 +1007,36 @@ def test_held_out_problems(script, load, tmp_path):
     assert load(script, "data") == [pairs(ROWS[:27]), pairs(ROWS[27:30])]
     assert load(script, "data", eval_dataset="other.jsonl") == [pairs(ROWS[:30]), pairs(ROWS[35:])]
     assert load(script, "other.jsonl", eval_dataset="data") == [pairs(ROWS[35:]), pairs(ROWS[:30])]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_validation_split_is_held_out(script, load, tmp_path):
+    """The script takes the validation split where there is no test split, and never trains on it."""
+    for folder, name in (("data", "validation"), ("other", "dev")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text(jsonl(ROWS[:30]))
+        (tmp_path / folder / f"{name}.jsonl").write_text(jsonl(ROWS[30:35]))
+        (tmp_path / "all.jsonl").write_text(jsonl(ROWS))
+        assert load(script, folder) == [pairs(ROWS[:30]), pairs(ROWS[30:35])]
+        assert load(script, "all.jsonl", eval_dataset=folder)[1] == pairs(ROWS[30:35])
+        (tmp_path / folder / "test.jsonl").write_text(jsonl(ROWS[35:]))
+        assert load(script, folder) == [pairs(ROWS[:30]), pairs(ROWS[35:])]
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("folder", ["grpo", "a:b"])
+def test_a_folder_of_any_name(script, load, tmp_path, monkeypatch, folder):
+    """datasets would take a folder that holds a script of its own name for a data set's script."""
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / f"{folder}.py").write_text("")
+    (tmp_path / folder / "train.jsonl").write_text(jsonl(ROWS[:30]))
+    (tmp_path / folder / "test.jsonl").write_text(jsonl(ROWS[30:]))
+    assert load(script, f"{folder}/train.jsonl") == [pairs(ROWS[:27]), pairs(ROWS[27:30])]
+    assert load(script, folder) == [pairs(ROWS[:30]), pairs(ROWS[30:])]
+    # A name without a slash, too.
+    monkeypatch.chdir(tmp_path)
+    args = script.Args(dataset=folder)
+    assert script.read_rows(args, "--dataset", folder, "train") == ROWS[:30]
 
 
 @pytest.mark.scripts("grpo")

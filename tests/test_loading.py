@@ -184,7 +184,7 @@ def test_other_recipe(script, start, tmp_path, monkeypatch):
     copy_adder(tmp_path / "mine", max_position_embeddings=1024)
     for model in ("mine", "./mine", str(tmp_path / "mine")):
         args, _ = start(script, model=model)
-        assert args.model == model
+        assert args.model == str(tmp_path / "mine")
         assert {name: getattr(args, name) for name in script.RECIPES} == {
             k: v[0] for k, v in script.RECIPES.items()
         }

@@ -218,6 +218,8 @@ def test_a_reward_is_given_what_it_names():
     assert seen == {"prompts": ["a", "a", "b", "b"], "answers": ["18"] * 4, "question": [*"aabb"]}
     assert apply_reward(lambda completions, answers: [True, 0], rows, ["", ""]) == [1.0, 0.0]
     assert apply_reward(accuracy_reward, rows, ["<answer>18</answer>", ""]) == [1.0, 0.0]
+    # No list is passed by position.
+    assert apply_reward(lambda completions, *answers: [0, len(answers)], rows, ["", ""]) == [0, 0]
 
 
 def test_a_tag_that_the_prompt_has_opened_counts():
@@ -320,6 +322,8 @@ def test_numbers_of_any_kind_are_floats(values):
 CELLS = [("18", "18"), (18, "18"), (10**18 + 1, "1000000000000000001"), (0.5, "0.5"), (85.0, "85")]
 # A file stored the second number in 32 bits. The third number has lost digits.
 CELLS += [(0.1, "0.1"), (0.10000000149011612, ""), (1.2345678901234568e17, "")]
+# From 2**53 on, a float stands for several integers: 10**24 + 1 is read as this float, too.
+CELLS += [(float(10**24 + 1), ""), (-1e24, ""), (float(2**53 + 1), ""), (1e15, "1e+15")]
 CELLS += [(None, ""), (True, ""), (["18"], ""), ({"a": 1}, ""), (b"18", "")]
 
 

@@ -21,13 +21,17 @@ import signal
 import sys
 import termios
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
+import transformers
 import tyro
 import wandb
-from conftest import ROOT, SMALL_TASK, skip_without_engine, small_flags, small_recipe
+from conftest import ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine, small_flags, small_recipe
 from scripts import NEEDS_VLLM, OWN_STATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -547,7 +551,7 @@ def test_signals(script, spawn, finished, tmp_path, where, call, signals):
     folder, log = tmp_path / "run", tmp_path / "run.log"
     status = ended(spawn(where=where, call=call, signals=signals))
     assert "Traceback" not in log.read_text() and "stopping after this step" in log.read_text()
-    command = re.search(r"python '(.+)' --resume '(.+)'", log.read_text())
+    command = re.search(r"to go on: (.+)", log.read_text())
     if len(signals) == 2:
         assert (
             status == -signals[-1] and command is None and not (folder / "checkpoint.pt").exists()
@@ -557,7 +561,8 @@ def test_signals(script, spawn, finished, tmp_path, where, call, signals):
     steps = [record["step"] for record in read_jsonl(folder / "metrics.jsonl")]
     saved = read_checkpoint(folder)["metrics"]["step"]
     assert saved == steps[-1] and 1 <= saved < 6
-    assert command.groups() == (str(ROOT / f"{script.__name__}.py"), str(folder))
+    script_path = str(ROOT / f"{script.__name__}.py")
+    assert shlex.split(command[1]) == ["python", script_path, "--resume", str(folder)]
     assert not (folder / "model").exists()
     assert ended(spawn(resume=True)) == 0, log.read_text()
     assert_same_runs(folder, finished)
@@ -603,17 +608,132 @@ def test_when_it_saves(run, watch, every, steps):
 
 
 @pytest.mark.scripts("grpo")
-def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["a run", "today's run"])
+def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, monkeypatch, capsys, name):
+    """The command has full paths, also if --runs-dir is a relative one."""
+    monkeypatch.chdir(tmp_path)
     watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(SystemExit):
-        run("a run", num_steps=2)
+        run(name, num_steps=2, runs_dir=".")
     command = capsys.readouterr().err.split("to go on: ")[1]
     assert shlex.split(command) == [
         "python",
         str(ROOT / "grpo.py"),
         "--resume",
-        str(tmp_path / "a run"),
+        str(tmp_path / name),
     ]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_run_resumes_in_another_folder(script, data, finished, tmp_path, monkeypatch):
+    """Its paths were relative when it began. In the other folder, the same names are something else."""
+    shutil.copytree(SMALL_MODEL, tmp_path / "here" / "policy")
+    shutil.copytree(data, tmp_path / "here" / "question")
+    (tmp_path / "there" / "policy").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    given = dict(model="policy", dataset="question", runs_dir="runs", run_name="run")
+    script.main(make_args(script, **given, eval_dataset="question", **MANY_UPDATES))
+    before = (tmp_path / "here" / "runs" / "run" / "metrics.jsonl").read_text()
+    shutil.rmtree("runs/run/model")
+    monkeypatch.chdir(tmp_path / "there")
+    script.main(script.Args(resume="../here/runs/run"))
+    run = tmp_path / "here" / "runs" / "run"
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run, finished)]
+    assert weights[0] == weights[1] and (run / "metrics.jsonl").read_text() == before
+    args = json.loads((run / "args.json").read_text())
+    # The name of a column stays what it is, although a folder of this name exists.
+    assert args["question_column"] == "question"
+
+
+def test_paths_that_exist_are_made_absolute(script, tmp_path, monkeypatch):
+    """These are all flags that name a local file or folder, except the folder of the runs."""
+    names = {"model", "dataset", "eval_dataset", "reward_model", "teacher"}
+    assert set(script.PATHS) == names & {x.name for x in dataclasses.fields(script.Args)}
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for given, expected in (("mine", str(tmp_path / "mine")), ("an/id", "an/id")):
+        args = script.resolve_args(script.Args(**dict.fromkeys(script.PATHS, given)))[0]
+        assert {getattr(args, name) for name in script.PATHS} == {expected}
+
+
+@pytest.mark.scripts("grpo")
+def test_resuming_with_an_edited_script_is_said(script, run, tmp_path, monkeypatch, capsys):
+    """The run keeps the new text, too, and goes on with it."""
+    edited = tmp_path / "grpo.py"
+    edited.write_text((ROOT / "grpo.py").read_text())
+    monkeypatch.setattr(script, "SCRIPT", edited)
+    folder = run(num_steps=1)
+    for text, said in ((edited.read_text(), False), (edited.read_text() + "# edited\n", True)):
+        edited.write_text(text)
+        script.main(script.Args(resume=str(folder)))
+        copies = {path.name: path.read_text() for path in folder.glob("*.py")}
+        out = capsys.readouterr().out
+        assert ("warning: grpo.py has changed since this run started" in out) == said
+        assert ("grpo-from-step-2.py" in out) == said
+        assert copies.pop("grpo.py") == text.removesuffix("# edited\n")
+        assert copies == ({"grpo-from-step-2.py": text} if said else {})
+
+
+# ---- several runs in one process
+
+
+SIGNAL_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def state_of_the_process():
+    """The handlers of signals, and what transformers and datasets print."""
+    return [
+        *[signal.getsignal(number) for number in SIGNAL_NUMBERS],
+        transformers.logging.get_verbosity(),
+        transformers.logging.is_progress_bar_enabled(),
+        datasets.are_progress_bars_disabled(),
+    ]
+
+
+@pytest.mark.scripts("grpo", "grpo_vllm")
+@pytest.mark.parametrize("end", ["finished", "refused", "failed", "stopped"])
+def test_a_run_gives_back_what_it_has_changed(script, run, watch, end):
+    """A notebook goes on after the run: Ctrl-C interrupts a cell, and libraries print again."""
+
+    def fail(*args):
+        if end == "stopped":
+            os.kill(os.getpid(), signal.SIGINT)
+        elif end == "failed":
+            raise ValueError("a mistake in a reward")
+
+    watch("policy_loss", fail)
+    levels = [(transformers.logging.INFO, True, False), (transformers.logging.WARNING, False, True)]
+    state = state_of_the_process()
+    try:
+        for verbosity, shows_bars, hides_bars in levels:
+            transformers.logging.set_verbosity(verbosity)
+            for library, shown in ((transformers.logging, shows_bars), (datasets, not hides_bars)):
+                set_bars(library, shown)
+            before = state_of_the_process()
+            assert before[3:] == [verbosity, shows_bars, hides_bars]
+            kinds = {"finished": (), "failed": (ValueError,)}.get(end, (SystemExit,))
+            with suppress(*kinds):
+                run(f"run-{verbosity}", num_steps=0 if end == "refused" else 2)
+                assert not kinds
+            assert state_of_the_process() == before
+    finally:
+        transformers.logging.set_verbosity(state[3])
+        set_bars(transformers.logging, state[4])
+        set_bars(datasets, not state[5])
+
+
+def set_bars(library, shown):
+    """Turn the progress bars of transformers.logging or of datasets on or off."""
+    ending = "s" if library is datasets else ""
+    getattr(library, f"{'enable' if shown else 'disable'}_progress_bar{ending}")()
+
+
+@pytest.mark.scripts("grpo")
+def test_a_run_in_a_thread(run):
+    """Python lets only the main thread set handlers of signals. So a run in another thread sets none."""
+    with ThreadPoolExecutor(1) as pool:
+        folder = pool.submit(run, num_steps=1).result()
+    assert (folder / "model" / "model.safetensors").exists()
 
 
 @pytest.mark.scripts("grpo")
@@ -661,6 +781,28 @@ def test_a_closed_pipe_ends_no_run(data, tmp_path):
     os.kill(process.pid, signal.SIGINT)
     assert ended(process) == 128 + signal.SIGINT
     assert read_checkpoint(tmp_path / "rün")["metrics"]["step"] == read_jsonl(log)[-1]["step"] >= 2
+
+
+def with_a_closed_output(flags: list[str], numbers: list[int]) -> None:
+    """The body of a forked process: python grpo.py with these flags, started with >&- or 2>&-."""
+    for number in numbers:
+        os.close(number)
+        setattr(sys, {1: "stdout", 2: "stderr"}[number], None)
+    sys.argv = ["grpo.py", *flags]
+    runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
+
+
+def test_a_closed_output_ends_no_run(data, tmp_path):
+    """Python has no sys.stdout or sys.stderr if the process began without it."""
+    flags = small_flags("grpo") + ["--num-steps", "1", "--dataset", data, "--device", "cpu"]
+    flags += ["--runs-dir", str(tmp_path), "--run-name", "run", "--eval-size", "4"]
+    process = FORK.Process(target=with_a_closed_output, args=(flags, [1, 2]), daemon=True)
+    process.start()
+    assert ended(process) == 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+    # A file that took the number of the closed output would get what others print.
+    steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
+    assert steps == [0, 1]
 
 
 def print_into_nothing() -> None:
@@ -847,7 +989,10 @@ def test_full_disk(script, watch, run, finished, tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         run(**MANY_UPDATES)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    assert stop.value.code == 2 and "checkpoint.tmp" in capsys.readouterr().err
+    error = capsys.readouterr().err.splitlines()[-1]
+    # torch hides the system's reason behind a line of its own source.
+    assert stop.value.code == 2
+    assert re.match("error: .*run/checkpoint.tmp: .*File too large$", error), error
     # The exception keeps the locked log open.
     del stop
     gc.collect()
@@ -1102,13 +1247,54 @@ def test_a_tracked_run_that_is_stopped_has_not_finished(run, watch, monkeypatch,
     wandb_settings(MODE="offline")
     # W&B replaces sys.exit; monkeypatch restores the original afterwards.
     monkeypatch.setattr(sys, "exit", sys.exit)
-    watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGTERM))
+    tracked = []
+
+    def stop(*args):
+        tracked.append(wandb.run)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watch("policy_loss", stop)
     with pytest.raises(SystemExit):
         run(num_steps=2, track=True)
-    hooks = sys.exit.__self__  # W&B's
-    wandb.finish()
+    assert wandb.run is None
     wandb.teardown()
-    assert hooks.exit_code == 128 + signal.SIGTERM
+    assert tracked[0]._exit_code == 128 + signal.SIGTERM
+
+
+@pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("track", [True, False])
+def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track):
+    """In one process, the second run must not write into the first one's W&B run. The first one has failed."""
+    wandb_settings(MODE="offline")
+    tracked = []
+
+    def fail_once(*args):
+        tracked.append(wandb.run)
+        if len(tracked) == 1:
+            raise ValueError("a mistake in a reward")
+
+    watch("policy_loss", fail_once)
+    with pytest.raises(ValueError, match="a mistake"):
+        run("one", num_steps=1, track=True)
+    two = run("two", num_steps=1, track=track)
+    wandb.teardown()
+    assert tracked[0]._exit_code == 1
+    assert (tracked[1] is not None) == track
+    if track:
+        assert tracked[1].name == "two" and tracked[1]._exit_code == 0
+    assert len(list(two.rglob("offline-run-*"))) == track
+
+
+@pytest.mark.scripts("grpo")
+def test_a_users_own_wandb_run_stays_open(run, watch, wandb_settings, tmp_path):
+    """A run without --track that fails doesn't end a W&B run that somebody else has started."""
+    wandb_settings(MODE="offline")
+    own = wandb.init(dir=tmp_path)
+    with pytest.raises(SystemExit):
+        run(num_steps=0)
+    assert wandb.run is own
+    own.finish()
+    wandb.teardown()
 
 
 @pytest.mark.scripts("grpo")

@@ -7,11 +7,12 @@ def cell_text(cell) -> str:
     """The text of a cell in an answer column, or "" if the cell isn't a text or an exact number.
 
     A float may differ from the number that was written: 32 bits change 0.1, and 64 bits keep only
-    15 digits of a longer number. Such a float gives "".
+    15 digits of a longer number. From 2**53 on, a float stands for several integers. Such a float
+    gives "".
     """
     if isinstance(cell, float):
         text = f"{cell:.15g}"
-        return text if float(text) == cell else ""
+        return text if float(text) == cell and abs(cell) < 2**53 else ""
     return str(cell) if type(cell) in (str, int) else ""
 
 

@@ -102,6 +102,19 @@ def has_gold(answer: str, functions: list) -> bool:
 
 
 # ==== calling a reward ====
+# What a reward function can have besides the columns of the data set.
+FIELDS = ("prompts", "completions", "answers")
+
+
+def check_parameters(reward, columns) -> None:
+    """End the run with one line if the function names a parameter that it can't have."""
+    names = {*FIELDS, *columns}
+    for x in inspect.signature(reward).parameters.values():
+        is_named = x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)
+        if is_named and x.name not in names and x.default is x.empty:
+            refuse(reward, f"asks for {x.name}; it can have {', '.join(sorted(names))}")
+
+
 def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[float]:
     """The numbers that a reward function gives to N completions, N / len(examples) per example.
 
@@ -111,6 +124,7 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
     texts runs unchanged. The run ends with one line if the function names an unknown parameter, or
     doesn't return N finite numbers.
     """
+    check_parameters(reward, examples[0]["columns"])
     per_example = len(completions) // len(examples)
     rows = [row for row in examples for _ in range(per_example)]  # N
     given = {}
@@ -126,12 +140,8 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
 
     parameters = inspect.signature(reward).parameters.values()
     takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
-    named = [x for x in parameters if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
-    for x in named:
-        if x.name not in given and x.default is x.empty:
-            refuse(reward, f"asks for {x.name}; it can have {', '.join(sorted(given))}")
     if not takes_all:
-        names = [x.name for x in named]
+        names = [x.name for x in parameters if x.kind is not x.VAR_POSITIONAL]
         given = {name: values for name, values in given.items() if name in names}
 
     returned = reward(**given)
@@ -160,7 +170,6 @@ def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[f
 def refuse(reward, why: str) -> None:
     """End the run with one line, status 2 and no traceback."""
     print(f"error: the reward {reward.__name__} {why}", file=sys.stderr)
-    # W&B marks a run as failed after sys.exit, but not after raise SystemExit.
     sys.exit(2)
 
 
