@@ -471,10 +471,9 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
     lengths, groups = defaultdict(lambda: defaultdict(list)), defaultdict(lambda: [0, 0.0])
     for line in (folder / "samples.jsonl").open(encoding="utf-8"):
         sample = json.loads(line)
-        right = [reward >= 1 for reward in sample["rewards"]]
-        for text, is_right in zip(sample["completions"], right, strict=True):
+        for text, is_right in zip(sample["completions"], sample["right"], strict=True):
             lengths["right" if is_right else "wrong"][sample["step"]].append(len(text))
-        number = groups[sum(right)]
+        number = groups[sum(sample["right"])]
         number[0] += 1
         # A response has one advantage, or one for each token.
         advantages = [np.atleast_1d(values) for values in sample["advantages"]]
@@ -493,6 +492,8 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
 def run(command: str, seed: int) -> dict:
     """Run a script in a temporary folder, and return its record."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # The machine's state before the run: the run itself is not a part of its load.
+    source = provenance()
     with tempfile.TemporaryDirectory() as folder:
         full = f"{command} --device cpu --seed {seed}"
         start = time.perf_counter()
@@ -514,7 +515,7 @@ def run(command: str, seed: int) -> dict:
         "command": command,
         "seed": seed,
         "seconds": round(seconds, 1),
-        **provenance(),
+        **source,
         "versions": args.pop("versions"),
         "args": {name: value for name, value in args.items() if not name.startswith("run")},
     }

@@ -4,6 +4,8 @@ A record is a line of JSON in benchmark/records. In a page, a table stands betwe
 """
 
 import json
+import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -13,15 +15,33 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmark" / "records"
 
 
+def machine() -> dict:
+    """The CPU's model, the number of cores that this process may use, and the load average of the last minute."""
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
 def provenance() -> dict:
-    """The commit, and whether the code has changes that aren't committed."""
+    """The commit, whether the code has changes that aren't committed, and the machine at this moment."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
 
     changes = git("status", "--porcelain", "--", "*.py", "utils", "assets")
-    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changes)}
+    return {
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "dirty": bool(changes),
+        "machine": machine(),
+    }
 
 
 def read(path: Path) -> list[dict]:
