@@ -79,10 +79,12 @@ def memory(field: str) -> int:
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Mean, lowest and highest; a dash if there are no values."""
-    if np.isnan(values).all():
+    """Mean, lowest and highest, and in how many runs there is a value if some have none; a dash without values."""
+    known = [value for value in values if not np.isnan(value)]
+    if not known:
         return "-"
-    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    text = f"{np.mean(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+    return text if len(known) == len(values) else f"{text} in {len(known)} of {len(values)} runs"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
