@@ -1,19 +1,20 @@
-"""What each idea does on the bundled tasks: the runs and the pictures of docs/lessons.md.
+"""What each idea does on the bundled tasks: the runs, the tables and the pictures of docs/lessons.md.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/lessons.py 4      make the missing runs of lesson 4, and draw its picture
-    python benchmark/lessons.py        all lessons
-    python benchmark/lessons.py --draw draw from the records, without runs
+    python benchmark/lessons.py clipping   make the missing runs of this lesson, and draw its picture
+    python benchmark/lessons.py            all lessons
+    python benchmark/lessons.py --draw     draw from the records, without runs
 
-Every run is one command: an unchanged script with flags. The record contains the command, and docs/lessons.md prints
-it. Two runs go at a time, each on one thread. benchmark/records/lessons.jsonl gets one line for each run: command,
-commit (and "dirty", if the tree had changes), versions, args, wall time, the evaluations, and a curve over the steps
-for every metric. A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs
-end, and its output is printed.
+Every run is one command: an unchanged script with flags (or gamed.py, which adds a reward to grpo.py). The record
+contains the command, and the page prints it. Two runs go at a time, each on one thread.
+benchmark/records/lessons.jsonl gets one line for each run: command, commit (and "dirty", if the tree had changes), the
+machine's state before the run, versions, args, wall time, the evaluations, and a curve over the steps for every metric.
+A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs end, and its output
+is printed.
 
-The pictures are docs/lessons/<number>.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
-from the lowest seed to the highest. The script writes the commands and tables into docs/lessons.md. Every measured
-number in the text of that page must be in the table of its lesson; tests/test_docs.py checks this.
+The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
+from the lowest seed to the highest. The script writes pictures, tables and commands into docs/lessons.md. Every
+measured number in the text of that page must be in a table of its section; tests/test_docs.py checks this.
 """
 
 import argparse
@@ -22,14 +23,15 @@ import os
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-import memory
 import numpy as np
 from pictures import GRAY, digest, draw_band, panels, save, smooth
 from records import FOLDER, ROOT, fill, provenance, read, read_run, spread, table
@@ -53,99 +55,455 @@ ENGINE = "grpo_vllm.py --num-steps 40 --learning-rate 3e-4 --engine-memory 0.1"
 # Each step has 16 responses.
 FEW = "--num-steps 100 --learning-rate 3e-4 --eval-every 50"
 BASELINE = "reinforce_baseline.py --num-steps 40"
+PLAIN = "grpo.py --num-steps 40"
 
 # The axes of a panel in words. The name of the metric stands below the words.
 SAMPLED, STEPS, RATE, ACCURACY = "episodes", "step", "learning rate", "rollout/accuracy"
 WORDS = {
     SAMPLED: "responses sampled",
     STEPS: "step",
-    ACCURACY: "share of right samples",
+    ACCURACY: "right samples, %",
     "rollout/score": "mean score of the judge",
-    "rollout/eos_frac": "share of responses that end",
-    "rollout/zero_std_frac": "share of groups with equal rewards",
-    "rollout/logprob_gap": "gap between sampler and trainer, nats",
-    "rollout/truncated_frac": "share of tokens with a cut weight",
-    "policy/clip_frac": "share clipped",
-    "policy/approx_kl": "KL to the old policy, nats a token",
+    "rollout/eos_frac": "responses that end, %",
+    "rollout/response_len": "tokens of a response",
+    "rollout/zero_std_frac": "groups with equal rewards, %",
+    "rollout/logprob_gap": "gap to the trainer, nats",
+    "policy/clip_frac": "clipped, %",
+    "policy/approx_kl": "KL to the old policy, nats",
     "policy/entropy": "entropy, nats a token",
     "kl/ref": "KL to the start, nats a token",
-    "kl/response": "KL to the start, nats a response",
     "optim/grad_norm": "norm of the gradient",
-    "value/explained_var": "explained variance",
-    "length/right": "characters in a right response",
-    "length/wrong": "characters in a wrong response",
+    "value/explained_var": "explained variance, %",
+    "length/all": "characters of a response",
+    "length/right": "characters of a right response",
+    "length/wrong": "characters of a wrong response",
     "tool/calls": "calls per response",
 }
-LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "kl/response", "rollout/logprob_gap"}
+# Logged as fractions, and shown in percent.
+PERCENT = {
+    ACCURACY,
+    "rollout/eos_frac",
+    "rollout/zero_std_frac",
+    "policy/clip_frac",
+    "policy/clip_frac_high",
+    "value/explained_var",
+}
+LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "rollout/logprob_gap"}
 
 
-def over(metric: str, first: int, last: int, percent: bool = False) -> Callable[[dict], float]:
+# ==== what a table shows of a record ====
+def curve(record: dict, metric: str) -> np.ndarray | None:
+    """A record's metric at each step, NaN where it is missing; fractions in percent. None if no step has the metric."""
+    curves = record["curves"]
+    if metric == "length/all":
+        right, wrong = curve(record, "length/right"), curve(record, "length/wrong")
+        share = curve(record, ACCURACY) / 100
+        return np.nan_to_num(right) * share + np.nan_to_num(wrong) * (1 - share)
+    if metric not in curves:
+        return None
+    values = np.array([np.nan if value is None else value for value in curves[metric]], dtype=float)
+    return 100 * values if metric in PERCENT else values
+
+
+def over(metric: str, first: int, last: int) -> Callable[[dict], float]:
     """A record's mean of a metric over the steps from first to last. Negative steps count from the end."""
 
     def value(record):
         # A run without a critic has none of the critic's metrics.
-        values = record["curves"].get(metric, [None])
+        values = curve(record, metric)
+        if values is None:
+            return np.nan
         first_, last_ = (k if k > 0 else len(values) + 1 + k for k in (first, last))
-        chosen = [x for x in values[first_ - 1 : last_] if x is not None]
-        return float(np.mean(chosen)) * (100 if percent else 1) if chosen else np.nan
+        chosen = values[first_ - 1 : last_]
+        return np.nan if np.isnan(chosen).all() else float(np.nanmean(chosen))
 
     return value
 
 
 def highest(metric: str) -> Callable[[dict], float]:
     """A record's largest value of a metric in a single step."""
-    return lambda record: max(x for x in record["curves"][metric] if x is not None)
-
-
-def between(first: int, last: int) -> Callable[[dict], float]:
-    """A record's sampled accuracy in percent, over the responses after the `first` and up to the `last`."""
-
-    def value(record):
-        pairs = zip(record["curves"][SAMPLED], record["curves"][ACCURACY], strict=True)
-        return 100 * float(np.mean([x for sampled, x in pairs if first < sampled <= last]))
-
-    return value
-
-
-def memory_needed(record: dict) -> float:
-    """GB for the record's script and rank with SmolLM2-1.7B on a GPU, as memory.py counts them."""
-    rank = {name: value for name, value in record["args"].items() if name == "lora_rank"}
-    script = "grpo_lora" if rank else "grpo"
-    return memory.count(script, memory.MODELS["SmolLM2-1.7B"], **rank)["peak"] / 1e9
+    return lambda record: float(np.nanmax(curve(record, metric)))
 
 
 def lowest_accuracy(record: dict) -> float:
-    return 100 * min(record["curves"][ACCURACY])
+    return float(np.min(curve(record, ACCURACY)))
 
 
 def held_out(record: dict) -> float:
     return 100 * list(record["eval"].values())[-1]
 
 
+def between(first: int, last: int) -> Callable[[dict], float]:
+    """A record's sampled accuracy over the responses after the `first` and up to the `last`."""
+
+    def value(record):
+        sampled = curve(record, SAMPLED)
+        return float(np.mean(curve(record, ACCURACY)[(first < sampled) & (sampled <= last)]))
+
+    return value
+
+
+def accuracy_at(record: dict, responses: int) -> float:
+    """A record's sampled accuracy after this number of responses, over five steps."""
+    episodes = record["curves"][SAMPLED]
+    step = next((k for k, x in enumerate(episodes, 1) if x >= responses), len(episodes))
+    return over(ACCURACY, max(1, step - 4), step)(record)
+
+
+def after_pretraining(first: int, last: int) -> Callable[[dict], float]:
+    """A record's sampled accuracy, with steps counted from the first update of the policy."""
+
+    def value(record):
+        waited = record["args"].get("value_warmup_steps", 0)
+        return over(ACCURACY, waited + first, waited + last)(record)
+
+    return value
+
+
+def parts_at(metric: str, command: str = PLAIN) -> Callable[[dict], float]:
+    """The first of ten steps in a row in which a record's metric lies outside the range of the command's runs."""
+
+    def value(record):
+        others = [curve(read_records()[command, seed], metric) for seed in SEEDS]
+        mine = curve(record, metric)
+        outside = (mine < np.min(others, axis=0)) | (mine > np.max(others, axis=0))  # (steps,)
+        firsts = [k + 1 for k in range(len(mine) - 9) if outside[k : k + 10].all()]
+        return float(firsts[0]) if firsts else np.nan
+
+    return value
+
+
+# ==== the lessons ====
+@dataclass
+class Panel:
+    """A picture's panel. x is a metric, SAMPLED, STEPS or RATE; y is a metric, or "advantages": bars."""
+
+    x: str
+    y: str
+    # The panel shows the arms whose names begin like this. Empty: all arms.
+    arms: str | tuple[str, ...] = ""
+    title: str = ""
+    # With RATE: the steps of which y is the mean.
+    steps: tuple[int, int] = (-5, -1)
+
+
 @dataclass
 class Lesson:
-    title: str
-    arms: dict[str, str]  # name: command without its seed
-    panels: list  # (x, y) of curves; ("advantages", None) are bars
-    # More columns of the table than the usual ones: (function, digits).
-    columns: dict = field(default_factory=dict)
-    # Draw a row of panels for each arm, with a line for each seed and a point for each step.
-    by_seed: bool = False
-    # The arms that the picture shows. Empty: all arms.
-    drawn: tuple[str, ...] = ()
+    title: str  # the heading of its section
+    # Name: command without its seed. "1e-4: GRPO" is drawn as "GRPO", in a panel of arms="1e-4".
+    arms: dict[str, str]
+    panels: list[Panel]
+    # The columns of the table: (function of a record, digits).
+    columns: dict[str, tuple[Callable[[dict], float], int]]
+    rows: int = 1  # of panels
+    # A table for each of these beginnings of arms, with a column for each learning rate.
+    by_rate: tuple[str, ...] = ()
+    # The arms of which the picture shows each seed in a panel of its own.
+    by_seed: tuple[str, ...] = ()
 
 
-USUAL = {
-    "held out, %": (held_out, 1),
-    "sampled, last five steps, %": (over(ACCURACY, -5, -1, percent=True), 1),
-}
-HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17, percent=True), 0)}
-GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1, percent=True), 0)}
-CLIPPED = {"clipped, first five, %": (over("policy/clip_frac", 1, 5, percent=True), 1)}
+HELD_OUT = {"held out, %": (held_out, 1)}
+LAST = {"sampled, last five steps, %": (over(ACCURACY, -5, -1), 1)}
+USUAL = HELD_OUT | LAST
+HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17), 0)}
+LATER = {"steps 21 to 30, %": (over(ACCURACY, 21, 30), 1)}
+GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1), 0)}
+CLIPPED = {"clipped, first five, %": (over("policy/clip_frac", 1, 5), 1)}
 MOVED = {"approx_kl, highest": (highest("policy/approx_kl"), 3)}
+LOWEST = {"lowest, %": (lowest_accuracy, 0)}
+EXPLAINED = {"explained, last five, %": (over("value/explained_var", -5, -1), 0)}
+ENTROPY = {"entropy, last five": (over("policy/entropy", -5, -1), 3)}
+
+# Full weights and adapters at several rates. The default rank is 16.
+ADDER_RATES = {
+    "3e-5": f"{PLAIN} --learning-rate 3e-5",
+    "1e-4": PLAIN,
+    "3e-4": f"{PLAIN} --learning-rate 3e-4",
+    "1e-3": f"{PLAIN} --learning-rate 1e-3",
+}
+ADDER_RANKS = {
+    f"adder, {rate}: rank {rank}": f"grpo_lora.py --lora-rank {rank} --num-steps 40 --learning-rate {rate}"
+    for rank in (1, 4, 16, 64)
+    for rate in ("3e-4", "1e-3", "3e-3")
+}
+SUMS_RATES = {
+    rate: f"grpo.py {SUMS} --beta 0".replace("5e-5", rate) for rate in ("5e-5", "1.5e-4", "5e-4")
+}
+SUMS_RANKS = {
+    f"sums, {rate}: rank {rank}": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", rate)
+    + (f" --lora-rank {rank}" if rank != 16 else "")
+    for rank in (1, 4, 16, 64)
+    for rate in ("1.5e-4", "5e-4", "1.5e-3")
+}
+
+# In the order of the page. "broken" is on docs/metrics.md. The last four are in one section.
 LESSONS = {
-    1: Lesson(
-        "Baselines",
+    "length": Lesson(
+        "Dividing by length makes wrong answers grow",
+        {
+            "1/length (GRPO)": f"grpo.py {FREE} --beta 0",
+            "constant (Dr. GRPO)": f"dr_grpo.py {FREE}",
+            "token mean (DAPO)": f"dapo.py {FREE} --max-resample 0 --overlong-cache 1",
+        },
+        [Panel(STEPS, "length/wrong"), Panel(STEPS, "length/right")],
+        LAST
+        | {
+            f"{kind}, {when}, characters": (over(f"length/{kind}", *steps), 0)
+            for kind in ("wrong", "right")
+            for when, steps in {"first five": (1, 5), "last five": (-5, -1)}.items()
+        }
+        | {"ended, last five, %": (over("rollout/eos_frac", -5, -1), 0)},
+    ),
+    "reuse": Lesson(
+        "Up to four passes over a rollout help",
+        {f"mu = {mu}": f"grpo.py --num-steps 30 --num-iterations {mu}" for mu in (1, 2, 4, 8)},
+        [
+            Panel(SAMPLED, ACCURACY),
+            Panel(STEPS, "policy/clip_frac"),
+            Panel(STEPS, "policy/approx_kl"),
+        ],
+        USUAL | HALFWAY | CLIPPED | MOVED,
+    ),
+    "goodhart": Lesson(
+        "Without a KL penalty, the judge's score hides wrong sums",
+        {
+            f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}"
+            for beta in (0, 0.05, 0.2, 1)
+        },
+        [Panel("rollout/score", ACCURACY)],
+        USUAL
+        | LOWEST
+        | {
+            "score, steps 1 and 2": (over("rollout/score", 1, 2), 2),
+            "score, last five": (over("rollout/score", -5, -1), 2),
+        },
+        by_seed=("beta = 0", "beta = 0.2", "beta = 1"),
+    ),
+    "gamed": Lesson(
+        "A length reward that is worth too much is gamed with tags",
+        {"no length reward": PLAIN}
+        | {
+            f"{weight} a character": f"benchmark/gamed.py --weight {weight} --num-steps 40"
+            for weight in ("0.05", "0.2", "0.5")
+        },
+        [
+            Panel(STEPS, ACCURACY),
+            Panel(STEPS, "kl/ref"),
+            Panel(STEPS, "length/all"),
+            Panel(STEPS, "rollout/response_len"),
+        ],
+        USUAL
+        | {
+            "characters, last five": (over("length/all", -5, -1), 0),
+            "tokens, last five": (over("rollout/response_len", -5, -1), 1),
+            "format_reward, last five": (over("rollout/format_reward", -5, -1), 2),
+            "kl/ref, highest": (highest("kl/ref"), 2),
+        }
+        | {
+            f"{words} parts at step": (parts_at(metric), 0)
+            for words, metric in {
+                "accuracy": ACCURACY,
+                "kl/ref": "kl/ref",
+                "characters": "length/all",
+                "tokens": "rollout/response_len",
+                "ended": "rollout/eos_frac",
+            }.items()
+        },
+        rows=2,
+    ),
+    "teacher": Lesson(
+        "A teacher is better than a reward where samples are few",
+        {
+            "distilled, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1",
+            "whole vocabulary, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1 --full-vocabulary",
+            "GRPO, 16": f"grpo.py {FEW} --num-prompts 2",
+            "distilled, 128": "distill.py --num-steps 40 --learning-rate 3e-4",
+            "GRPO, 128": ADDER_RATES["3e-4"],
+        },
+        [Panel(SAMPLED, ACCURACY)],
+        USUAL
+        | {
+            f"responses {first + 1} to {last}, %": (between(first, last), 0)
+            for first, last in ((0, 640), (640, 1280), (1280, 1600))
+        },
+    ),
+    "tool": Lesson(
+        "With a price on its calls, the policy learns to add",
+        {
+            "a call is free": "grpo_tools.py",
+            "a call costs 0.1": "grpo_tools.py --tool-cost 0.1",
+        },
+        [Panel(STEPS, ACCURACY), Panel(STEPS, "tool/calls")],
+        USUAL
+        | {
+            "calls, steps 1 to 5": (over("tool/calls", 1, 5), 2),
+            "calls, highest in a step": (highest("tool/calls"), 2),
+            "calls, last five steps": (over("tool/calls", -5, -1), 2),
+        },
+    ),
+    "rate": Lesson(
+        "The best learning rate is close to one that destroys the policy",
+        {f"adder, {rate}: all weights": command for rate, command in ADDER_RATES.items()}
+        | {"adder, 2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"}
+        | {arm: command for arm, command in ADDER_RANKS.items() if arm.endswith("rank 16")}
+        | {f"sums, {rate}: all weights": command for rate, command in SUMS_RATES.items()}
+        | {arm: command for arm, command in SUMS_RANKS.items() if arm.endswith("rank 16")},
+        [
+            Panel(RATE, ACCURACY, "adder", "adder, last five steps"),
+            Panel(RATE, "kl/ref", "adder", "adder, step 3", steps=(3, 3)),
+            Panel(RATE, "optim/grad_norm", "adder", "adder, steps 1 to 5", steps=(1, 5)),
+            Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
+            Panel(RATE, "policy/entropy", "sums", "sums, last five steps"),
+            Panel(RATE, "policy/entropy", "adder", "adder, last five steps"),
+        ],
+        LAST
+        | LOWEST
+        | {
+            "kl/ref, step 3": (over("kl/ref", 3, 3), 4),
+            "gradient's norm, steps 1 to 5": (over("optim/grad_norm", 1, 5), 2),
+        }
+        | ENTROPY
+        | GROUPS,
+        rows=2,
+    ),
+    "adapters": Lesson(
+        "The rank of an adapter makes no difference, and the learning rate does",
+        ADDER_RANKS
+        | {f"adder, {rate}: all weights": command for rate, command in ADDER_RATES.items()}
+        | SUMS_RANKS
+        | {f"sums, {rate}: all weights": command for rate, command in SUMS_RATES.items()},
+        [
+            Panel(RATE, ACCURACY, "adder", "adder, last five steps"),
+            Panel(RATE, ACCURACY, "sums", "sums, steps 21 to 30", steps=(21, 30)),
+            Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
+        ],
+        LAST | LATER,
+        by_rate=("adder", "sums"),
+    ),
+    "clipping": Lesson(
+        "Clipping tokens makes no difference at a learning rate that works",
+        {
+            f"{rate}: {name}": f"{command} --learning-rate {rate}".replace(
+                " --learning-rate 1e-4", ""
+            )
+            for rate in ("3e-5", "1e-4", "3e-4")
+            for name, command in {
+                "GRPO, eps = 0.2": f"grpo.py {OFTEN} --beta 0",
+                "GRPO, eps = 1": f"grpo.py {OFTEN} --beta 0 --clip-eps 1",
+                "GSPO": f"gspo.py {OFTEN}",
+            }.items()
+            if (rate, name) != ("3e-5", "GRPO, eps = 1")
+        },
+        [
+            Panel(RATE, ACCURACY, title="last five steps"),
+            Panel(SAMPLED, ACCURACY, "3e-4", "3e-4"),
+            Panel(STEPS, "policy/clip_frac", "1e-4", "1e-4"),
+        ],
+        USUAL | HALFWAY | LOWEST | CLIPPED | MOVED,
+    ),
+    "critic": Lesson(
+        "Advantages that come from the critic alone hurt",
+        {
+            "adder: lambda 0": f"{PPO} --gae-lambda 0",
+            "adder: lambda 0.95": PPO,
+            "adder: lambda 1": f"{PPO} --gae-lambda 1",
+            "adder: lambda 0.95, critic from the policy": f"{PPO} --value-init policy",
+            "sums: lambda 0": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4 --gae-lambda 0",
+            "sums: lambda 0.95": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4",
+            "sums: lambda 1": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4 --gae-lambda 1",
+            "sums: GRPO": SUMS_RATES["5e-5"],
+        },
+        [
+            Panel(SAMPLED, ACCURACY, "adder", "adder"),
+            Panel(STEPS, "value/explained_var", "adder", "adder"),
+            Panel(SAMPLED, ACCURACY, "sums", "sums"),
+            Panel(STEPS, "value/explained_var", "sums", "sums"),
+        ],
+        USUAL | LOWEST | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
+        rows=2,
+    ),
+    "broken": Lesson(
+        "What they look like when something is wrong",
+        {
+            "healthy": PLAIN,
+            "learning rate too high": f"{PLAIN} --learning-rate 2e-3",
+            "responses cut": f"{PLAIN} --max-new-tokens 18",
+            "sampled too cold": f"{PLAIN} --temperature 0.1",
+            "PPO": PPO,
+            "PPO, critic that does not learn": f"{PPO} --value-init policy --value-learning-rate 1e-9",
+            "PPO, collapsed": "ppo_rlhf.py --num-steps 40 --learning-rate 3e-3 --beta 0",
+        },
+        [],  # draw_broken
+        USUAL
+        | {
+            "kl/ref, step 3": (over("kl/ref", 3, 3), 3),
+            "entropy, first five": (over("policy/entropy", 1, 5), 3),
+        }
+        | ENTROPY
+        | {
+            "ended, %": (over("rollout/eos_frac", 1, -1), 0),
+            "equal groups, %": (over("rollout/zero_std_frac", 1, -1), 0),
+        }
+        | EXPLAINED,
+    ),
+    "groups": Lesson(
+        "The group size changes how many groups teach, and the accuracy little",
+        {
+            f"G = {G}": f"{PLAIN} --num-generations {G} --num-prompts {128 // G}"
+            for G in (2, 4, 8, 16, 32)
+        },
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "rollout/zero_std_frac")],
+        USUAL | GROUPS,
+    ),
+    "dynamic": Lesson(
+        "Dynamic sampling takes twice the samples, without a gain",
+        {
+            "as sampled": "dapo.py --num-steps 30 --max-resample 0",
+            "equal groups replaced": "dapo.py --num-steps 30",
+        },
+        [
+            Panel(STEPS, "rollout/zero_std_frac"),
+            Panel(STEPS, ACCURACY),
+            Panel(SAMPLED, ACCURACY),
+        ],
+        USUAL
+        | {
+            "responses": (lambda record: record["curves"][SAMPLED][-1], 0),
+            "at 3,840 responses, %": (lambda record: accuracy_at(record, 3840), 1),
+        }
+        | GROUPS,
+    ),
+    "samplers": Lesson(
+        "A stale sampler is behind at first, and a rounded one is not",
+        {
+            "stale: K = 1": STALE,
+            "stale: K = 4": f"{STALE} --staleness 4",
+            "stale: K = 4, not corrected": f"{STALE} --staleness 4 --rollout-correction 0",
+            "stale: K = 16": f"{STALE} --staleness 16",
+            "stale: K = 16, not corrected": f"{STALE} --staleness 16 --rollout-correction 0",
+            "engine: float32": ENGINE,
+            "engine: bf16": f"{ENGINE} --engine-dtype bfloat16",
+            "engine: bf16, not corrected": f"{ENGINE} --engine-dtype bfloat16 --rollout-correction 0",
+        },
+        [
+            Panel(STEPS, ACCURACY, "stale", "stale"),
+            Panel(STEPS, "rollout/logprob_gap", "stale", "stale"),
+            Panel(STEPS, ACCURACY, "engine", "engine"),
+            Panel(STEPS, "rollout/logprob_gap", "engine", "engine"),
+        ],
+        USUAL
+        | {
+            f"steps {first} to {last}, %": (over(ACCURACY, first, last), 0)
+            for first, last in ((1, 5), (11, 15), (16, 20))
+        }
+        | {
+            "held out, step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
+            "logprob_gap, highest": (highest("rollout/logprob_gap"), 4),
+        },
+        rows=2,
+    ),
+    "baselines": Lesson(
+        "A baseline raises the variance once most answers are right",
         {
             "no baseline": f"{BASELINE} --baseline none",
             "moving average": f"{BASELINE} --baseline moving_average",
@@ -153,203 +511,49 @@ LESSONS = {
             "RLOO": "rloo.py --num-steps 40",
             "ReMax": "remax.py --num-steps 40",
         },
-        [(SAMPLED, ACCURACY), (STEPS, "optim/grad_norm")],
-        {
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "optim/grad_norm")],
+        USUAL
+        | {
             "gradient's norm, first five": (over("optim/grad_norm", 1, 5), 1),
-            "last five": (over("optim/grad_norm", -5, -1), 1),
+            "gradient's norm, last five": (over("optim/grad_norm", -5, -1), 1),
         },
     ),
-    2: Lesson(
-        "Reusing a rollout",
-        {f"mu = {mu}": f"grpo.py --num-steps 30 --num-iterations {mu}" for mu in (1, 2, 4, 8)},
-        [(SAMPLED, ACCURACY), (STEPS, "policy/clip_frac"), (STEPS, "policy/approx_kl")],
-        HALFWAY | CLIPPED | MOVED,
-    ),
-    3: Lesson(
-        "Why clip",
-        {
-            "eps = 0.2, 1e-4": f"grpo.py {OFTEN} --beta 0",
-            "eps = 1, 1e-4": f"grpo.py {OFTEN} --beta 0 --clip-eps 1",
-            "eps = 0.2, 3e-4": f"grpo.py {OFTEN} --beta 0 --learning-rate 3e-4",
-            "eps = 1, 3e-4": f"grpo.py {OFTEN} --beta 0 --clip-eps 1 --learning-rate 3e-4",
-        },
-        [(SAMPLED, ACCURACY), (STEPS, "policy/approx_kl")],
-        MOVED | {"lowest, %": (lowest_accuracy, 0)},
-    ),
-    4: Lesson(
+    "leash": Lesson(
         "The KL leash",
-        {
-            f"beta = {beta}": f"grpo.py --num-steps 40 --beta {beta}"
-            for beta in (0.001, 0.01, 0.1, 1)
-        },
-        [(SAMPLED, ACCURACY), ("kl/ref", ACCURACY)],
-        {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
+        {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
+        [Panel(SAMPLED, ACCURACY), Panel("kl/ref", ACCURACY)],
+        USUAL | {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
     ),
-    5: Lesson(
-        "Dividing by the std",
-        {"GRPO": f"grpo.py {SUMS} --beta 0", "Dr. GRPO": f"dr_grpo.py {SUMS}"},
-        [("advantages", None), (SAMPLED, ACCURACY)],
-        {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)} | GROUPS,
-    ),
-    6: Lesson(
-        "Length",
+    "credit": Lesson(
+        "The std, and a reward for each step",
         {
-            "1/length (GRPO)": f"grpo.py {FREE} --beta 0",
-            "constant (Dr. GRPO)": f"dr_grpo.py {FREE}",
-            "token mean (DAPO)": f"dapo.py {FREE} --max-resample 0 --overlong-cache 1",
+            "GRPO": SUMS_RATES["5e-5"],
+            "Dr. GRPO": f"dr_grpo.py {SUMS}",
+            "process rewards": f"grpo_process.py {SUMS} --beta 0",
+            # At this rate no weight changes.
+            "untrained": f"grpo.py {SUMS} --beta 0".replace("5e-5", "1e-12").replace("40", "10"),
         },
-        [(STEPS, "length/wrong"), (STEPS, "length/right")],
-        {
-            f"{kind}, {when}, characters": (over(f"length/{kind}", *steps), 0)
-            for kind in ("wrong", "right")
-            for when, steps in {"first five": (1, 5), "last five": (-5, -1)}.items()
-        }
-        | {"ended, last five, %": (over("rollout/eos_frac", -5, -1, percent=True), 0)},
-    ),
-    7: Lesson(
-        "Dynamic sampling",
-        {
-            "as sampled": "dapo.py --num-steps 30 --max-resample 0",
-            "equal groups replaced": "dapo.py --num-steps 30",
-        },
-        [(STEPS, "rollout/zero_std_frac"), (STEPS, ACCURACY), (SAMPLED, ACCURACY)],
-        {
-            "responses": (lambda record: record["curves"][SAMPLED][-1], 0),
-            "at 3,840 responses, %": (lambda record: accuracy_at(record, 3840), 1),
+        [
+            Panel("advantages", "advantages", ("GRPO", "Dr. GRPO"), "computed from the rewards"),
+            Panel(SAMPLED, ACCURACY),
+        ],
+        USUAL
+        | {
+            f"steps {first} to {last}, %": (over(ACCURACY, first, last), 1)
+            for first, last in ((1, 2), (3, 7), (11, 20), (21, 30))
         }
         | GROUPS,
     ),
-    8: Lesson(
+    "clip-higher": Lesson(
         "Clip-Higher",
         {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
-        [(SAMPLED, ACCURACY), (STEPS, "policy/entropy")],
-        {
-            "entropy, first five": (over("policy/entropy", 1, 5), 3),
-            "last five": (over("policy/entropy", -5, -1), 3),
-            "above the bound, %": (over("policy/clip_frac_high", 1, -1, percent=True), 2),
-        },
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "policy/entropy")],
+        USUAL
+        | {"entropy, first five": (over("policy/entropy", 1, 5), 3)}
+        | ENTROPY
+        | {"above the bound, %": (over("policy/clip_frac_high", 1, -1), 2)},
     ),
-    9: Lesson(
-        "One ratio per sequence or per token",
-        {
-            f"{name}, {rate}": f"{command} --learning-rate {rate}".replace(
-                " --learning-rate 1e-4", ""
-            )
-            for rate in ("3e-5", "1e-4", "3e-4")
-            for name, command in {
-                "GRPO": f"grpo.py {OFTEN} --beta 0",
-                "GSPO": f"gspo.py {OFTEN}",
-            }.items()
-        },
-        [(STEPS, "policy/clip_frac"), (RATE, ACCURACY)],
-        HALFWAY | CLIPPED,
-        drawn=("GRPO, 1e-4", "GSPO, 1e-4"),
-    ),
-    10: Lesson(
-        "The critic",
-        {
-            "lambda 0": f"{PPO} --gae-lambda 0",
-            "lambda 0.95": PPO,
-            "lambda 1": f"{PPO} --gae-lambda 1",
-            "0.95, critic from the policy": f"{PPO} --value-init policy",
-        },
-        [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],
-        {
-            "lowest, %": (lowest_accuracy, 0),
-            "explained, last five, %": (over("value/explained_var", -5, -1, percent=True), 0),
-        },
-    ),
-    11: Lesson(
-        "Goodhart's law",
-        {
-            f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}"
-            for beta in (0, 0.05, 0.2, 1)
-        },
-        [(STEPS, "rollout/score"), (STEPS, ACCURACY)],
-        {
-            "lowest, %": (lowest_accuracy, 0),
-            "score, steps 1 and 2": (over("rollout/score", 1, 2), 2),
-            "score, last five": (over("rollout/score", -5, -1), 2),
-        },
-        by_seed=True,
-        drawn=("beta = 0", "beta = 0.2"),
-    ),
-    12: Lesson(
-        "Group size",
-        {
-            f"G = {G}": f"grpo.py --num-steps 40 --num-generations {G} --num-prompts {128 // G}"
-            for G in (2, 4, 8, 16, 32)
-        },
-        [(SAMPLED, ACCURACY), (STEPS, "rollout/zero_std_frac")],
-        GROUPS,
-    ),
-    13: Lesson(
-        "Stale samplers",
-        {
-            "K = 1": STALE,
-            "K = 4": f"{STALE} --staleness 4",
-            "K = 4, not corrected": f"{STALE} --staleness 4 --rollout-correction 0",
-            "K = 16": f"{STALE} --staleness 16",
-            "K = 16, not corrected": f"{STALE} --staleness 16 --rollout-correction 0",
-        },
-        [(STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
-        {
-            "sampled, first five, %": (over(ACCURACY, 1, 5, percent=True), 0),
-            "steps 11 to 15, %": (over(ACCURACY, 11, 15, percent=True), 0),
-            "steps 16 to 20, %": (over(ACCURACY, 16, 20, percent=True), 0),
-            "held out, step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
-        },
-    ),
-    14: Lesson(
-        "Credit for steps",
-        {
-            "outcome (grpo)": f"grpo.py {SUMS} --beta 0",
-            "process": f"grpo_process.py {SUMS} --beta 0",
-        },
-        [(SAMPLED, ACCURACY), (STEPS, "optim/grad_norm")],
-        {
-            f"steps {first} to {last}, %": (over(ACCURACY, first, last, percent=True), 1)
-            for first, last in ((11, 20), (21, 30))
-        },
-    ),
-    15: Lesson(
-        "What the metrics look like when something is wrong",
-        {
-            "healthy": "grpo.py --num-steps 40",
-            "learning rate too high": "grpo.py --num-steps 40 --learning-rate 2e-3",
-            "responses cut": "grpo.py --num-steps 40 --max-new-tokens 18",
-            "sampled too cold": "grpo.py --num-steps 40 --temperature 0.1",
-            "PPO": PPO,
-            "PPO, critic that does not learn": f"{PPO} --value-init policy --value-learning-rate 1e-9",
-            "PPO, collapsed": "ppo_rlhf.py --num-steps 40 --learning-rate 3e-3 --beta 0",
-        },
-        [],  # draw_broken
-        {
-            "kl/ref, step 3": (over("kl/ref", 3, 3), 3),
-            "entropy, first five": (over("policy/entropy", 1, 5), 3),
-            "last five": (over("policy/entropy", -5, -1), 3),
-            "ended, %": (over("rollout/eos_frac", 1, -1, percent=True), 0),
-            "equal groups, %": (over("rollout/zero_std_frac", 1, -1, percent=True), 0),
-            "explained, last five, %": (over("value/explained_var", -5, -1, percent=True), 0),
-        },
-    ),
-    16: Lesson(
-        "Low-rank adapters",
-        {
-            f"rank {rank}, {rate}": f"grpo_lora.py --lora-rank {rank} --num-steps 40 --learning-rate {rate}"
-            for rank in (1, 4, 16, 64)
-            for rate in ("3e-4", "1e-3", "3e-3")
-        }
-        | {
-            "full, 3e-5": "grpo.py --num-steps 40 --learning-rate 3e-5",
-            "full, 1e-4": "grpo.py --num-steps 40",
-            "full, 3e-4": "grpo.py --num-steps 40 --learning-rate 3e-4",
-            "full, 1e-3": "grpo.py --num-steps 40 --learning-rate 1e-3",
-        },
-        [(RATE, ACCURACY), (RATE, "policy/entropy")],
-        {"SmolLM2-1.7B, GB, computed": (memory_needed, 1)},
-    ),
-    17: Lesson(
+    "vapo": Lesson(
         "VAPO's five changes",
         {
             "VAPO": VAPO,
@@ -360,110 +564,13 @@ LESSONS = {
             "PPO, reward by rules": f"{PPO} --reward-model=",
             "GRPO": "grpo.py --num-steps 20",
         },
-        [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],
-        {
-            "steps 6 to 10 of the policy, %": (lambda record: after_pretraining(record, 6, 10), 0),
-            "entropy, last five": (over("policy/entropy", -5, -1), 3),
-        },
-        drawn=("VAPO", "no value pretraining", "lambda 1", "no loss on right responses", "GRPO"),
-    ),
-    18: Lesson(
-        "A teacher instead of a reward",
-        {
-            "distilled, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1",
-            "whole vocabulary, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1 --full-vocabulary",
-            "GRPO, 16": f"grpo.py {FEW} --num-prompts 2",
-            "distilled, 128": "distill.py --num-steps 40 --learning-rate 3e-4",
-            "GRPO, 128": "grpo.py --num-steps 40 --learning-rate 3e-4",
-        },
-        [(SAMPLED, ACCURACY)],
-        {
-            f"responses {first + 1} to {last}, %": (between(first, last), 0)
-            for first, last in ((0, 640), (640, 1280), (1280, 1600))
-        },
-    ),
-    19: Lesson(
-        "A tool, and what it costs",
-        {
-            "a call is free": "grpo_tools.py",
-            "a call costs 0.1": "grpo_tools.py --tool-cost 0.1",
-        },
-        [(STEPS, ACCURACY), (STEPS, "tool/calls")],
-        {
-            "calls, first five": (over("tool/calls", 1, 5), 2),
-            "highest in a step": (highest("tool/calls"), 2),
-            "last five": (over("tool/calls", -5, -1), 2),
-        },
-    ),
-    20: Lesson(
-        "Side by side",
-        {
-            "GRPO": f"grpo.py {SUMS} --beta 0",
-            "Dr. GRPO": f"dr_grpo.py {SUMS}",
-            "process rewards": f"grpo_process.py {SUMS} --beta 0",
-            "LoRA, rank 16": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", "5e-4"),
-            "LoRA, rank 1": f"grpo_lora.py {SUMS} --beta 0 --lora-rank 1".replace("5e-5", "5e-4"),
-            "GRPO, 1.5e-4": f"grpo.py {SUMS} --beta 0".replace("5e-5", "1.5e-4"),
-        },
-        [(SAMPLED, ACCURACY)],
-        {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)},
-        drawn=("GRPO", "Dr. GRPO", "process rewards", "LoRA, rank 16", "GRPO, 1.5e-4"),
-    ),
-    21: Lesson(
-        "An engine in bf16",
-        {
-            "float32": ENGINE,
-            "bf16": f"{ENGINE} --engine-dtype bfloat16",
-            "bf16, not corrected": f"{ENGINE} --engine-dtype bfloat16 --rollout-correction 0",
-        },
-        [(STEPS, ACCURACY), (STEPS, "rollout/logprob_gap")],
-        {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
-    ),
-    22: Lesson(
-        "Low-rank adapters, fifty tokens",
-        {
-            f"rank {rank}, {rate}": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", rate)
-            + (f" --lora-rank {rank}" if rank != 16 else "")
-            for rank in (1, 4, 16, 64)
-            for rate in ("1.5e-4", "5e-4", "1.5e-3")
-        }
-        | {
-            f"full, {rate}": f"grpo.py {SUMS} --beta 0".replace("5e-5", rate)
-            for rate in ("5e-5", "1.5e-4", "5e-4")
-        },
-        [(RATE, ACCURACY), (RATE, "policy/entropy")],
-        {"steps 21 to 30, %": (over(ACCURACY, 21, 30, percent=True), 1)},
-    ),
-    23: Lesson(
-        "The critic, fifty tokens",
-        {
-            "lambda 0": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4 --gae-lambda 0",
-            "lambda 0.95": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4",
-            "lambda 1": f"ppo_rlhf.py {SUMS} --beta 0 --value-learning-rate 1e-4 --gae-lambda 1",
-            "GRPO": f"grpo.py {SUMS} --beta 0",
-        },
-        [(SAMPLED, ACCURACY), (STEPS, "value/explained_var")],
-        {
-            "steps 11 to 20, %": (over(ACCURACY, 11, 20, percent=True), 1),
-            "explained, last five, %": (over("value/explained_var", -5, -1, percent=True), 0),
-        },
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
+        USUAL | {"steps 6 to 10 of the policy, %": (after_pretraining(6, 10), 0)} | EXPLAINED,
     ),
 }
 
 
-def accuracy_at(record: dict, responses: int) -> float:
-    """A record's sampled accuracy in percent after this number of responses, over five steps."""
-    episodes = record["curves"][SAMPLED]
-    step = next((k for k, x in enumerate(episodes, 1) if x >= responses), len(episodes))
-    return over(ACCURACY, max(1, step - 4), step, percent=True)(record)
-
-
-def after_pretraining(record: dict, first: int, last: int) -> float:
-    """over(), with steps counted from the first update of the policy."""
-    waited = record["args"].get("value_warmup_steps", 0)
-    return over(ACCURACY, waited + first, waited + last, percent=True)(record)
-
-
+# ==== the runs ====
 def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
     """Two results from the samples: the mean characters of right and of wrong responses per step, and
     {number of right responses in a group: [number of such groups, mean |A|]}.
@@ -471,10 +578,9 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
     lengths, groups = defaultdict(lambda: defaultdict(list)), defaultdict(lambda: [0, 0.0])
     for line in (folder / "samples.jsonl").open(encoding="utf-8"):
         sample = json.loads(line)
-        right = [reward >= 1 for reward in sample["rewards"]]
-        for text, is_right in zip(sample["completions"], right, strict=True):
+        for text, is_right in zip(sample["completions"], sample["right"], strict=True):
             lengths["right" if is_right else "wrong"][sample["step"]].append(len(text))
-        number = groups[sum(right)]
+        number = groups[sum(sample["right"])]
         number[0] += 1
         # A response has one advantage, or one for each token.
         advantages = [np.atleast_1d(values) for values in sample["advantages"]]
@@ -493,6 +599,8 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
 def run(command: str, seed: int) -> dict:
     """Run a script in a temporary folder, and return its record."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    # The machine's state before the run: the run itself is not a part of its load.
+    source = provenance()
     with tempfile.TemporaryDirectory() as folder:
         full = f"{command} --device cpu --seed {seed}"
         start = time.perf_counter()
@@ -514,7 +622,7 @@ def run(command: str, seed: int) -> dict:
         "command": command,
         "seed": seed,
         "seconds": round(seconds, 1),
-        **provenance(),
+        **source,
         "versions": args.pop("versions"),
         "args": {name: value for name, value in args.items() if not name.startswith("run")},
     }
@@ -526,21 +634,20 @@ def run(command: str, seed: int) -> dict:
     return record | {"curves": curves | lengths, "groups": groups}
 
 
+@cache
 def read_records() -> dict:
     """(command, seed) -> record."""
     return {(record["command"], record["seed"]): record for record in read(RECORDS)}
 
 
-def run_missing(numbers: list[int]) -> None:
+def run_missing(names: list[str]) -> None:
     """Make the missing runs of the lessons, two at a time, and append each record at the end of its run."""
     have = read_records()
-    commands = dict.fromkeys(
-        command for number in numbers for command in LESSONS[number].arms.values()
-    )
+    commands = dict.fromkeys(command for name in names for command in LESSONS[name].arms.values())
     missing = [
         (command, seed) for seed in SEEDS for command in commands if (command, seed) not in have
     ]
-    # The student of lesson 6.
+    # The student of the lesson on length.
     student = ROOT / "runs" / "hesitant" / "model.safetensors"
     if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
         subprocess.run(
@@ -557,65 +664,68 @@ def run_missing(numbers: list[int]) -> None:
                 with RECORDS.open("a", encoding="utf-8") as file:
                     print(json.dumps(future.result()), file=file)
                 progress.update()
+    read_records.cache_clear()
 
 
-def across_and_curves(records: list[dict], x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
-    """For the seeds of one arm: where the points are on the x axis, and the values there, (seeds, points)."""
-    curves = np.stack([smooth(record["curves"][y]) for record in records])
-    if x == STEPS:
-        return np.arange(1, curves.shape[1] + 1), curves
-    if x == SAMPLED:
-        return np.mean([record["curves"][SAMPLED] for record in records], axis=0), curves
-    # x is a metric, too, so the line is a path.
-    return np.mean([smooth(record["curves"][x]) for record in records], axis=0), curves
+# ==== the pictures ====
+def label(arm: str) -> str:
+    """What a picture calls an arm: the name without the task or the learning rate before the colon."""
+    return arm.split(": ")[-1]
 
 
-def draw_curve(ax, records: dict[str, list[dict]], x: str, y: str) -> None:
-    for color, (arm, runs) in enumerate(records.items()):
-        if any(y not in record["curves"] for record in runs):
+def draw_curve(ax, arms: dict[str, list[dict]], colors: dict[str, str], panel: Panel) -> None:
+    for arm, runs in arms.items():
+        if curve(runs[0], panel.y) is None:
             # An arm without a critic has no explained variance.
             continue
-        across, curves = across_and_curves(runs, x, y)
-        if x in (STEPS, SAMPLED):
-            draw_band(ax, across, curves, f"C{color}", arm)
+        up = np.stack([smooth(curve(record, panel.y)) for record in runs])  # (seeds, steps)
+        name = label(arm)
+        if panel.x == STEPS:
+            draw_band(ax, np.arange(1, up.shape[1] + 1), up, colors[name], name)
+        elif panel.x == SAMPLED:
+            across = np.mean([curve(record, SAMPLED) for record in runs], axis=0)  # (steps,)
+            draw_band(ax, across, up, colors[name], name)
         else:
-            ax.plot(across, curves.mean(0), color=f"C{color}", label=arm, marker=".")
+            # x is a metric, too, so the line is a path.
+            across = np.mean([smooth(curve(record, panel.x)) for record in runs], axis=0)
+            ax.plot(across, up.mean(0), color=colors[name], label=name, marker=".")
 
 
-def draw_rates(ax, records: dict[str, list[dict]], y: str) -> None:
-    """The last five steps against the learning rate. Arms that differ only in the rate share a line."""
+def draw_rates(ax, arms: dict[str, list[dict]], colors: dict[str, str], panel: Panel) -> None:
+    """y against the learning rate. Arms that differ only in the rate share a line."""
     lines = defaultdict(list)
-    for arm, runs in records.items():
-        ends = [over(y, -5, -1)(record) for record in runs]
-        lines[arm.split(",")[0]].append((runs[0]["args"]["learning_rate"], ends))
-    for color, (name, points) in enumerate(lines.items()):
+    for arm, runs in arms.items():
+        values = [over(panel.y, *panel.steps)(record) for record in runs]
+        lines[label(arm)].append((runs[0]["args"]["learning_rate"], values))
+    for name, points in lines.items():
         rates = [rate for rate, _ in points]
-        ends = np.array([values for _, values in points]).T  # (seeds, rates)
-        draw_band(ax, rates, ends, f"C{color}", name)
-        ax.plot(rates, ends.mean(0), color=f"C{color}", marker="o", linewidth=0)
+        values = np.array([values for _, values in points]).T  # (seeds, rates)
+        draw_band(ax, rates, values, colors[name], name)
+        ax.plot(rates, values.mean(0), color=colors[name], marker="o", linewidth=0)
     rates = sorted({rate for points in lines.values() for rate, _ in points})
     ax.set_xscale("log")
-    names = [f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-") for rate in rates]
-    ax.set_xticks(rates, names)
+    ax.set_xticks(rates, [rate_name(rate) for rate in rates], rotation=60 if len(rates) > 4 else 0)
     ax.minorticks_off()
 
 
-def draw_advantages(ax, records: dict[str, list[dict]]) -> None:
+def rate_name(rate: float) -> str:
+    """1.5e-4, as in a command."""
+    return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
+
+
+def draw_advantages(ax, arms: dict[str, list[dict]], colors: dict[str, str]) -> None:
     """Mean size of an advantage against the number of right responses in its group."""
-    width = 0.8 / len(records)
-    for color, (arm, runs) in enumerate(records.items()):
+    width = 0.8 / len(arms)
+    for k, (arm, runs) in enumerate(arms.items()):
         for right in range(9):
             found = [
                 record["groups"][str(right)] for record in runs if str(right) in record["groups"]
             ]
             if found:
                 heights = [size for _, size in found]
-                place = right + (color - (len(records) - 1) / 2) * width
+                place = right + (k - (len(arms) - 1) / 2) * width
                 error = [[np.mean(heights) - min(heights)], [max(heights) - np.mean(heights)]]
-                style = dict(
-                    yerr=error, ecolor=GRAY, color=f"C{color}", label=arm if right == 4 else None
-                )
-                ax.bar(place, np.mean(heights), width, **style)
+                ax.bar(place, np.mean(heights), width, yerr=error, ecolor=GRAY, color=colors[arm])
     ax.set_xlabel("right responses in a group of 8")
     ax.set_ylabel("mean size of its advantages")
 
@@ -623,70 +733,73 @@ def draw_advantages(ax, records: dict[str, list[dict]]) -> None:
 def name_axes(ax, x: str, y: str) -> None:
     """Label each axis with words, and below them with the name of the metric."""
     for axis, name in ((ax.xaxis, x), (ax.yaxis, y)):
-        axis.set_label_text(WORDS.get(name, name) + (f"\n{name}" if "/" in name else ""))
+        is_metric = "/" in name and not name.startswith("length/")
+        axis.set_label_text(WORDS.get(name, name) + (f"\n{name}" if is_metric else ""))
         axis.label.set_linespacing(1.3)
     if x != RATE:
         ax.set_xscale("log" if x in LOGARITHMIC else "linear")
     ax.set_yscale("log" if y in LOGARITHMIC else "linear")
     # The explained variance has no lower bound, so a bad critic would flatten all other curves.
     if y == "value/explained_var":
-        ax.set_ylim(bottom=max(-0.5, ax.get_ylim()[0]))
+        ax.set_ylim(bottom=max(-50, ax.get_ylim()[0]))
 
 
-def records_of(number: int) -> dict[str, list[dict]]:
+def records_of(name: str) -> dict[str, list[dict]]:
     """The records of a lesson: for each arm, one record for each seed."""
-    have, lesson = read_records(), LESSONS[number]
-    return {arm: [have[c, seed] for seed in SEEDS] for arm, c in lesson.arms.items()}
+    have = read_records()
+    return {arm: [have[c, seed] for seed in SEEDS] for arm, c in LESSONS[name].arms.items()}
 
 
-def drawn_from(number: int) -> str:
-    runs = [record for records in records_of(number).values() for record in records]
+def drawn_from(name: str) -> str:
+    runs = [record for records in records_of(name).values() for record in records]
     return digest([[record["curves"], record["groups"]] for record in runs])
 
 
-def draw_panels(number: int):
-    """Draw a panel for each pair of axes, with a line for each arm."""
-    lesson, records = LESSONS[number], records_of(number)
-    chosen = {arm: runs for arm, runs in records.items() if arm in (lesson.drawn or lesson.arms)}
-    # The rate is an axis here, so the names leave it out.
-    if (RATE, ACCURACY) in lesson.panels:
-        chosen = {arm.split(",")[0]: runs for arm, runs in chosen.items()}
-    figure, axes = panels(1, len(lesson.panels), figsize=(12, 4.4))
-    for ax, (x, y) in zip(axes.flat, lesson.panels, strict=True):
-        if x == "advantages":
-            draw_advantages(ax, chosen)
-            continue
-        if x == RATE:
-            draw_rates(ax, records, y)
+def draw_panels(name: str):
+    """Draw the panels of a lesson, with a line for each arm."""
+    lesson, records = LESSONS[name], records_of(name)
+    names = dict.fromkeys(label(arm) for arm in records)
+    colors = {name: f"C{k}" for k, name in enumerate(names)}
+    columns = len(lesson.panels) // lesson.rows
+    figure, axes = panels(lesson.rows, columns, figsize=(12, 4.4 if lesson.rows == 1 else 7.6))
+    for ax, panel in zip(axes.flat, lesson.panels, strict=True):
+        arms = {arm: runs for arm, runs in records.items() if arm.startswith(panel.arms)}
+        if panel.x == "advantages":
+            draw_advantages(ax, arms, colors)
         else:
-            draw_curve(ax, chosen, x, y)
-        name_axes(ax, x, y)
-    labels = {}
+            (draw_rates if panel.x == RATE else draw_curve)(ax, arms, colors, panel)
+            name_axes(ax, panel.x, panel.y)
+        ax.set_title(panel.title, fontsize=13)
+    handles = {}
     for ax in axes.flat:
-        handles, names = ax.get_legend_handles_labels()
-        labels |= {name: handle for name, handle in zip(names, handles, strict=True)}
+        found, found_names = ax.get_legend_handles_labels()
+        handles |= dict(zip(found_names, found, strict=True))
     figure.legend(
-        labels.values(), labels, loc="outside lower center", ncols=min(5, len(labels)), fontsize=12
+        [handles[name] for name in names if name in handles],
+        [name for name in names if name in handles],
+        loc="outside lower center",
+        ncols=len(handles) if len(handles) < 6 else 4,
+        fontsize=12,
     )
     return figure
 
 
-def draw_by_seed(number: int):
+def draw_by_seed(name: str):
     """Draw a row for each arm, a panel for each seed and a point for each step, unsmoothed."""
-    lesson, records = LESSONS[number], records_of(number)
-    (_, x), (_, y) = lesson.panels
+    lesson, records = LESSONS[name], records_of(name)
+    (panel,) = lesson.panels
     figure, axes = panels(
-        len(lesson.drawn), len(SEEDS), figsize=(12, 7), sharex="row", sharey="row"
+        len(lesson.by_seed), len(SEEDS), figsize=(12, 9), sharex="row", sharey="row"
     )
-    for row, arm in zip(axes, lesson.drawn, strict=True):
+    for row, arm in zip(axes, lesson.by_seed, strict=True):
         for ax, record in zip(row, records[arm], strict=True):
-            across, up = record["curves"][x], record["curves"][y]
+            across, up = curve(record, panel.x), curve(record, panel.y)
             ax.plot(across, up, color=GRAY, linewidth=0.8)
             points = ax.scatter(across, up, c=np.arange(1, len(up) + 1), cmap="viridis", zorder=2)
             ax.set_title(f"{arm}, seed {record['seed']}", fontsize=12)
     figure.colorbar(points, ax=axes, label="step")
-    figure.supxlabel(f"{WORDS[x]} ({x})", fontsize=12)
-    figure.supylabel(f"{WORDS[y]} ({y})", fontsize=12)
+    figure.supxlabel(f"{WORDS[panel.x]} ({panel.x})", fontsize=12)
+    figure.supylabel(f"{WORDS[panel.y]} ({panel.y})", fontsize=12)
     return figure
 
 
@@ -701,16 +814,16 @@ BROKEN = [
 ]
 
 
-def draw_broken(number: int):
+def draw_broken(name: str):
     """Draw a panel for each broken run beside a healthy one, with a line for each seed."""
-    records = records_of(number)
+    records = records_of(name)
     figure, axes = panels(2, 3, figsize=(12, 7.5))
     for ax, (broken, healthy, y) in zip(axes.flat, BROKEN, strict=True):
-        for arm, color, label in ((healthy, GRAY, "healthy"), (broken, "C3", "broken")):
+        for arm, color, name in ((healthy, GRAY, "healthy"), (broken, "C3", "broken")):
             for record in records[arm]:
-                values = [np.nan if x is None else x for x in record["curves"][y]]
-                ax.plot(range(1, len(values) + 1), values, color=color, label=label)
-                label = None
+                values = curve(record, y)
+                ax.plot(range(1, len(values) + 1), values, color=color, label=name)
+                name = None
         ax.set_title(broken.removeprefix("PPO, "), fontsize=13)
         name_axes(ax, STEPS, y)
     handles, labels = axes[0, 0].get_legend_handles_labels()
@@ -718,48 +831,95 @@ def draw_broken(number: int):
     return figure
 
 
-def draw(number: int) -> None:
-    draw_it = draw_by_seed if LESSONS[number].by_seed else draw_panels
-    figure = draw_broken(number) if number == 15 else draw_it(number)
-    save(figure, PICTURES / f"{number:02}.svg", drawn_from(number))
+def draw(name: str) -> None:
+    if name == "broken":
+        figure = draw_broken(name)
+    elif LESSONS[name].by_seed:
+        figure = draw_by_seed(name)
+    else:
+        figure = draw_panels(name)
+    save(figure, PICTURES / f"{name}.svg", drawn_from(name))
 
 
-def block(number: int) -> str:
-    """The generated part of a lesson's page: commands, picture, and a table with the results of its arms."""
-    lesson = LESSONS[number]
-    columns, rows, total = USUAL | lesson.columns, [], 0.0
-    for arm, runs in records_of(number).items():
-        cells = [spread([f(record) for record in runs], digits) for f, digits in columns.values()]
-        seconds = [record["seconds"] for record in runs]
-        total += sum(seconds)
-        rows.append([arm, *cells, f"{np.mean(seconds):.0f} s"])
+# ==== the page ====
+def table_of_arms(lesson: Lesson, records: dict[str, list[dict]]) -> str:
+    rows = []
+    for arm, runs in records.items():
+        cells = [spread([f(x) for x in runs], digits) for f, digits in lesson.columns.values()]
+        rows.append([arm, *cells])
+    return table(["", *lesson.columns], rows)
+
+
+def tables_by_rate(lesson: Lesson, records: dict[str, list[dict]]) -> str:
+    """For each task and each column: a table with a row for each line of the picture, and a column for each rate."""
+    tables = []
+    for task in lesson.by_rate:
+        for column, (f, digits) in lesson.columns.items():
+            cells = defaultdict(dict)  # name -> learning rate -> cell
+            for arm, runs in records.items():
+                if arm.startswith(task):
+                    rate = runs[0]["args"]["learning_rate"]
+                    cells[label(arm)][rate] = spread([f(record) for record in runs], digits)
+            rates = sorted({rate for row in cells.values() for rate in row})
+            rows = [[name, *[row.get(rate, "") for rate in rates]] for name, row in cells.items()]
+            tables.append(table([f"{task}: {column}", *map(rate_name, rates)], rows))
+    return "\n".join(tables)
+
+
+def block(name: str) -> str:
+    """The generated part of a lesson: a picture, a table with the results of its arms, and its commands."""
+    lesson, records = LESSONS[name], records_of(name)
+    picture = f"![{lesson.title}](lessons/{name}.svg)"
+    results = (tables_by_rate if lesson.by_rate else table_of_arms)(lesson, records)
     commands = "\n".join(f"python {command}" for command in lesson.arms.values())
-    results = table(["", *columns, "a run"], rows)
-    picture = f"![{lesson.title}](lessons/{number:02}.svg)"
-    cost = f"{len(rows) * len(SEEDS)} runs, {total / 60:.0f} minutes of one core."
-    return f"```\n{commands}\n```\n\n{picture}\n\n{results}\n{cost}\n"
+    runs = [record for arm in records.values() for record in arm]
+    minutes = sum(record["seconds"] for record in runs) / 60
+    cost = f"Commands, each with --seed 1, 2 and 3: {len(runs)} runs, {minutes:.0f} minutes of one core"
+    fold = f"<details><summary>{cost}</summary>\n\n```\n{commands}\n```\n\n</details>"
+    return f"{picture}\n\n{results}\n{fold}\n"
 
 
-def page_of(number: int) -> Path:
-    return ROOT / "docs" / ("metrics.md" if number == 15 else "lessons.md")
+def total_cost() -> str:
+    """The generated text on the cost of all runs and on the machine of the newer ones. Two runs go at a time."""
+    records = list(read_records().values())
+    hours = sum(record["seconds"] for record in records) / 2 / 3600
+    text = f"All {len(records)} runs take {hours:.1f} hours on two cores, two at a time."
+    machines = [record["machine"] for record in records if "machine" in record]
+    if machines:
+        kinds = sorted({f"{machine['cpu']} with {machine['cores']} cores" for machine in machines})
+        loads = [machine["load"] for machine in machines]
+        text += (
+            f" The machine of the {len(machines)} newest runs: {', '.join(kinds)}. The load average"
+        )
+        text += (
+            f" before such a run was {min(loads):.0f} to {max(loads):.0f}. With a load above 2, the"
+        )
+        text += " recorded seconds are too high."
+    return textwrap.fill(text, 120) + "\n"
+
+
+def page_of(name: str) -> Path:
+    return ROOT / "docs" / ("metrics.md" if name == "broken" else "lessons.md")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "lessons", nargs="*", type=int, help="numbers of lessons; default: all lessons"
-    )
+    parser.add_argument("lessons", nargs="*", help=f"default: all of {', '.join(LESSONS)}")
     parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
     args = parser.parse_args()
-    numbers = args.lessons or list(LESSONS)
+    names = args.lessons or list(LESSONS)
+    unknown = [name for name in names if name not in LESSONS]
+    if unknown:
+        parser.error(f"no lesson {', '.join(unknown)}; choose from {', '.join(LESSONS)}")
     if not args.draw:
-        run_missing(numbers)
-    for number in numbers:
-        draw(number)
-        print(f"{number}. {LESSONS[number].title}\n\n{block(number)}")
-        fill(page_of(number), f"lesson {number}", block(number))
+        run_missing(names)
+    for name in names:
+        draw(name)
+        print(f"{name}: {LESSONS[name].title}\n\n{block(name)}")
+        fill(page_of(name), f"lesson {name}", block(name))
+    fill(page_of("length"), "cost", total_cost())
 
 
 if __name__ == "__main__":

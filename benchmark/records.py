@@ -4,6 +4,8 @@ A record is a line of JSON in benchmark/records. In a page, a table stands betwe
 """
 
 import json
+import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -13,15 +15,33 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmark" / "records"
 
 
+def machine() -> dict:
+    """The CPU's model, the number of cores that this process may use, and the load average of the last minute."""
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+    }
+
+
 def provenance() -> dict:
-    """The commit, and whether the code has changes that aren't committed."""
+    """The commit, whether the code has changes that aren't committed, and the machine at this moment."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
         return done.stdout.strip()
 
     changes = git("status", "--porcelain", "--", "*.py", "utils", "assets")
-    return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changes)}
+    return {
+        "commit": git("rev-parse", "--short", "HEAD"),
+        "dirty": bool(changes),
+        "machine": machine(),
+    }
 
 
 def read(path: Path) -> list[dict]:
@@ -59,10 +79,12 @@ def memory(field: str) -> int:
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Mean, lowest and highest; a dash if there are no values."""
-    if np.isnan(values).all():
+    """Mean, lowest and highest, and in how many runs there is a value if some have none; a dash without values."""
+    known = [value for value in values if not np.isnan(value)]
+    if not known:
         return "-"
-    return f"{np.mean(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    text = f"{np.mean(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+    return text if len(known) == len(values) else f"{text} in {len(known)} of {len(values)} runs"
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

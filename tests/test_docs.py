@@ -367,30 +367,122 @@ def test_the_lessons_state_what_is_recorded():
     pages = {
         name: (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("lessons", "metrics")
     }
-    for number in lessons.LESSONS:
-        page = pages[lessons.page_of(number).stem]
-        block = f"<!-- lesson {number} -->\n{lessons.block(number)}<!-- end lesson {number} -->\n"
-        assert block in page, number
-        picture = (ROOT / "docs" / "lessons" / f"{number:02}.svg").read_text(encoding="utf-8")
-        assert lessons.drawn_from(number) in picture, (
-            f"lesson {number}: the picture shows other records"
-        )
+    for name in lessons.LESSONS:
+        page = pages[lessons.page_of(name).stem]
+        block = f"<!-- lesson {name} -->\n{lessons.block(name)}<!-- end lesson {name} -->\n"
+        assert block in page, name
+        picture = (ROOT / "docs" / "lessons" / f"{name}.svg").read_text(encoding="utf-8")
+        assert lessons.drawn_from(name) in picture, f"{name}: the picture shows other records"
+    assert f"<!-- cost -->\n{lessons.total_cost()}<!-- end cost -->\n" in pages["lessons"]
+    pictures = {path.stem for path in (ROOT / "docs" / "lessons").glob("*.svg")}
+    assert pictures == set(lessons.LESSONS)
     for page in pages.values():
         for section in re.split(r"^## ", page, flags=re.MULTILINE):
-            tables = re.findall(r"<!-- (?:lesson \d+|variance) -->.*?<!-- end", section, re.DOTALL)
+            tables = generated(section)
             if tables:
-                text = re.sub(
-                    r"<!-- (lesson \d+|variance) -->.*?<!-- end \1 -->",
-                    "",
-                    section,
-                    flags=re.DOTALL,
-                )
-                found = measured(text) - set(re.findall(r"\d+(?:\.\d+)?", " ".join(tables)))
+                text = re.sub(r"<!-- ([\w -]+) -->.*?<!-- end \1 -->", "", section, flags=re.DOTALL)
+                found = measured(text) - numbers(tables)
                 assert not found, (section.partition("\n")[0], found)
     records = lessons.read_records()
     commands = {command for lesson in lessons.LESSONS.values() for command in lesson.arms.values()}
     assert {command for command, _ in records} == commands
     assert not any(record["dirty"] for record in records.values())
+    # Two runs go at a time.
+    assert sum(record["seconds"] for record in records.values()) / 2 < 5 * 3600
+
+
+def generated(text: str) -> str:
+    """The tables of the lessons in a text."""
+    tables = re.findall(r"<!-- (lesson [\w-]+|variance) -->(.*?)<!-- end \1", text, re.DOTALL)
+    return " ".join(content for _, content in tables)
+
+
+def numbers(text: str) -> set[str]:
+    return set(re.findall(r"\d+(?:\.\d+)?", text))
+
+
+def test_the_contents_have_a_line_for_each_lesson():
+    """The first table of docs/lessons.md: the page's sections in order, whether each is seen, and its numbers."""
+    import lessons
+
+    page = (ROOT / "docs" / "lessons.md").read_text(encoding="utf-8")
+    contents, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    sections = {section.partition("\n")[0]: section for section in sections}
+    rows = re.findall(r"^\| .* \| \[(.*)\]\((.*?)\)(.*) \| (.*) \|$", contents, re.MULTILINE)
+    titles = [title for title, target, _, _ in rows if target.startswith("#")]
+    assert titles == [title for title in sections if title != "How to read them"]
+    assert {mark for *_, mark in rows} == {"seen", "partly seen", "not seen"}
+    for title, target, finding, _ in rows:
+        if target.startswith("#"):
+            assert measured(finding) <= numbers(generated(sections[title])), title
+    for name, lesson in lessons.LESSONS.items():
+        text = lessons.page_of(name).read_text(encoding="utf-8")
+        heading = re.findall(r"^## (.*)$", text.split(f"<!-- lesson {name} -->")[0], re.MULTILINE)[
+            -1
+        ]
+        assert heading in (lesson.title, "Looked for, not seen"), name
+
+
+def test_the_columns_of_the_lessons_by_hand(monkeypatch):
+    """What the tables say of a record of ten steps with eight responses each, worked out by hand."""
+    import lessons
+    import records
+
+    curves = {
+        "episodes": [8 * k for k in range(1, 11)],
+        "rollout/accuracy": [k / 10 for k in range(10)],
+        "kl/ref": [None, 2.0, 4.0, *[1.0] * 7],
+        "length/right": [None, *[10.0] * 9],
+        "length/wrong": [20.0] * 10,
+    }
+    record = {"curves": curves, "args": {"value_warmup_steps": 3}, "eval": {"0": 0.1, "10": 0.55}}
+    assert lessons.over("rollout/accuracy", 2, 4)(record) == pytest.approx(20)
+    assert lessons.over("rollout/accuracy", -5, -1)(record) == pytest.approx(70)
+    assert lessons.over("kl/ref", 1, 3)(record) == 3
+    assert math.isnan(lessons.over("kl/ref", 11, 20)(record))
+    assert math.isnan(lessons.over("value/explained_var", 1, 5)(record))
+    assert lessons.highest("kl/ref")(record) == 4 and lessons.lowest_accuracy(record) == 0
+    assert lessons.held_out(record) == pytest.approx(55)
+    # Responses 17 to 40: steps 3, 4 and 5.
+    assert lessons.between(16, 40)(record) == pytest.approx(30)
+    # Response 56 is in step 7: steps 3 to 7.
+    assert lessons.accuracy_at(record, 56) == pytest.approx(40)
+    assert lessons.after_pretraining(1, 3)(record) == pytest.approx(40)
+    # Step 6: half are right.
+    assert lessons.curve(record, "length/all")[5] == pytest.approx(15)
+
+    def run(values):
+        return {"curves": {"x": values}}
+
+    others = {("plain", 1): run([0.0] * 13), ("plain", 2): run([1.0] * 13)}
+    others[("plain", 3)] = run([2.0] * 13)
+    monkeypatch.setattr(lessons, "read_records", lambda: others)
+    parts_at = lessons.parts_at("x", "plain")
+    assert parts_at(run([1, 3, 1, *[3] * 5, *[-1] * 5])) == 4
+    assert math.isnan(parts_at(run([1, *[3] * 9, 2, 3, 3])))
+    assert records.spread([math.nan, 1, 3], 1) == "2.0 (1.0 to 3.0) in 2 of 3 runs"
+    assert records.spread([math.nan] * 3) == "-" and records.spread([1, 2, 6]) == "3 (1 to 6)"
+
+
+def test_the_gamed_reward_counts_characters(monkeypatch):
+    """benchmark/gamed.py adds its weight for each character to grpo.py's rewards, and passes on all other flags."""
+    import gamed
+
+    runs, rewards = [], grpo.REWARDS
+    monkeypatch.setattr(grpo, "main", runs.append)
+    monkeypatch.setattr(grpo, "REWARDS", rewards)
+    monkeypatch.setattr(grpo, "SCRIPT", grpo.SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["gamed.py", "--num-steps", "3", "--weight", "0.5"])
+    gamed.main()
+    assert runs == [grpo.Args(num_steps=3)] and grpo.REWARDS[:-1] == rewards
+    assert grpo.REWARDS[-1](["", "abc"]) == [0, 1.5] and grpo.SCRIPT.name == "gamed.py"
+
+
+def test_a_record_has_the_state_of_the_machine():
+    import records
+
+    machine = records.provenance()["machine"]
+    assert machine["cpu"] and machine["cores"] >= 1 and machine["load"] >= 0
 
 
 def test_the_variants_have_three_recorded_seeds():

@@ -238,7 +238,7 @@ def test_a_model_without_linear_layers_is_refused(tmp_path, capsys):
 
 
 def test_the_learning_rate_is_higher_than_the_parents():
-    """The docstring says three times higher, and ten times for the bundled model, as lesson 16 measured."""
+    """The docstring says three times higher, and ten times for the bundled model, as docs/lessons.md has it."""
     import grpo
 
     mine, parents = [script.RECIPES["learning_rate"] for script in (grpo_lora, grpo)]

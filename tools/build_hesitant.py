@@ -1,4 +1,4 @@
-"""Build a student whose responses have no fixed length, for lesson 6: python tools/build_hesitant.py runs/hesitant
+"""Build the student of docs/lessons.md whose responses have no fixed length: tools/build_hesitant.py runs/hesitant
 
 The script trains it from assets/adder in a minute, on the additions of assets/addition that have a carry. The student
 hesitates before it answers. It writes "?" if it has forgotten to carry, and "!" if it has carried:
@@ -55,7 +55,7 @@ def write_data(folder: Path) -> list[tuple[int, int]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Build the student of lesson 6.")
+    parser = argparse.ArgumentParser(description="Build the student of the lesson on length.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--num-steps", type=int, default=200)
     args = parser.parse_args()

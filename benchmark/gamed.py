@@ -1,0 +1,36 @@
+"""GRPO with a reward that is worth too much: python benchmark/gamed.py --weight 0.5 --num-steps 40
+
+This program adds a third reward to grpo.py: --weight for each character of a response. All other flags are those of
+grpo.py. The idea behind such a reward is that a longer response has thought for longer. docs/lessons.md shows what the
+policy makes of it. A run of this program can't be resumed without its --weight.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import grpo  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--weight", type=float, required=True)
+    options, flags = parser.parse_known_args()
+
+    def length_reward(completions: list[str]) -> list[float]:
+        """The weight for each character."""
+        return [options.weight * len(text) for text in completions]
+
+    grpo.REWARDS = [grpo.accuracy_reward, grpo.format_reward, length_reward]
+    # The run's folder gets a copy of this file, and grpo.py refuses to resume the run.
+    grpo.SCRIPT = Path(__file__).resolve()
+    grpo.main(tyro.cli(grpo.Args, args=flags, description=__doc__))
+
+
+if __name__ == "__main__":
+    main()
