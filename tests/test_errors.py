@@ -78,6 +78,7 @@ def refuse(tmp_path, monkeypatch, capsys):
         if "resume" not in given:
             given = {"dataset": SMALL_TASK, **SMALL, "runs_dir": str(tmp_path / "runs"), **given}
         before = snapshot(tmp_path)
+        capsys.readouterr()  # what the test itself has printed, such as a progress bar
         with pytest.raises(SystemExit) as stop:
             script.main(script.Args(**given))
         error = capsys.readouterr().err

@@ -216,10 +216,9 @@ def test_given_flags_win(script, start, model, tmp_path, monkeypatch):
     given |= dict(
         warmup_updates=1, gradient_checkpointing=True, eval_every=7, beta=0.5, learning_rate=3e-6
     )
-    given |= dict(
-        system_prompt="think", overlong_cache=3, value_learning_rate=2e-6, reward_model="judge"
-    )
-    given |= dict(teacher=str(ADDER), value_warmup_steps=1, gae_alpha=0.5)
+    given |= dict(system_prompt="think", overlong_cache=3, value_learning_rate=2e-6, gae_alpha=0.5)
+    judge = str(tmp_path / "judge")
+    given |= dict(teacher=str(ADDER), value_warmup_steps=1, reward_model=judge)
     shutil.copytree(ROOT / "assets" / "adder-judge", tmp_path / "judge")
     off = dict(
         warmup_updates=0,
