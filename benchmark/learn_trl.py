@@ -1,9 +1,9 @@
 """Do grpo.py and rloo.py learn as TRL's GRPOTrainer and RLOOTrainer do? python benchmark/learn_trl.py
 
 Both sides train on the bundled task with the same model, data (in another order), batch, learning rate and schedule,
-steps, temperature, KL coefficient and seeds. The gradient of the KL is the same, too: TRL 1.16 multiplies k3 by the ratio
-rho by default, so "TRL" turns that off, and "TRL, rho k3" leaves it on. Each run has a process to itself, with two
-threads.
+steps, temperature, KL coefficient and seeds. The gradient of the KL is the same, too: TRL 1.16 multiplies k3 by the
+ratio rho by default, so "TRL" turns that off, and "TRL, rho k3" leaves it on. Each run has a process to itself, with
+two threads.
 
 benchmark/records/trl-learn.jsonl gets one line for each run: the accuracy of the samples and the wall time at every
 step, and the peak memory above what the imports take. benchmark/readme.py draws the records.
