@@ -506,7 +506,8 @@ UNREAD = [
     edited(decimal, lambda text: f"{text}k"),
     edited(decimal, lambda text: f"{text}x"),
     edited(decimal, lambda text: f"{text} + x"),
-    edited(decimal, lambda text: f"{text}^2"),
+    # A power of ten is read: 10^2 is 100.
+    edited(decimal, lambda text: f"{text}^2" if text.lstrip("-") != "10" else None),
     edited(decimal, lambda text: f"{text}_7"),
     edited(decimal, lambda text: f"{text}\u00be"),
     edited(decimal, lambda text: f"{text} and a half"),
