@@ -18,10 +18,10 @@ loss of GRPO. With --full-vocabulary it takes the gradient of KL_t itself. disti
 the two are related. A response without a context has no loss, but it counts in the mean over the
 sequences. rollout/context_frac is the share of responses that have one.
 
-What the student can learn is what a policy without c can do. If c is a rule that holds for all
-questions, the student learns the rule. If c gives away something that can't be computed from q, the
-student only learns the mean of its teachers, and kl/ref stays above 0 (arXiv:2605.11182 found this
-for answers as context).
+What the student can learn is what it can do without c. If c is a rule that holds for all questions,
+the student learns the rule. If c gives away what the student can't compute from q, such as the
+answer, the student only learns to write as if it knew, and kl/ref stays above 0. arXiv:2605.11182
+reports this failure.
 
 Three choices differ between the papers:
 
@@ -55,6 +55,7 @@ belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hid
 of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
 
     python self_distill.py                                             assets/hinted, on a CPU
+    python self_distill.py --context-column answer                     the failure above
     python self_distill.py --model SmolLM2-360M-Instruct               GSM8K, on one GPU
 """
 
@@ -136,7 +137,7 @@ RECIPES = {
     "learning_rate": (1e-5, 1e-4),
     "warmup_updates": (10, 0),
     "gradient_checkpointing": (True, False),
-    "num_steps": (200, 60),
+    "num_steps": (200, 30),
     "context_column": ("answer", "hint"),
     "context_template": (CONTEXT_TEMPLATE, "{context}\n{question}"),
     "max_teacher_tokens": (1024, 128),
@@ -195,7 +196,7 @@ class Args:
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
     num_steps: int | None = None
-    """steps in the whole run, each with a rollout and its updates; None: 200, bundled 60"""
+    """steps in the whole run, each with a rollout and its updates; None: 200, bundled 30"""
     learning_rate: float | None = None
     """peak learning rate of Adam (betas 0.9, 0.999; no weight decay); None: 1e-5, bundled 1e-4"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"

@@ -17,7 +17,9 @@ seven of ten questions a carry is due: the data have only questions whose units 
 columns: question, answer, and hint, which is the rule. The test questions are new to the student, and so are their
 mirror images.
 
-MEASURED
+Measured on test.jsonl, greedy: 0.294 right without a context, 1.000 with the rule, 0.998 with the answer, 1.000 with a
+right response. At temperature 1 these are 0.380, 0.990, 0.994 and 0.984. With the answer, no response thinks. The build
+took 5 minutes of one core, which other programs stretched to 21.
 Another processor rounds differently. Weights that are rebuilt there have the same quality, but not the same bits.
 """
 
@@ -127,12 +129,12 @@ def respond(student, tokenizer, prompts, temperature):
     for length in sorted(set(lengths)):
         rows = [i for i, x in enumerate(lengths) if x == length]
         ids = tokenizer([prompts[i] for i in rows], return_tensors="pt").input_ids
+        sampling = dict(do_sample=True, top_k=0) if temperature > 0 else dict(do_sample=False)
         ids = student.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=build_assets.MAX_NEW_TOKENS,
-            do_sample=temperature > 0,
-            top_k=0,
+            **sampling,
         )[:, length:]
         for i, text in zip(rows, tokenizer.batch_decode(ids), strict=True):
             texts[i] = text.partition("</s>")[0]
