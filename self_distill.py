@@ -48,7 +48,8 @@ code also clips single terms of the divergence; this script doesn't.
 
 Cost: a copy of the weights in float32, and one forward pass of the teacher over each rollout. With
 --full-vocabulary every update adds a forward pass of the teacher and one of the student. The logits
-of both are in memory for one chunk of tokens at a time.
+of both are in memory for one chunk of tokens at a time. The micro-batches are those of the student,
+so the teacher, which computes no gradient, reads more than --micro-batch-tokens at a time.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
@@ -847,14 +848,14 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
 def add_contexts(args, tokenizer, rollout, examples, contexts):
     """The rollout of N sequences with the teacher's prompts, and has_context (N,) bool.
 
-    contexts are N texts. The prompt stays the student's if its context is empty, or if the
+    contexts are N texts. The prompt stays the student's if its context is blank, or if the
     teacher's prompt would be longer than --max-teacher-tokens.
     """
     prompts, has_context = [], []
     for i, context in enumerate(contexts):
         example = examples[i // args.num_generations]
         ids = []
-        if context:
+        if context.strip():
             *earlier, last = example["messages"]
             question = last["content"]
             text = args.context_template.format(question=question, context=context)

@@ -265,16 +265,16 @@ def tokens(text):
 
 
 def test_the_teachers_prompts_by_hand():
-    """An empty context and one that is too long leave the student's prompt, and count as none."""
+    """A blank context and one that is too long leave the student's prompt, and count as none."""
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
-    given = dict(num_generations=2, context_template=TEMPLATE, max_teacher_tokens=9)
+    given = dict(num_generations=2, context_template=TEMPLATE, max_teacher_tokens=8)
     args = self_distill.Args(**given, system_prompt="")
     examples = []
     for question in ("1+2=", "30+4="):
         messages = [{"role": "user", "content": question}]
         examples.append({"messages": messages, "prompt_ids": tokens(question)})
-    # 3, a line break and four tokens are 6. The last has 10, one more than the limit.
-    contexts = ["3", "", "34", "{x}+"]
+    # The teacher's prompts would have 6, 6, 8 and 10 tokens.
+    contexts = ["3", " ", "34", "{x}+"]
     rollout = make_rollout([tokens("1+2=")] * 2 + [tokens("30+4=")] * 2, [[5, 2]] * 4)
     told, has_context = self_distill.add_contexts(args, tokenizer, rollout, examples, contexts)
     assert has_context.tolist() == [True, False, True, False]
@@ -397,13 +397,13 @@ def test_contexts_do_not_reach_the_students_prompt(tmp_path):
 
 def test_a_data_set_without_the_column(refuse):  # noqa: F811
     words = "--context-column hint: --dataset", "has only the columns question, answer", "choose"
-    refuse(self_distill, *words)
+    refuse(self_distill, *words, context_column="hint")
 
 
 def test_a_column_without_a_text(refuse, tmp_path):  # noqa: F811
     data = write_task(tmp_path / "task.jsonl", [""])
     words = "--context-column hint: no cell of --dataset", "--context group"
-    refuse(self_distill, *words, dataset=data)
+    refuse(self_distill, *words, dataset=data, context_column="hint")
 
 
 @pytest.mark.parametrize(
