@@ -226,7 +226,7 @@ class Args:
     max_teacher_tokens: int | None = None
     """a context that makes the teacher's prompt longer counts as none; None: 1024, bundled 128"""
     teacher_rate: float = 0.05
-    """share of the policy in the teacher's running mean; 0: the initial weights, 1: the present ones"""
+    """r above: 0 keeps the initial weights, 1 takes the present ones; between: a running mean"""
     full_vocabulary: bool = False
     """the loss is KL_t, a sum over the vocabulary, instead of A_t at the sampled tokens alone"""
 
