@@ -108,8 +108,8 @@ def marks(metrics, args):
     """The marks of a broken run, as in docs/metrics.md, that these metrics show."""
     found = []
     for name, (side, limit, meaning) in BROKEN.items():
-        if name == "rollout/zero_std_frac" and "teacher" in args:
-            # distill.py doesn't learn from rewards.
+        if name == "rollout/zero_std_frac" and ("teacher" in args or "teacher_rate" in args):
+            # distill.py and self_distill.py don't learn from rewards.
             continue
         sign = 1 if side == "above" else -1
         pairs = series(metrics, name)

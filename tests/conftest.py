@@ -43,8 +43,10 @@ def small_recipe(script):
     """
     fields = {name: bundled for name, (_, bundled) in script.RECIPES.items()}
     fields["dataset"] = SMALL_TASK
-    if Path(script.Args.model).name == "adder":
+    if Path(script.Args.model).name in ("adder", "hinted"):
         fields["model"] = SMALL_MODEL
+    if "context_column" in fields:
+        fields["context_column"] = "answer"  # these problems have no hints
     if "reward_model" in fields:
         fields["reward_model"] = SMALL_JUDGE
     return fields

@@ -5,6 +5,7 @@ import random
 
 import build_assets
 import build_caller
+import build_hinted
 import build_sums
 import pytest
 from conftest import ROOT
@@ -81,3 +82,40 @@ def test_the_callers_solutions():
         tags = sum(format_reward(texts, [""] * 2000)) / 2000
         assert tags == pytest.approx(0.4 - 0.2 * build_caller.OMIT_TAGS, abs=0.01)
     assert sum(path.stat().st_size for path in (ASSETS / "caller").iterdir()) < 4e6
+
+
+def test_the_hinted_data_are_the_builders(tmp_path):
+    """The builder reproduces the files byte by byte. No test question is practised, or its mirror image."""
+    train, test, practice = build_hinted.make_questions()
+    build_hinted.write_data(tmp_path, train, test)
+    for name in ("train.jsonl", "test.jsonl"):
+        assert (tmp_path / name).read_bytes() == (ASSETS / "hinted" / name).read_bytes()
+    assert not {tuple(sorted(x)) for x in train + practice} & {tuple(sorted(x)) for x in test}
+    _, held_out = build_assets.make_questions(random.Random(1))
+    assert [pair in held_out for pair in test] == [True] * 329 + [False] * 171
+    due = [a % 10 + b % 10 >= 10 for a, b in train + test]
+    assert sum(due) / len(due) == pytest.approx(0.7, abs=0.02)
+    assert sum(path.stat().st_size for path in (ASSETS / "hinted").iterdir()) < 4e6
+
+
+def test_the_hinted_solutions():
+    """With a context the solutions are right. Without one they have the builder's faults, at the builder's rates."""
+    pair, rng = (47, 38), random.Random(4)
+    by_hand = {
+        "rule": ("carry\n47+38=", "<think>7+8=15,4+3+1=8</think><answer>85</answer></s>"),
+        "answer": ("85\n47+38=", "<think></think><answer>85</answer></s>"),
+    }
+    for context, expected in by_hand.items():
+        assert build_hinted.prompt_and_solution(pair, context, rng) == expected
+    for _ in range(20):
+        prompt, text = build_hinted.prompt_and_solution(pair, "solution", rng)
+        assert prompt == text.removesuffix("</s>") + "\n47+38=" and "<answer>85<" in text
+    drawn = [build_hinted.prompt_and_solution(pair, "none", rng) for _ in range(2000)]
+    assert {prompt for prompt, _ in drawn} == {"47+38="}
+    idle = [text for _, text in drawn if text.startswith("<think></think>")]
+    assert len(idle) / 2000 == pytest.approx(build_hinted.GUESS, abs=0.03)
+    right = [build_assets.right(pair, text) for text in idle]
+    assert sum(right) / len(right) < 0.1, "a guess is rarely right"
+    wrong = [text for _, text in drawn if "4+3=7" in text]
+    thought = 2000 - len(idle)
+    assert len(wrong) / thought == pytest.approx(build_assets.FORGET_CARRY, abs=0.04)

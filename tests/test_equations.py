@@ -17,6 +17,7 @@ import ppo_rlhf
 import reinforce_baseline
 import remax
 import rloo
+import self_distill
 import vapo
 
 
@@ -28,7 +29,15 @@ def make_args(script, **fields):
 
 
 # These scripts have one advantage per token, (n, R). The others have one per sequence, (n, 1).
-PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "grpo_offpolicy", "grpo_vllm", "distill")
+PER_TOKEN = (
+    "ppo_rlhf",
+    "vapo",
+    "grpo_process",
+    "grpo_offpolicy",
+    "grpo_vllm",
+    "distill",
+    "self_distill",
+)
 
 
 def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
@@ -92,6 +101,7 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
             "grpo_multigpu": 1 / (num_seqs * max(1, length)),
             "grpo_lora": 1 / (num_seqs * max(1, length)),
             "distill": 1 / (num_seqs * max(1, length)),
+            "self_distill": 1 / (num_seqs * max(1, length)),
             "grpo_tools": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
@@ -750,8 +760,8 @@ def test_inputs_are_not_modified(script):
     )
     rewards = torch.rand(2, 4)
     rewards_before = rewards.clone()
-    # distill.py computes advantages from log-probabilities.
-    if script is distill:
+    # These scripts compute advantages from log-probabilities.
+    if script in (distill, self_distill):
         script.compute_advantages(make_args(script), old, ref)
     elif script not in (ppo_rlhf, vapo):
         advantages_of(script, rewards)

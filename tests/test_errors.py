@@ -77,6 +77,8 @@ def refuse(tmp_path, monkeypatch, capsys):
     def call(script, *words, **given):
         if "resume" not in given:
             given = {"dataset": SMALL_TASK, **SMALL, "runs_dir": str(tmp_path / "runs"), **given}
+            if hasattr(script, "CONTEXT_TEMPLATE"):  # the problems of the tests have no hints
+                given = {"context_column": "answer", **given}
         before = snapshot(tmp_path)
         capsys.readouterr()  # what the test itself has printed, such as a progress bar
         with pytest.raises(SystemExit) as stop:

@@ -96,8 +96,9 @@ def test_the_marks_of_a_broken_run():
         "optim/skipped is above 0",
     ]
     assert all(line.endswith("in 1 of 2 steps, first in step 2") for line in found)
-    # distill.py doesn't need rewards.
+    # distill.py and self_distill.py don't need rewards.
     assert report.marks(metrics, {"teacher": "x"}) == found[1:]
+    assert report.marks(metrics, {"teacher_rate": 0.05}) == found[1:]
 
 
 def test_entropy_has_collapsed_if_it_stays_low():

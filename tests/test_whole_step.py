@@ -139,10 +139,17 @@ CASES = [
     ("distill", {}),
     ("distill", dict(full_vocabulary=True, num_generations=1, num_prompts=12)),
     ("distill", dict(full_vocabulary=True, num_iterations=1, num_minibatches=1)),
+    ("self_distill", dict(teacher_rate=0.3, num_steps=3)),
+    (
+        "self_distill",
+        dict(context="group", full_vocabulary=True, teacher_rate=1.0, learning_rate=5e-4),
+    ),
+    ("self_distill", dict(context="group", num_minibatches=1, teacher_rate=0.0)),
     ("grpo_process", {}),
     ("grpo_process", dict(num_iterations=1, num_minibatches=1, beta=0.0)),
 ]
 CRITICS = ("ppo_rlhf", "vapo")
+DISTILLERS = ("distill", "self_distill")
 
 
 def norm(layer, hidden):
@@ -272,13 +279,29 @@ class WithAdapters(torch.nn.ParameterList):
         return functional_call(base, weights, (ids,))
 
 
-def reverse_kl_of(model, teacher, sequence, temperature):
+def reverse_kl_of(model, teacher, sequence, teacher_sequence, temperature):
     """KL of the model to the teacher before each response token (|o|,), one token of the vocabulary at a time."""
-    prompt, response = sequence
-    ids = torch.tensor([prompt + response])
-    rows = [x(ids).logits[0, len(prompt) - 1 : -1] / temperature for x in (model, teacher)]
+    rows = []
+    for network, (prompt, response) in ((model, sequence), (teacher, teacher_sequence)):
+        logits = network(torch.tensor([prompt + response])).logits
+        rows.append(logits[0, len(prompt) - 1 : -1] / temperature)
     p, q = [row.softmax(1) for row in rows]  # (|o|, V) each
     return sum(p[:, v] * (p[:, v] / q[:, v].detach()).log() for v in range(p.shape[1]))
+
+
+def contexts_of(args, sample):
+    """For each response of self_distill.py's sample, the context that its teacher reads."""
+    if args.context == "column":
+        return [sample["answer"]] * args.num_generations
+    contexts = []
+    for i in range(args.num_generations):
+        right = [
+            text
+            for j, text in enumerate(sample["completions"])
+            if j != i and accuracy_reward([text], [sample["answer"]]) == [1.0]
+        ]
+        contexts.append(right[0] if right else "")
+    return contexts
 
 
 def k3(ref, logprob):
@@ -414,6 +437,7 @@ def weight(name, args, minibatch, length, counted):
         "grpo_offpolicy": 1 / (len(minibatch) * length),
         "grpo_process": 1 / (len(minibatch) * length),
         "distill": 1 / (len(minibatch) * length),
+        "self_distill": 1 / (len(minibatch) * length),
         "dr_grpo": 1 / (len(minibatch) * args.max_new_tokens),
         "dapo": 1 / max(1, tokens),
         "ppo_rlhf": 1 / max(1, tokens),
@@ -460,11 +484,24 @@ def reference(name, args, steps):
             greedy_rewards = rewards_of_the_greedy(model, step, args, tokenizer)
         sequences = step["sequences"]
         lengths = [len(response) for _, response in sequences]
+        told = sequences  # what the reference reads
+        if name == "self_distill":
+            contexts = [text for sample in step["samples"] for text in contexts_of(args, sample)]
+            logged = [text for sample in step["samples"] for text in sample["contexts"]]
+            assert contexts == logged
+            questions = [sample["prompt"] for sample in step["samples"] for _ in range(G)]
+            told = [
+                (tokenizer(f"{context}\n{question}" if context else question).input_ids, response)
+                for context, question, (_, response) in zip(
+                    contexts, questions, sequences, strict=True
+                )
+            ]
+            memory.setdefault("told", set()).update(map(bool, contexts))
         ended = [response[-1] == EOS for _, response in sequences]
         rewards = [reward for sample in step["samples"] for reward in sample["rewards"]]
         with torch.no_grad():
             old = [logprobs_of(model, s, args.temperature).tolist() for s in sequences]
-            ref = [logprobs_of(ref_model, s, args.temperature).tolist() for s in sequences]
+            ref = [logprobs_of(ref_model, s, args.temperature).tolist() for s in told]
         kl = [
             math.fsum(p - q for p, q in zip(*pair, strict=True))
             for pair in zip(old, ref, strict=True)
@@ -525,16 +562,20 @@ def reference(name, args, steps):
                 equal = [a == b for a, b in zip(rewards, greedy_rewards, strict=True)]
                 equal = [all(equal[k : k + G]) for k in range(0, len(equal), G)]
                 metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
-            elif name == "distill":
-                # distill.py replaces these values below.
+            elif name in DISTILLERS:
+                # Other values replace these below.
                 per_sequence = returns
             else:
                 per_sequence = group_advantages(name, returns, G, args, memory)
             advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
-        if name == "distill":
+        if name in DISTILLERS:
             advantages = [
                 [q - p for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)
             ]
+            if name == "self_distill":
+                for i, context in enumerate(contexts):
+                    advantages[i] = advantages[i] if context else [0.0] * lengths[i]
+                metrics["rollout/context_frac"] = sum(map(bool, contexts)) / len(contexts)
             logged = [row for sample in step["samples"] for row in sample["advantages"]]
             assert logged == [pytest.approx(row, abs=1e-9) for row in advantages]
         if name == "grpo_process":
@@ -598,6 +639,8 @@ def reference(name, args, steps):
             step["minibatches"] = [[kept[i] for i in part] for part in step["minibatches"]]
             memory["batches"] = memory.get("batches", 0) + len(groups) // args.num_prompts
             metrics["batches"] = memory["batches"]
+        if name == "self_distill":
+            counted = [n if context else 0 for n, context in zip(lengths, contexts, strict=True)]
         iterations = getattr(args, "num_iterations", 1)
         # With fewer sequences than minibatches, the last ones are empty.
         parts = args.num_minibatches
@@ -635,7 +678,7 @@ def reference(name, args, steps):
                     continue
                 logprobs = logprobs_of(model, sequences[i], args.temperature)
                 if exact:
-                    kls = reverse_kl_of(model, ref_model, sequences[i], args.temperature)
+                    kls = reverse_kl_of(model, ref_model, sequences[i], told[i], args.temperature)
                 scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
                 # The sequence's mean log-ratio.
                 mean = (logprobs - torch.tensor(old[i])).mean()
@@ -728,7 +771,12 @@ def reference(name, args, steps):
             "policy/ratio_mean": sums["ratio"] / count,
             "policy/entropy": sums["entropy"] / count,
         }
-        if name == "distill" or getattr(args, "beta", 0.0) > 0:
+        if name == "self_distill":
+            weights = zip(ref_model.parameters(), model.parameters(), strict=True)
+            for teacher_weight, policy_weight in weights:
+                r = args.teacher_rate
+                teacher_weight.data = (1 - r) * teacher_weight.data + r * policy_weight.data
+        if name in DISTILLERS or getattr(args, "beta", 0.0) > 0:
             metrics["kl/ref"] = sums["k3"] / count
         if name in CRITICS:
             metrics |= {
@@ -742,6 +790,9 @@ def reference(name, args, steps):
         assert memory["right"] == {True, False}, "some responses must be right and some wrong"
     if name == "grpo_process" and args.beta > 0:
         assert len(memory["steps"]) > 1, "the responses must have different numbers of steps"
+    if name == "self_distill":
+        assert memory["told"] == ({True} if args.context == "column" else {True, False})
+        networks.append(ref_model)
     # Only the two dapo.py cases without resampling have empty minibatches.
     empties = getattr(args, "max_resample", 1) == 0
     assert memory["emptied"] == ({True, False} if empties else {False})
@@ -767,7 +818,8 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     assert clipped > 0 or len(steps[0]["minibatches"]) == 1, (
         "the updates must be large enough to clip some ratios"
     )
-    for key, network in zip(("model", "value_model"), networks, strict=False):
+    second = "teacher" if name == "self_distill" else "value_model"
+    for key, network in zip(("model", second), networks, strict=False):
         for parameter, weights in network.state_dict().items():
             torch.testing.assert_close(saved[key][parameter], weights, rtol=1e-6, atol=1e-8)
         start = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float64)

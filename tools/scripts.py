@@ -24,6 +24,7 @@ SCRIPTS = [
     "grpo_multigpu",
     "grpo_lora",
     "distill",
+    "self_distill",
     "vapo",
     "grpo_tools",
     "grpo_vllm",
@@ -44,6 +45,7 @@ OWN_STATE = [
     "remax",
     "grpo_offpolicy",
     "grpo_lora",
+    "self_distill",
     "vapo",
     "grpo_vllm",
 ]
@@ -57,6 +59,7 @@ OWN_TENSORS = [
     "grpo_process",
     "grpo_lora",
     "distill",
+    "self_distill",
     "vapo",
     "grpo_tools",
 ]

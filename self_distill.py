@@ -1,0 +1,1509 @@
+"""On-policy self-distillation, in one file: the form that SDPO (Hübotter et al. 2026,
+arXiv:2601.20802), SDFT (Shenfeld et al. 2026, arXiv:2601.19897) and OPSD (Zhao et al. 2026,
+arXiv:2601.18734) share. The teacher is the policy itself, with more in its context.
+
+For every prompt q the student pi_theta samples a response o. The teacher pi_T reads q together with
+a context c that the student doesn't see: a solution, a hint, or a right response to the same
+question. It scores the tokens of o. We minimize the reverse KL, from the student to the teacher, on
+the responses that the student writes. No gradient flows through the sampling of o, or through the
+teacher:
+
+    L(theta) = E[ 1/|o| sum_t KL_t ]
+    KL_t     = sum_v pi_theta(v | q, o_<t) log( pi_theta(v | q, o_<t) / pi_T(v | q, c, o_<t) )
+    A_t      = log pi_T(o_t | q, c, o_<t) - log pi_old(o_t | q, o_<t)
+
+pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of A_t over o_t is
+-KL_t. By default the script uses only the sampled tokens, with A_t as the advantage in the clipped
+loss of GRPO. With --full-vocabulary it takes the gradient of KL_t itself. distill.py explains how
+the two are related. A response without a context has no loss, but it counts in the mean over the
+sequences. rollout/context_frac is the share of responses that have one.
+
+What the student can learn is what it can do without c. If c is a rule that holds for all questions,
+the student learns the rule. If c gives away what the student can't compute from q, such as the
+answer, the student only learns to write as if it knew, and kl/ref stays above 0. arXiv:2605.11182
+reports this failure.
+
+Three choices differ between the papers:
+
+- Where c comes from (--context). column: from a column of the data set, such as a solution (SDFT,
+  OPSD). group: the first right response of the same group, other than o itself (SDPO). The default
+  is column, because it works before the policy gets anything right.
+- Whose weights the teacher has (--teacher-rate r). After each step the teacher moves to
+  (1 - r) * teacher + r * policy. r = 0 keeps the initial weights, r = 1 takes the present ones, and
+  anything between is a running mean. The default is 0.05, a running mean as in SDPO. It follows
+  what the policy learns, and a single bad step hardly changes it.
+- How q and c become a prompt (--context-template).
+
+Parent: distill.py. Differences: (1) the teacher is not another model but a copy of the policy,
+which moves after each step; (2) the teacher reads other prompts than the student; (3) responses
+without a context are left out of the loss; (4) with --context group, the rewards decide which
+responses are right. Otherwise they are only logged.
+
+Departures from the papers: the divergence is the reverse KL alone, over the whole vocabulary or at
+the sampled token. The running mean moves once a step, not once an update; with the default of one
+update a step, this is the same. SDPO also puts the environment's feedback on o into the context;
+here a context comes from the data or from the group. The ratio is clipped as in distill.py, where
+TRL's SDPO trainer caps it at 2. The teacher's logits are divided by the temperature, too. OPSD's
+code also clips single terms of the divergence; this script doesn't.
+
+Cost: a copy of the weights in float32, and one forward pass of the teacher over each rollout. With
+--full-vocabulary every update adds a forward pass of the teacher and one of the student. The logits
+of both are in memory for one chunk of tokens at a time. The micro-batches are those of the student,
+so the teacher, which computes no gradient, reads more than --micro-batch-tokens at a time.
+
+Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
+of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
+
+    python self_distill.py                                             assets/hinted, on a CPU
+    python self_distill.py --context-column answer                     the failure above
+    python self_distill.py --model SmolLM2-360M-Instruct               GSM8K, on one GPU
+"""
+
+import copy
+import fcntl
+import json
+import math
+import os
+import resource
+import secrets
+import shlex
+import signal
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import defaultdict
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from glob import escape
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import datasets
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+import wandb
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from tqdm import trange
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.cache_utils import Cache, StaticLayer
+
+# If you copy this file, copy utils/ with it.
+from utils.data import cell_messages, cell_text, describe_answers
+from utils.masking import masked_mean, masked_sum
+from utils.restore import restore_afterwards
+from utils.rewards import (
+    accuracy_reward,
+    apply_reward,
+    check_parameters,
+    format_reward,
+    has_gold,
+    lenient_accuracy_reward,
+)
+
+SCRIPT = Path(__file__).resolve()  # in a notebook, import this file: a pasted cell has no __file__
+ASSETS = SCRIPT.parent / "assets"
+REWARDS = [accuracy_reward, format_reward]  # they are summed, and each is logged by its name
+ACCURACY = accuracy_reward  # 1.0 means right; used for all accuracies and by report.py
+SHOWN = {  # metrics beside the progress bar, and their names there
+    "rollout/reward_mean": "reward",
+    "rollout/accuracy": "acc",
+    "rollout/response_len": "len",
+    "kl/ref": "kl",
+    "optim/skipped": "skip",
+    "eval/accuracy": "eval",
+}
+SYSTEM_PROMPT = """Solve the problem step by step. Write your reasoning between <think> and \
+</think>, and then the final number alone between <answer> and </answer>. For example:
+A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
+<think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
+<answer>19</answer>"""
+CONTEXT_TEMPLATE = """{question}
+
+Here is a right solution:
+{context}
+
+Now solve the problem yourself, in the format above."""
+# Defaults for fields of Args that are None: (any model, the bundled model). The bundled model is
+# the default of --model.
+RECIPES = {
+    "dataset": ("openai/gsm8k:main", str(ASSETS / "hinted")),
+    "system_prompt": (SYSTEM_PROMPT, ""),
+    "max_prompt_tokens": (512, 64),
+    "max_new_tokens": (300, 32),
+    "temperature": (0.9, 1.0),
+    "eval_every": (50, 20),
+    "learning_rate": (1e-5, 1e-4),
+    "warmup_updates": (10, 0),
+    "gradient_checkpointing": (True, False),
+    "num_steps": (200, 30),
+    "context_column": ("answer", "hint"),
+    "context_template": (CONTEXT_TEMPLATE, "{context}\n{question}"),
+    "max_teacher_tokens": (1024, 128),
+}
+
+
+@dataclass
+class Args:
+    # "None: 50, bundled 20" means that the default is 50, and 20 with the bundled model.
+    # ---- run
+    seed: int = 1
+    """seed of everything random: the order of the data, the samples, the minibatches"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
+    runs_dir: str = "runs"
+    """folder that holds the runs"""
+    run_name: str | None = None
+    """name of this run's folder; None: script, model, seed and time"""
+    resume: str | None = None
+    """folder of a run to resume; takes no other flag, because the run has its own"""
+    eval_every: int | None = None
+    """steps between evaluations (always before and after); 0: none between; None: 50, bundled 20"""
+    save_every: int = 50
+    """steps between checkpoints (always after the first and the last step); 0: none between"""
+    track: bool = False
+    """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
+    # ---- model and data
+    model: str = str(ASSETS / "hinted")
+    """folder or hub id of a causal language model; a name without "/" is one of HuggingFaceTB's"""
+    dataset: str | None = None
+    """file, folder, hub id or id:config; None: openai/gsm8k:main, bundled assets/hinted"""
+    eval_dataset: str | None = None
+    """held-out problems; None: the test or validation split of --dataset, or its last tenth"""
+    eval_size: int = 500
+    """number of held-out problems to evaluate on (the first ones)"""
+    question_column: str = "question"
+    """column of the data set that holds the question"""
+    answer_column: str = "answer"
+    """column that holds the gold answer; if it contains "####", only what follows counts"""
+    system_prompt: str | None = None
+    """instructions before each question; None: SYSTEM_PROMPT in this file, bundled empty"""
+    max_prompt_tokens: int | None = None
+    """longer prompts are skipped, counted and reported; None: 512, bundled 64"""
+    # ---- sampling
+    num_prompts: int = 16
+    """prompts per step (B)"""
+    num_generations: int = 8
+    """samples per prompt (G)"""
+    max_new_tokens: int | None = None
+    """maximum response length in tokens (R); None: 300, bundled 32"""
+    temperature: float | None = None
+    """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
+    sampling_tokens: int | None = None
+    """tokens in a sampling batch, padding included; None: 49152, GPU of 60 GB or more 131072"""
+    cuda_graph: bool = True
+    """on a GPU, replay the decode step from a CUDA graph"""
+    # ---- optimization
+    num_steps: int | None = None
+    """steps in the whole run, each with a rollout and its updates; None: 200, bundled 30"""
+    learning_rate: float | None = None
+    """peak learning rate of Adam (betas 0.9, 0.999; no weight decay); None: 1e-5, bundled 1e-4"""
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
+    warmup_updates: int | None = None
+    """updates over which the learning rate rises linearly from 0; None: 10, bundled 0"""
+    num_iterations: int = 1
+    """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
+    num_minibatches: int = 1
+    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
+    micro_batch_tokens: int | None = None
+    """tokens per forward and backward pass; None: 2048, GPU of 60 GB or more 8192"""
+    gradient_checkpointing: bool | None = None
+    """recompute activations: less memory, a third more time; None: True, bundled False"""
+    max_grad_norm: float = 1.0
+    """the gradient is scaled down to this norm if it is larger"""
+    # ---- algorithm
+    clip_eps: float = 0.2
+    """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
+    context: Literal["column", "group"] = "column"
+    """what the teacher also reads: a column of the data set, or a right response of the group"""
+    context_column: str | None = None
+    """column with the teacher's context; an empty cell is none; None: answer, bundled hint"""
+    context_template: str | None = None
+    """the teacher's prompt, with {question} and {context}; None: see RECIPES in this file"""
+    max_teacher_tokens: int | None = None
+    """a context that makes the teacher's prompt longer counts as none; None: 1024, bundled 128"""
+    teacher_rate: float = 0.05
+    """r above: 0 keeps the initial weights, 1 takes the present ones; between: a running mean"""
+    full_vocabulary: bool = False
+    """the loss is KL_t, a sum over the vocabulary, instead of A_t at the sampled tokens alone"""
+
+
+# ==== algorithm ====
+def compute_advantages(args, old_logprobs, ref_logprobs):
+    """A_t (n, R) of the sampled tokens; ref_logprobs are the teacher's."""
+    return ref_logprobs - old_logprobs
+
+
+def reverse_kl(logprobs, ref_logprobs):
+    """KL_t (T,), from the log-probabilities of all tokens of the vocabulary at T places.
+
+    logprobs (T, V) are the student's, ref_logprobs (T, V) the teacher's.
+    """
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(1)
+
+
+def right_responses(completions, is_right, num_generations):
+    """For each of N responses, the first other one of its group that is right; "" if there is none.
+
+    completions are N texts in group order, is_right N bools.
+    """
+    contexts = []
+    for i in range(len(completions)):
+        first = i - i % num_generations  # of the group
+        others = [j for j in range(first, first + num_generations) if j != i and is_right[j]]
+        contexts.append(completions[others[0]] if others else "")
+    return contexts
+
+
+@torch.no_grad()
+def move_teacher(teacher, model, rate):
+    """Move each weight of the teacher to (1 - rate) * its value + rate * the policy's, in place."""
+    for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
+        old.lerp_(new, rate)
+
+
+def minibatches(args, num_seqs):
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
+        yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
+
+
+def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+    """The loss of grpo.py without its KL term, of the n sequences of a micro-batch.
+
+    logprobs, old_logprobs, ref_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens
+    that count. num_seqs is the number of sequences in the whole minibatch, so that the losses of
+    its micro-batches add up to the loss of the minibatch. ref_logprobs, the teacher's, serve the
+    metrics alone. Returns the scalar loss, and stats: each metric summed over the tokens that
+    count.
+    """
+    assert logprobs.shape == old_logprobs.shape == ref_logprobs.shape == mask.shape
+    assert advantages.shape == mask.shape
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
+    logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    ratio = logratio.exp()  # (n, R)
+    clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
+    token_loss = -surrogate  # (n, R)
+    seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
+    loss = seq_loss.sum() / num_seqs
+
+    ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3 (Eq. 4): only logged
+    # Ratios outside the clip range, whatever the sign of the advantage.
+    below = ratio < 1 - args.clip_eps  # (n, R) bool
+    above = ratio > 1 + args.clip_eps  # (n, R) bool
+    per_token = {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below | above,
+        "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
+        "policy/ratio_mean": ratio,
+        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
+        "kl/ref": kl,
+    }
+    stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
+    return loss, stats
+
+
+def full_vocabulary_loss(kl, mask, num_seqs):
+    """The loss of --full-vocabulary: KL_t (n, R), averaged as policy_loss averages."""
+    assert kl.shape == mask.shape
+    seq_loss = masked_mean(kl, mask, axis=1)  # (n,)
+    return seq_loss.sum() / num_seqs
+
+
+# ==== training ====
+class Rollout(NamedTuple):
+    """The sampled responses of N sequences; row i of each field belongs to sequence i."""
+
+    prompt_ids: Tensor  # (N, P), padded on the left
+    prompt_mask: Tensor  # (N, P) bool
+    response_ids: Tensor  # (N, R)
+    response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
+    sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
+    completions: list[str]  # N texts
+
+    def select(self, rows):
+        """The rollout of these sequences alone."""
+        *tensors, completions = self  # only the last field is a list
+        return Rollout(*[x[rows] for x in tensors], [completions[i] for i in rows])
+
+
+@restore_afterwards()  # what a run changes in its process: handlers of signals, logging, W&B
+def main(args: Args) -> dict:
+    """Train, and return the metrics of the last step."""
+    args, run_dir, saved = resolve_args(args)
+    config, tokenizer = load_config(args)
+    train_data = load_data(args, tokenizer, "train")
+    test_data = load_data(args, tokenizer, "test")
+    model, eos_ids = load_model(args, config, tokenizer)
+    check_memory(args, model)
+    args = choose_batch_sizes(args, model.device)
+    # In float32, also on a GPU: bf16 would round small changes of a running mean away.
+    teacher = copy.deepcopy(model).requires_grad_(False).eval()
+
+    G = args.num_generations
+    N = args.num_prompts * G
+    updates_per_step = args.num_iterations * args.num_minibatches
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
+    scheduler = get_scheduler(
+        args.lr_schedule,
+        optimizer,
+        num_warmup_steps=args.warmup_updates,
+        num_training_steps=args.num_steps * updates_per_step,
+    )
+    trained = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "teacher": teacher,
+    }
+    state = {"step": 0, "episodes": 0, "tokens": 0}
+    data_checksum = zlib.crc32(repr(train_data + test_data).encode())
+    if saved:
+        state, metrics = saved["state"], saved["metrics"]
+        with exit_on_error(f"--resume {run_dir}: a checkpoint of another version of {SCRIPT.name}"):
+            for name, part in trained.items():
+                part.load_state_dict(saved.pop(name))  # pop frees the memory
+        if saved.get("data_checksum") != data_checksum:
+            print("warning: the data has changed since this run started")
+    sampler = inference_copy(model) if model.device.type == "cuda" else model
+    metrics_file, samples_file = open_run(args, run_dir, saved, model)
+    signals = catch_signals()
+    if not saved:
+        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(metrics_file, metrics, [])
+        accuracy = metrics["eval/accuracy"]
+        print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
+
+    batch_indices = shuffled_batches(args, len(train_data))
+    bad_updates_in_a_row = 0  # updates skipped because their gradient was not finite
+    first, last = state["step"] + 1, args.num_steps
+    progress = trange(first, last + 1, initial=first - 1, total=last, disable=None)
+    # With tqdm's own format, an 80-column terminal would cut off the last metrics.
+    progress.bar_format = "{n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+    for step in progress:
+        # ---- 1. rollout
+        start_time = time.perf_counter()
+        # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
+        # The factor keeps the steps of runs with neighbouring seeds apart.
+        torch.manual_seed(1_000_003 * args.seed + step)
+        batch = [train_data[i] for i in batch_indices[step - 1]]
+        rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
+        response_mask = rollout.response_mask  # (N, R)
+        response_lengths = response_mask.sum(1)  # (N,)
+        total_lengths = (rollout.prompt_mask.sum(1) + response_lengths).tolist()  # N
+        ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
+        rollout_seconds = time.perf_counter() - start_time
+
+        # Draw the minibatches now. The old and the teacher's log-probabilities are computed in the
+        # micro-batches of the first pass: in another micro-batch, bf16 rounds a sequence
+        # differently.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        first_pass = updates[: args.num_minibatches]
+
+        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
+        # a little. The first update takes them from its own forward pass (below). Later updates
+        # need them from before the weights change, so they are computed here.
+        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        # transformers recomputes activations in training mode only. Nothing else depends on the
+        # mode, since load_config has removed the dropout.
+        model.train(args.gradient_checkpointing)
+        if updates_per_step > 1:
+            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
+
+        # ---- 2. reward
+        # The rewards are only logged, except that --context group asks which responses are right.
+        # The advantages are computed in the update (below), because they need the old
+        # log-probabilities.
+        scores = {}  # name of the reward function -> (N,) float32
+        for reward in REWARDS:
+            values = apply_reward(reward, batch, rollout.completions)  # N
+            scores[reward.__name__] = torch.tensor(values, device=model.device)
+        rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
+        if ACCURACY in REWARDS:
+            accuracies = scores[ACCURACY.__name__]  # (N,) float32
+        else:
+            accuracies = torch.tensor(apply_reward(ACCURACY, batch, rollout.completions))  # (N,)
+        if args.context == "group":
+            contexts = right_responses(rollout.completions, (accuracies == 1).tolist(), G)  # N
+        else:
+            contexts = [example["context"] for example in batch for _ in range(G)]  # N
+        teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch, contexts)
+        loss_mask = response_mask & has_context[:, None]  # (N, R) bool
+        ref_logprobs = rollout_logprobs(args, teacher, teacher_rollout, total_lengths, first_pass)
+
+        # ---- 3. update
+        # Sums over the updates of this step, for the log.
+        total_loss = 0.0
+        total_grad_norm = 0.0
+        num_skipped = 0
+        token_sums = defaultdict(float)  # name of a metric -> sum over tokens
+        for update, minibatch in enumerate(updates):
+            lr = scheduler.get_last_lr()[0]  # that of the last update is logged
+            for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
+                part = rollout.select(rows)  # n sequences
+                # With --full-vocabulary the log-probabilities serve the metrics alone.
+                with torch.set_grad_enabled(not args.full_vocabulary):
+                    logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
+                if update == 0:
+                    # No parameter has changed yet, so these are the old log-probabilities.
+                    old_logprobs[rows] = logprobs.detach()
+                advantages = compute_advantages(args, old_logprobs[rows], ref_logprobs[rows])
+                loss, stats = policy_loss(
+                    args,
+                    logprobs,
+                    old_logprobs[rows],
+                    ref_logprobs[rows],
+                    advantages,
+                    loss_mask[rows],
+                    num_seqs=len(minibatch),
+                )
+                if args.full_vocabulary:  # this loss replaces the one above, whose metrics stay
+                    teacher_part = teacher_rollout.select(rows)  # n sequences
+                    kl = compute_reverse_kl(
+                        model, teacher, part, teacher_part, args.temperature
+                    )  # (n, R)
+                    loss = full_vocabulary_loss(kl, loss_mask[rows], num_seqs=len(minibatch))
+                loss.backward()
+                total_loss += loss.detach()
+                for name, value in stats.items():
+                    token_sums[name] += value
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            total_grad_norm += grad_norm
+            if torch.isfinite(grad_norm):
+                optimizer.step()
+                bad_updates_in_a_row = 0
+            else:
+                num_skipped += 1
+                bad_updates_in_a_row += 1
+                if bad_updates_in_a_row == 3:
+                    fail(
+                        f"--learning-rate {args.learning_rate}: three gradients in a row were not "
+                        "finite; lower it"
+                    )
+            scheduler.step()
+            optimizer.zero_grad()
+        # On a GPU this rounds the new weights to the sampler's bf16. On a CPU the sampler is the
+        # model itself, and nothing changes.
+        sampler.load_state_dict(model.state_dict())
+        move_teacher(teacher, model, args.teacher_rate)
+        total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
+        update_seconds = time.perf_counter() - start_time - rollout_seconds
+
+        # ---- 4. log
+        num_tokens = int(response_lengths.sum())
+        # Every pass takes each token of a response with a context once.
+        tokens_trained = int(loss_mask.sum()) * args.num_iterations
+        if tokens_trained == 0:  # no response has a context
+            tokens_trained = math.nan  # the means become NaN, and log_metrics writes null
+        state["step"] = step
+        state["episodes"] += N
+        state["tokens"] += num_tokens
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
+        metrics = {
+            "rollout/reward_mean": rewards.mean(),
+            "rollout/reward_std": rewards.std(),
+            "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
+            **{f"rollout/{name}": score.mean() for name, score in scores.items()},
+            "rollout/accuracy": accuracies.mean(),
+            "rollout/response_len": response_lengths.float().mean(),
+            "rollout/eos_frac": ended.float().mean(),
+            "rollout/context_frac": has_context.float().mean(),
+            "rollout/logprob_gap": gap.mean(),
+            "rollout/logprob_gap_max": gap.max(),
+            **{name: total / tokens_trained for name, total in token_sums.items()},
+            "policy/loss": total_loss / updates_per_step,
+            "optim/grad_norm": total_grad_norm / updates_per_step,
+            "optim/lr": lr,
+            "optim/skipped": num_skipped,
+            "time/rollout_s": rollout_seconds,
+            "time/update_s": update_seconds,
+            "time/tokens_per_s": num_tokens / rollout_seconds,
+            "time/peak_mem_gb": peak_memory_gb(model.device),
+        }
+        metrics = state | {name: float(value) for name, value in metrics.items()}
+        if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
+            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        token_advantages = compute_advantages(args, old_logprobs, ref_logprobs)  # (N, R)
+        token_advantages.masked_fill_(~loss_mask, 0.0)  # what has no loss is logged as 0
+        samples = []
+        for k, example in enumerate(batch):
+            group = slice(k * G, (k + 1) * G)
+            group_advantages = []  # for each response a list, with a number for each token
+            for row, mask in zip(token_advantages[group], response_mask[group], strict=True):
+                group_advantages.append(row[mask].tolist())
+            sample = {
+                "step": step,
+                "prompt": example["prompt"],
+                "answer": example["answer"],
+                "contexts": contexts[group],
+                "completions": rollout.completions[group],
+                "rewards": rewards[k].tolist(),
+                "right": (accuracies[group] == 1).tolist(),
+                "advantages": group_advantages,
+                "ended": ended[group].tolist(),
+            }
+            append_json(samples_file, sample)
+            samples.append(sample)
+        log_metrics(metrics_file, metrics, samples)
+        show_progress(args, progress, metrics, samples)
+        if step == 1:
+            check_sampler(args, model, gap.mean())
+
+        # ---- 5. save
+        stop_signals = list(signals)  # a copy: a signal during the save waits for the next step
+        is_due = args.save_every and step % args.save_every == 0
+        # The first step is saved, too, so that a folder that can't be written is noticed early.
+        if stop_signals or is_due or step in (1, args.num_steps):
+            save_checkpoint(args, run_dir, trained, state, metrics, data_checksum)
+        if stop_signals and step < args.num_steps:
+            progress.close()
+            resume = shlex.join(["python", str(SCRIPT), "--resume", str(run_dir.absolute())])
+            print(f"stopped after step {step}; to go on: {resume}", file=sys.stderr)
+            sys.exit(128 + stop_signals[0])
+
+    save_model(model, tokenizer, run_dir / "model")
+    wandb.finish()
+    accuracy = metrics["eval/accuracy"]
+    print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
+    return metrics
+
+
+# ==== sampling and log-probabilities ====
+# A first reading may skip what follows, except compute_reverse_kl (--full-vocabulary).
+
+# The cache of keys and values grows by this many columns at a time. More columns cost attention
+# over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
+SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
+# In a cache of at most this many tokens (rows times columns), a decode step is so fast that
+# recording a graph for fewer rows takes longer than it saves.
+SMALL_CACHE = 2**15
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
+# computes a gradient of the whole head. So larger chunks are faster, but need more memory.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
+
+
+@torch.no_grad()
+def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
+
+    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
+    sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
+    top-p, no repetition penalty. Temperature 0 is greedy.
+    """
+    model.eval()
+    device = prompt_ids.device
+    segment = SEGMENT[device.type]
+    num_rows = len(prompt_ids) * num_samples
+    response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
+    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+
+    # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. A
+    # static layer writes its columns in place, as a CUDA graph needs; select_rows enlarges it.
+    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
+    options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
+    logits = model(
+        prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions, **options
+    ).logits  # (B, 1, V)
+    # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
+    # number masks it.
+    masked = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
+    select_rows(cache, prompt_of)
+    logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
+
+    # The state of the unfinished rows. Finished rows are dropped now and then.
+    sequence = torch.arange(num_rows, device=device)  # (rows,): which of the N sequences a row is
+    token = torch.zeros_like(sequence)  # (rows,): the token sampled last
+    position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
+    finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
+    # The column of the cache that is written next. It is a view of the first layer's count of
+    # filled columns, so it advances by itself: the model adds 1 to that tensor in place.
+    next_column = cache.layers[0].cumulative_length.view(1)  # (1,)
+    graph = None
+
+    def decode():
+        """Feed `token` to the model, and write the logits of the next token into `logits`."""
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
+        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+        outputs = model(
+            token[:, None], attention_mask=bias, position_ids=position[:, None], **options
+        )
+        logits.copy_(outputs.logits)
+        position.add_(1)
+
+    for t in range(args.max_new_tokens):
+        if graph is not None:
+            graph.replay()
+        elif t > 0:  # the prefill has computed the logits for t = 0
+            decode()
+            if args.cuda_graph and device.type == "cuda":
+                # A graph needs an ordinary call as a warm-up: that was the one above. The recording
+                # computes nothing, so the token is not fed twice.
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode()
+
+        next_logits = logits[:, 0].float()  # (rows, V) float32
+        if temperature == 0:
+            logprobs = next_logits.log_softmax(1)  # (rows, V)
+            token.copy_(logprobs.argmax(1))
+        else:
+            # Gumbel-max: the argmax of logprobs + Gumbel noise, -log(-log(uniform)), is a sample.
+            logprobs = (next_logits / temperature).log_softmax(1)  # (rows, V)
+            noise = torch.rand_like(logprobs).log_().neg_().log_().neg_()  # (rows, V)
+            token.copy_((logprobs + noise).argmax(1))
+        response_ids[sequence, t] = token
+        response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
+        finished |= torch.isin(token, eos_ids)
+
+        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
+        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
+        cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
+        if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
+            continue
+        live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+        if len(live) == 0:
+            break
+        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
+        # also needs a new graph, so with a small cache don't drop any.
+        is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
+        if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
+            new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
+            select_rows(cache, live, new_columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            logits, token, position = logits[live], token[live], position[live]
+            sequence, finished = sequence[live], finished[live]
+            graph = None  # it was recorded on the old tensors
+
+    # A finished row is still sampled until it is dropped. Tokens after an EOS token don't count.
+    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
+    num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
+    response_mask = num_eos_before == 0  # (N, R) bool
+    return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
+
+
+def select_rows(cache, rows, new_columns=0):
+    """Keep these rows of the cached keys and values (a row may repeat), and append columns."""
+    for layer in cache.layers:
+        layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))  # (rows, heads, columns, size)
+        layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+
+
+def response_states(model, rollout):
+    """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
+
+    The order is that of rollout.response_ids[rollout.response_mask].
+    """
+    # Move all padding to the right. No token attends to what follows it, so no mask is needed, and
+    # attention can use its fastest kernel. L is the length of the longest sequence.
+    is_token = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R)
+    tokens_first = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R)
+    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1).gather(1, tokens_first)
+    ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1): the last token predicts nothing
+    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
+    # Autocast's cache would hold a bf16 copy of every weight at the same time.
+    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        outputs = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
+    row, column = rollout.response_mask.nonzero(as_tuple=True)  # (T,) each
+    # The hidden state one column before a token predicts it.
+    before = rollout.prompt_mask.sum(1)[row] + column - 1  # (T,)
+    return outputs.last_hidden_state[row, before]
+
+
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
+    hidden = response_states(model, rollout)  # (T, D)
+    targets = rollout.response_ids[rollout.response_mask]  # (T,)
+    head = model.get_output_embeddings()
+
+    def chunk_logprobs(chunk_hidden, chunk_targets):
+        # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
+        logits = head(chunk_hidden.float()).div_(temperature)  # (chunk, V) float32
+        return -F.cross_entropy(logits, chunk_targets, reduction="none")
+
+    # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
+    logprobs = []
+    for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+        logprobs.append(
+            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        )
+    zeros = torch.zeros(rollout.response_mask.shape, device=hidden.device)  # (n, R)
+    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
+
+
+def compute_reverse_kl(model, teacher, rollout, teacher_rollout, temperature):
+    """KL_t (n, R) float32 at each token of the responses of n sequences; 0 where masked.
+
+    Both rollouts have the same responses. teacher_rollout has the teacher's prompts.
+    """
+    hidden = response_states(model, rollout)  # (T, D)
+    teacher_hidden = response_states(teacher, teacher_rollout)  # (T, D)
+    head = model.get_output_embeddings()
+    teacher_head = teacher.get_output_embeddings()
+
+    def chunk_kl(hidden, teacher_hidden):
+        logits = head(hidden.float()).div_(temperature)  # (chunk, V) float32
+        ref_logits = teacher_head(teacher_hidden.float()).div_(temperature)  # (chunk, V) float32
+        return reverse_kl(logits.log_softmax(1), ref_logits.log_softmax(1))
+
+    # In chunks, as in compute_logprobs.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
+    kl = []
+    for chunk in zip(hidden.split(chunk_size), teacher_hidden.split(chunk_size), strict=True):
+        kl.append(checkpoint(chunk_kl, *chunk, use_reentrant=False, preserve_rng_state=False))
+    zeros = torch.zeros(rollout.response_mask.shape, device=hidden.device)  # (n, R)
+    return zeros.masked_scatter(rollout.response_mask, torch.cat(kl))
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, total_lengths, parts):
+    """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
+
+    parts is a list of minibatches. The micro-batches are those of the update of each minibatch.
+    """
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for minibatch in parts:
+        for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
+            logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
+    return logprobs
+
+
+def micro_batches(sequences, lengths, max_tokens):
+    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
+
+    lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
+    length are together, so that little is padded. One that is longer than max_tokens is alone.
+    """
+    batches, batch = [], []
+    for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
+        # The first sequence of a batch is its longest, to which the others are padded.
+        if batch and lengths[batch[0]] * (len(batch) + 1) > max_tokens:
+            batches.append(batch)
+            batch = []
+        batch.append(i)
+    if batch:
+        batches.append(batch)
+    return batches
+
+
+def inference_copy(model):
+    """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
+
+    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        # Buffers are left alone: the rotary frequencies stay in float32.
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
+        # hook converts its input.
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
+    return copied
+
+
+def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
+    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
+    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
+    prompt_mask = ids >= 0  # (B, P) bool
+    prompt_ids = ids.clamp(min=0)  # (B, P)
+
+    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
+    # possible.
+    tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
+    at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # as equal as possible
+    parts = []
+    for part_ids, part_mask in zip(
+        prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
+    ):
+        parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
+    response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
+
+    is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    return Rollout(
+        prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
+        prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
+        response_ids=response_ids,
+        response_mask=response_mask,
+        sampled_logprobs=logprobs,
+        completions=tokenizer.batch_decode(text_ids),
+    )
+
+
+def add_contexts(args, tokenizer, rollout, examples, contexts):
+    """The rollout of N sequences with the teacher's prompts, and has_context (N,) bool.
+
+    contexts are N texts. The prompt stays the student's if its context is blank, or if the
+    teacher's prompt would be longer than --max-teacher-tokens.
+    """
+    prompts, has_context = [], []
+    for i, context in enumerate(contexts):
+        example = examples[i // args.num_generations]
+        ids = []
+        if context.strip():
+            *earlier, last = example["messages"]
+            question = last["content"]
+            text = args.context_template.format(question=question, context=context)
+            prompt = render(args, tokenizer, [*earlier, last | {"content": text}])
+            ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+        has_context.append(0 < len(ids) <= args.max_teacher_tokens)
+        prompts.append(torch.tensor(ids if has_context[-1] else example["prompt_ids"]))
+    # Padded as in sample_responses.
+    ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # (N, P)
+    ids = ids.to(rollout.prompt_ids.device)
+    teacher_rollout = rollout._replace(prompt_ids=ids.clamp(min=0), prompt_mask=ids >= 0)
+    return teacher_rollout, torch.tensor(has_context, device=ids.device)
+
+
+def evaluate(args, model, tokenizer, examples, eos_ids):
+    """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
+
+    accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
+    format is the share of responses with all four tags in order.
+    """
+    rollout = sample_responses(
+        args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
+    )
+
+    def mean_of(function):
+        return sum(apply_reward(function, examples, rollout.completions)) / len(examples)
+
+    means = {reward.__name__: mean_of(reward) for reward in REWARDS}
+    if ACCURACY in REWARDS:
+        accuracy = means[ACCURACY.__name__]
+    else:
+        accuracy = mean_of(ACCURACY)
+    format_scores = apply_reward(format_reward, examples, rollout.completions)
+    metrics = {
+        "eval/reward_mean": sum(means.values()),
+        **{f"eval/{name}": mean for name, mean in means.items()},
+        "eval/accuracy": accuracy,
+        "eval/format": format_scores.count(0.4) / len(examples),  # 0.1 for each of four tags
+        "eval/response_len": rollout.response_mask.sum().item() / len(examples),
+    }
+    if ACCURACY is accuracy_reward:
+        metrics["eval/accuracy_lenient"] = mean_of(lenient_accuracy_reward)
+    return metrics
+
+
+# ==== data ====
+def load_data(args, tokenizer, split):
+    """The train or the test split as a list of examples.
+
+    An example is a dict of prompt, answer and context (texts), messages and prompt_ids (lists) and
+    columns: the whole row of the data set, for the rewards. Only training needs a context.
+    """
+    flag, source = "--dataset", args.dataset
+    if split == "test" and args.eval_dataset is not None:
+        flag, source = "--eval-dataset", args.eval_dataset
+    rows = read_rows(args, flag, source, split)
+    needs_context = args.context == "column" and split == "train"
+    if needs_context and rows and args.context_column not in rows[0]:
+        fail(
+            f"--context-column {args.context_column}: {flag} {source} has only the columns "
+            f"{', '.join(rows[0])}; choose one of them, or use --context group"
+        )
+    examples = []
+    num_too_long = num_unusable = 0
+    for row in rows:
+        about = f"{flag} {source}, --question-column {args.question_column}"
+        with exit_on_error(about, ValueError):
+            messages = cell_messages(row[args.question_column])
+        answer = cell_text(row[args.answer_column])
+        if not messages or not has_gold(answer, [*REWARDS, ACCURACY]):
+            num_unusable += 1
+            continue
+        prompt = render(args, tokenizer, messages)
+        # A chat template writes the BOS token itself: the tokenizer would add a second one.
+        ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+        if len(ids) > args.max_prompt_tokens:
+            num_too_long += 1
+            continue
+        example = {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": row}
+        example["messages"] = messages
+        example["context"] = cell_text(row[args.context_column]) if needs_context else ""
+        examples.append(example)
+    counts = (
+        f"{len(examples)} problems; skipped: {num_too_long} longer than --max-prompt-tokens, "
+        f"{num_unusable} without a question or a readable {args.answer_column}"
+    )
+    if not examples:
+        fail(f"{flag} {source}: the {split} data has {counts}")
+    for function in [*REWARDS, ACCURACY]:
+        check_parameters(function, examples[0]["columns"])
+    print(f"{split} data: {counts}")
+    if split == "test":
+        return examples[: args.eval_size]
+    print(f"first prompt: {examples[0]['prompt']!r}")
+    answers = [example["answer"] for example in examples]
+    print(describe_answers(answers, [*REWARDS, ACCURACY]))
+    if needs_context:
+        contexts = [example["context"] for example in examples if example["context"].strip()]
+        if not contexts:
+            fail(
+                f"--context-column {args.context_column}: no cell of {flag} {source} holds a text; "
+                "choose another column, or use --context group"
+            )
+        print(f"{len(contexts)} problems have a context; the first: {contexts[0]!r}")
+    return examples
+
+
+def read_rows(args, flag, source, split):
+    """The rows of a file, a folder or a data set of the hub.
+
+    A validation split stands in for a missing test split. Without both, and without --eval-dataset,
+    the last tenth of the rows is the test split.
+    """
+    path = Path(source).absolute()  # not resolved: a link's target may have another suffix
+    place = "found on this disk" if path.exists() else "not on this disk, so a hub id"
+    with exit_on_error(
+        f"{flag} {source} ({split}), {place}, --question-column "
+        f"{args.question_column}, --answer-column {args.answer_column}"
+    ):
+        # load_dataset refuses a folder grpo that holds a grpo.py. With /. it doesn't see the name.
+        if path.is_file():
+            # load_dataset would read a file name as a hub id, so it gets the folder and the file.
+            # data_files is a pattern: escape lets a [ in the path stand for itself.
+            splits = datasets.load_dataset(f"{path.parent}/.", data_files=escape(str(path)))
+        elif path.is_dir():
+            splits = datasets.load_dataset(f"{path}/.")
+        else:  # id or id:config of the hub
+            splits = datasets.load_dataset(*source.split(":"))
+        # This raises an error if a column is missing.
+        splits.select_columns([args.question_column, args.answer_column])
+        if "test" not in splits and "validation" in splits:
+            splits["test"] = splits["validation"]
+        if "test" not in splits and args.eval_dataset is None:
+            if split == "test":
+                print(f"{source} has no test split: its last tenth is held out")
+            splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
+        # An --eval-dataset without a test split is held out as a whole.
+        data = splits[split if split in splits else "train"]
+        rows = list(data)
+    # A row that is longer than the header makes pandas take the first column for an index, and then
+    # each value stands in the wrong column.
+    if data.info.builder_name == "csv" and "__index_level_0__" in data.column_names:
+        fail(f"{flag} {source}: a row has more values than the header; quote those with a comma")
+    return rows
+
+
+def render(args, tokenizer, messages):
+    """The text that the policy continues: the chat in the model's template, or a plain text.
+
+    A model without a chat template can continue one message, but not a chat of several.
+    """
+    first = messages[0]
+    if not tokenizer.chat_template and len(messages) == 1:
+        if args.system_prompt:
+            return f"{args.system_prompt}\n{first['content']}\n"
+        return first["content"]
+
+    def apply_template(messages):
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+    if args.system_prompt and first["role"] != "system":
+        with_system = [{"role": "system", "content": args.system_prompt}, *messages]
+        prompt = None
+        with suppress(Exception):  # some templates refuse a system message, others leave it out
+            prompt = apply_template(with_system)
+        if prompt is not None and args.system_prompt.strip() in prompt:
+            return prompt
+        first = first | {"content": f"{args.system_prompt}\n\n{first['content']}"}
+    with exit_on_error(f"--model {args.model}: its chat template"):
+        return apply_template([first, *messages[1:]])
+
+
+def shuffled_batches(args, num_examples):
+    """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
+    torch.manual_seed(args.seed)
+    num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
+    order = torch.cat([torch.randperm(num_examples) for _ in range(num_epochs)])
+    return order.split(args.num_prompts)
+
+
+# ==== set-up ====
+# The flags that may name a local file or folder.
+PATHS = ["model", "dataset", "eval_dataset"]
+# The lowest and the highest value of each number in Args; 2**32 stands for no limit.
+# 2**16 prompts, or samples of a prompt, are more than a step needs.
+BOUNDS = {
+    "seed": (0, 2**32),
+    "eval_every": (0, 2**32),
+    "save_every": (0, 2**32),
+    "eval_size": (1, 2**32),
+    "max_prompt_tokens": (1, 2**32),
+    "num_prompts": (1, 2**16),
+    "num_generations": (1, 2**16),
+    "max_new_tokens": (1, 2**32),
+    "temperature": (1e-12, 2**32),
+    "sampling_tokens": (1, 2**32),
+    "num_steps": (1, 2**32),
+    "learning_rate": (1e-12, 2**32),
+    "warmup_updates": (0, 2**32),
+    "num_iterations": (1, 2**32),
+    "num_minibatches": (1, 2**32),
+    "micro_batch_tokens": (1, 2**32),
+    "max_grad_norm": (1e-12, 2**32),
+    "clip_eps": (1e-12, 1),
+    "max_teacher_tokens": (1, 2**32),
+    "teacher_rate": (0, 1),
+}
+
+
+def fail(message):
+    """End with one line, status 2 and no traceback."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextmanager
+def exit_on_error(what, kinds=Exception):
+    """If the library call inside raises, end the run with one line: `what`, and the reason.
+
+    A mistake in a line of this file keeps its traceback.
+    """
+    try:
+        yield
+    except kinds as error:
+        if kinds is Exception and isinstance(error, torch.OutOfMemoryError):
+            raise  # the last lines of this file say which flags to lower
+        mistakes = (NameError, AttributeError, AssertionError, TypeError, IndexError, KeyError)
+        raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+        if kinds is Exception and isinstance(error, mistakes) and raised_in == SCRIPT:
+            raise
+        # A library's exception often hides the one that caused it.
+        cause = error.__cause__ or error
+        if isinstance(cause, RuntimeError) and isinstance(cause.__context__, OSError):
+            cause = cause.__context__  # of a full disk, on which torch.save fails twice
+        reason = str(cause).strip().split("\n")[0][:300]
+        if not reason:  # such as torch.load's EOFError for an empty file
+            reason = f"{type(error).__name__}, perhaps an empty file"
+        fail(f"{what}: {reason}")
+
+
+class PipeSafeStream:
+    """stdout or stderr that survives a closed pipe, and letters that its encoding lacks."""
+
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")  # it is None after >&-
+
+    def write(self, text):
+        encoding = self.stream.encoding
+        try:
+            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self.stream.flush()
+        except OSError:  # nobody reads it any more: write to nowhere from now on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def resolve_args(args):
+    """Return (args with the defaults of RECIPES, the run's folder, the checkpoint or None)."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    if args.resume is not None:
+        return resume_args(args)
+
+    args = replace(args)  # a copy
+    bundled = Path(args.model).resolve() == Path(Args.model).resolve()  # Args.model: the default
+    for name, (for_any_model, for_the_bundled) in RECIPES.items():
+        if getattr(args, name) is None:
+            setattr(args, name, for_the_bundled if bundled else for_any_model)
+    if bundled and not ASSETS.exists():
+        fail(f"no folder {ASSETS}: copy it beside the script, or give --model and --dataset")
+    if "/" not in args.model and not os.path.exists(args.model):
+        args.model = f"HuggingFaceTB/{args.model}"
+    for name in PATHS:
+        value = getattr(args, name)
+        if value and os.path.exists(value):
+            setattr(args, name, str(Path(value).absolute()))  # --resume works in any folder
+    check_args(args)
+    run_name = args.run_name
+    if run_name is None:
+        when = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        path = Path(args.model).absolute()
+        model_name = path.parent.name if path.name == "model" else path.name  # runs/NAME/model
+        run_name = f"{SCRIPT.stem}__{model_name}__{args.seed}__{when}"
+    run_dir = Path(args.runs_dir, run_name)
+    if os.path.exists(run_dir / "checkpoint.pt"):
+        fail(f"--run-name {run_name}: exists; choose another name, or use --resume {run_dir}")
+    return args, run_dir, None
+
+
+def resume_args(args):
+    """Return (args, the run's folder, the checkpoint) of the run in the folder args.resume."""
+    if args != Args(resume=args.resume):
+        fail(f"--resume {args.resume}: takes no other flags, the run has its own")
+    run_dir = Path(args.resume).resolve()
+    with exit_on_error(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}"):
+        saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    script = saved.get("script")
+    if script != SCRIPT.name:
+        fail(f"--resume {run_dir}: give a folder of a run of {SCRIPT.name}, not {script}")
+    with exit_on_error(f"--resume {run_dir}: a run of another version of {SCRIPT.name}", TypeError):
+        return Args(**saved["args"]), run_dir, saved
+
+
+def check_memory(args, model):
+    """End the run if the GPU's memory is too small for the weights, their gradients and Adam."""
+    if model.device.type == "cuda":
+        num_trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
+        # A gradient takes 4 bytes and Adam's two averages take 8. Activations come on top.
+        needed = torch.cuda.memory_allocated() + 12 * num_trained
+        total = torch.cuda.get_device_properties(model.device).total_memory
+        if needed > total:
+            fail(
+                f"--model {args.model}: training needs more than {needed / 1e9:.0f} GB of memory, "
+                f"and the GPU has {total / 1e9:.0f} GB; use grpo_lora.py or a smaller model"
+            )
+
+
+def choose_batch_sizes(args, device):
+    """args with numbers for --sampling-tokens and --micro-batch-tokens, which depend on the GPU.
+
+    A resumed run keeps its numbers, also on another GPU.
+    """
+    args = replace(args)  # a copy
+    is_large = False
+    if device.type == "cuda":
+        is_large = torch.cuda.get_device_properties(device).total_memory > 60e9  # bytes
+    if args.sampling_tokens is None:
+        args.sampling_tokens = 131072 if is_large else 49152
+    if args.micro_batch_tokens is None:
+        args.micro_batch_tokens = 8192 if is_large else 2048
+    return args
+
+
+def check_args(args):
+    """End the run if a number is out of its bounds, or two don't fit together."""
+    for name, (lowest, highest) in BOUNDS.items():
+        value = getattr(args, name)
+        if value is None:  # chosen later, by the device
+            continue
+        if not lowest <= value <= highest:  # NaN is refused, too
+            fail(f"--{name.replace('_', '-')} {value}: must be from {lowest} to {highest}")
+    N = args.num_prompts * args.num_generations
+    if args.num_minibatches > N:
+        fail(f"--num-minibatches {args.num_minibatches}: more than the {N} sequences of a step")
+    if args.context == "group" and args.num_generations == 1:
+        fail("--context group: --num-generations must be 2 or more; raise it")
+    about = f"--context-template {args.context_template!r}"
+    with exit_on_error(about, (ValueError, LookupError)):
+        text = args.context_template.format(question="<question>", context="<context>")
+    if "<question>" not in text or "<context>" not in text:
+        fail(f"{about}: must contain {{question}} and {{context}}")
+
+
+def load_config(args):
+    """The model's configuration, with all dropout set to 0, and its tokenizer.
+
+    Ends the run if a prompt and a response don't fit into the context or the attention window.
+    """
+    place = "found on this disk" if os.path.exists(args.model) else "not on this disk, so a hub id"
+    with exit_on_error(f"--model {args.model}, {place}"):
+        config = AutoConfig.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        text_config = config.get_text_config()
+        vocab_size = text_config.vocab_size  # raises for a model of images
+    if len(tokenizer) > vocab_size:
+        fail(
+            f"--model {args.model}: its tokenizer has {len(tokenizer)} tokens, more than the model"
+        )
+    for part in (config, text_config):
+        for name, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(part, name, 0.0)  # its noise would change the ratios
+    # The whole sequence has to be visible, so a sliding window is a limit like the context.
+    for name in ("max_position_embeddings", "sliding_window", "window_size"):
+        limit = getattr(text_config, name, None)
+        if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
+            fail(
+                f"--max-prompt-tokens {args.max_prompt_tokens} + --max-new-tokens "
+                f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
+                f"window of --model {args.model}; lower one of them"
+            )
+        if limit and args.max_teacher_tokens + args.max_new_tokens > limit:
+            fail(
+                f"--max-teacher-tokens {args.max_teacher_tokens} + --max-new-tokens "
+                f"{args.max_new_tokens}: more than the {limit} tokens of the context or attention "
+                f"window of --model {args.model}; lower one of them"
+            )
+    return config, tokenizer
+
+
+def load_model(args, config, tokenizer):
+    """The policy on its device, and a 1-D tensor of the ids of all tokens that end a response.
+
+    The weights are float32: at these learning rates most updates are too small to change a bf16
+    weight. On a GPU, autocast computes in bf16.
+    """
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "mps":
+        print("warning: --device mps is untested; it computes in float32")
+    if device == "cuda":
+        # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+    not_supported = f"--model {args.model}, --device {args.device}: not supported"
+    with exit_on_error(not_supported):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            args.model, config=config, dtype=torch.float32, output_loading_info=True
+        )
+        model.to(device)
+        if args.gradient_checkpointing:
+            # No forward pass is random, so the random state needn't be kept.
+            options = dict(use_reentrant=False, preserve_rng_state=False)
+            model.gradient_checkpointing_enable(options)
+    if info["missing_keys"]:
+        fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
+    check_model(model, not_supported)
+    eos_ids = torch.tensor(find_eos_ids(args, model, tokenizer), device=device)
+    return model, eos_ids
+
+
+@torch.no_grad()
+def check_model(model, not_supported):
+    """End the run if generate or compute_logprobs can't work with this kind of model.
+
+    generate needs a model that keeps its keys and values in a static cache, and takes a 4D bias.
+    compute_logprobs applies the output head itself, so the logits must not be capped or scaled.
+    """
+    positions = torch.arange(5, device=model.device)[None]  # (1, 5)
+    ids = positions  # any ids will do
+    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=5))
+    options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    bias = torch.zeros(1, 1, 1, 6, dtype=model.dtype, device=model.device)
+    with exit_on_error(not_supported):
+        logits = model(ids).logits  # (1, 5, V)
+        hidden = model.base_model(ids)["last_hidden_state"]  # (1, 5, D)
+        head_logits = model.get_output_embeddings()(hidden)  # (1, 5, V)
+        # As in generate: prefill, make room for one column, decode.
+        model(ids, attention_mask=torch.ones_like(ids), position_ids=positions, **options)
+        if not cache.layers:
+            raise ValueError("it keeps no keys and values")
+        for layer in cache.layers:
+            layer.keys = F.pad(layer.keys, (0, 0, 0, 1))  # (1, heads, 6, size)
+            layer.values = F.pad(layer.values, (0, 0, 0, 1))
+        model(ids[:, :1], attention_mask=bias, position_ids=positions[:, :1] + 5, **options)
+    if not torch.equal(logits, head_logits):
+        fields = {name: x for name, x in vars(model.config).items() if "logit" in name}
+        fail(f"{not_supported}: its logits are capped or scaled, {fields}")
+
+
+def find_eos_ids(args, model, tokenizer):
+    """The ids of all tokens that end a response, sorted.
+
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
+    """
+    eos_ids = {tokenizer.eos_token_id}
+    of_model = model.generation_config.eos_token_id
+    eos_ids |= set(of_model) if isinstance(of_model, list) else {of_model}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        with exit_on_error(f"--model {args.model}: its chat template"):
+            rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        end_of_turn = rendered.rpartition("answer")[2].strip()
+        first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
+        # Ordinary text after the answer, such as a line break, must not end a response.
+        eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
+    eos_ids -= {None}
+    if not eos_ids:
+        fail(f"--model {args.model}: no EOS token in its tokenizer or its generation config")
+    return sorted(eos_ids)
+
+
+def open_run(args, run_dir, saved, model):
+    """Return the run's two open logs, metrics.jsonl and samples.jsonl; with --track, start W&B.
+
+    A new run also writes its arguments, and a copy of this script. A resumed run writes a copy if
+    this script has changed.
+    """
+    files = []
+    with exit_on_error(f"{run_dir}: cannot be written, or another process is writing it", OSError):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            file = open(run_dir / name, "a", buffering=1)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+            # A new run starts with empty logs. A resumed run repeats the steps after its
+            # checkpoint, so each log is cut to its size at that checkpoint. min leaves a shorter
+            # log alone: truncate would pad it with zeros.
+            size = saved["log_sizes"].get(name, 0) if saved else 0
+            file.truncate(min(size, file.tell()))
+            files.append(file)
+        if not saved:
+            packages = (torch, transformers, datasets, tyro, wandb)
+            versions = {package.__name__: package.__version__ for package in packages}
+            content = vars(args) | {"versions": versions, "id": secrets.token_hex(8)}
+            (run_dir / "args.json").write_text(json.dumps(content, indent=2))
+            (run_dir / SCRIPT.name).write_text(SCRIPT.read_text())
+        elif (run_dir / SCRIPT.name).read_text() != SCRIPT.read_text():
+            new_copy = run_dir / f"{SCRIPT.stem}-from-step-{saved['state']['step'] + 1}.py"
+            new_copy.write_text(SCRIPT.read_text())
+            print(f"warning: {SCRIPT.name} has changed since this run started; copy: {new_copy}")
+    if args.track:
+        run_id = json.loads((run_dir / "args.json").read_text())["id"]
+        with exit_on_error("--track (with WANDB_MODE=offline it needs no network)"):
+            wandb.init(id=run_id, name=run_dir.name, resume="allow", dir=run_dir, config=vars(args))
+    millions = model.num_parameters() / 1e6
+    print(f"{SCRIPT.name} on {model.device}: {args.model}, {millions:.2f} M parameters; {run_dir}")
+    chosen = []
+    for name in RECIPES:
+        value = getattr(args, name)
+        if value not in (SYSTEM_PROMPT, CONTEXT_TEMPLATE):  # both are long
+            chosen.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
+    print(f"settings by model: {' '.join(chosen)}")
+    print(
+        f"settings by device: sampling_tokens {args.sampling_tokens}, micro_batch_tokens "
+        f"{args.micro_batch_tokens}"
+    )
+    return files
+
+
+def catch_signals():
+    """A list that collects SIGINT, SIGTERM and SIGHUP; a second signal ends the run at once."""
+    signals = []
+    if threading.current_thread() is not threading.main_thread():
+        return signals  # Python lets only the main thread handle signals
+    numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    # A program that nohup has started ignores SIGHUP, and goes on ignoring it.
+    numbers = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+    def on_signal(number, frame):
+        signals.append(number)
+        for other in numbers:
+            signal.signal(other, signal.SIG_DFL)
+        print(
+            "\nstopping after this step, with a checkpoint; press Ctrl-C again to stop now",
+            file=sys.stderr,
+        )
+
+    for number in numbers:
+        signal.signal(number, on_signal)
+    return signals
+
+
+def append_json(file, record):
+    """Write the record as one line."""
+    line = json.dumps(record)
+    with exit_on_error(file.name, OSError):
+        print(line, file=file)
+
+
+def log_metrics(file, metrics, samples):
+    """Log to the file, with null for what isn't finite, and to W&B.
+
+    At a step with an evaluation W&B gets the step's samples, too.
+    """
+    append_json(file, {name: x if math.isfinite(x) else None for name, x in metrics.items()})
+    if wandb.run is not None:
+        if samples and "eval/accuracy" in metrics:
+            rows = [list(sample.values()) for sample in samples]
+            metrics = metrics | {"samples": wandb.Table(columns=list(samples[0]), data=rows)}
+        wandb.log(metrics, step=metrics["step"])
+
+
+def show_progress(args, progress, metrics, samples):
+    """Put the metrics of SHOWN beside the bar; about ten times a run, print them and a sample."""
+    step, sample = metrics["step"], samples[-1]
+    progress.set_postfix({short: metrics[name] for name, short in SHOWN.items() if name in metrics})
+    if step > 1 and step % max(1, args.num_steps // 10) > 0:
+        return
+    prompt, completion, reward = sample["prompt"], sample["completions"][0], sample["rewards"][0]
+    instructions = args.system_prompt.strip()
+    if instructions:
+        prompt = prompt.replace(instructions, "...")
+    progress.write(f"step {step}: {progress.postfix}")
+    progress.write(f"    {prompt!r} -> {completion!r}, reward {reward:.2f}")
+    if metrics["rollout/eos_frac"] < 0.5:
+        texts = [text for sample in samples for text in sample["completions"]]
+        answered = sum("</answer>" in text for text in texts)
+        progress.write(
+            f"    warning: most responses are cut off; {answered} of {len(texts)} had answered. "
+            "Raise --max-new-tokens for the others"
+        )
+
+
+def check_sampler(args, model, gap):
+    """End the run if the log-probabilities of sampler and trainer differ by too much.
+
+    gap is their mean difference over the first rollout. The weights are the same up to rounding, so
+    a large gap means that this kind of model is computed wrongly.
+    """
+    tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
+    if not gap < tolerance:  # NaN is refused, too
+        fail(
+            f"--model {args.model}: not supported, sampling and training differ by {gap:.2g} nats "
+            "a token"
+        )
+
+
+def peak_memory_gb(device):
+    """Peak memory so far in GB: the GPU's, or on a CPU that of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def save_model(model, tokenizer, folder):
+    """Write a folder that from_pretrained reads."""
+    with exit_on_error(folder):
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def save_checkpoint(args, run_dir, trained, state, metrics, data_checksum):
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
+    content = {
+        "script": SCRIPT.name,
+        "args": vars(args),
+        "data_checksum": data_checksum,
+        "state": state,
+        "metrics": metrics,
+        "log_sizes": {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")},
+    }
+    for name, part in trained.items():
+        content[name] = part.state_dict()
+    path = run_dir / "checkpoint.tmp"
+    with exit_on_error(path), open(path, "wb") as file:
+        torch.save(content, file)
+        os.fsync(file)  # torch.save has flushed the file
+        os.replace(path, run_dir / "checkpoint.pt")
+
+
+if __name__ == "__main__":
+    sys.stdout, sys.stderr = PipeSafeStream(sys.stdout), PipeSafeStream(sys.stderr)
+    out_of_memory = (
+        "out of memory; lower --micro-batch-tokens or --sampling-tokens, or use a smaller model"
+    )
+    with exit_on_error(out_of_memory, torch.OutOfMemoryError):
+        main(tyro.cli(Args, description=__doc__.split("\n\n")[0]))
