@@ -71,7 +71,7 @@ WORDS = {
     "policy/clip_frac": "clipped, %",
     "policy/approx_kl": "KL to the old policy, nats",
     "policy/entropy": "entropy, nats a token",
-    "kl/ref": "KL to the start, nats a token",
+    "kl/ref": "KL to the reference, nats a token",
     "optim/grad_norm": "norm of the gradient",
     "value/explained_var": "explained variance, %",
     "length/all": "characters of a response",
@@ -325,6 +325,22 @@ LESSONS = {
         | {
             f"responses {first + 1} to {last}, %": (between(first, last), 0)
             for first, last in ((0, 640), (640, 1280), (1280, 1600))
+        },
+    ),
+    "self_distillation": Lesson(
+        "A policy learns from itself with a rule, and not from itself with the answer",
+        {
+            "a rule": "self_distill.py",
+            "the answer": "self_distill.py --context-column answer",
+            "a right response": "self_distill.py --context group",
+        },
+        [Panel(STEPS, ACCURACY), Panel(STEPS, "kl/ref"), Panel(STEPS, "rollout/response_len")],
+        USUAL
+        | {
+            "KL to the teacher, first five, nats": (over("kl/ref", 1, 5), 2),
+            "last five": (over("kl/ref", -5, -1), 3),
+            "tokens, first five": (over("rollout/response_len", 1, 5), 1),
+            "tokens, last five": (over("rollout/response_len", -5, -1), 1),
         },
     ),
     "tool": Lesson(
