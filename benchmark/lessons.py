@@ -412,8 +412,8 @@ LESSONS = {
         },
         [
             Panel(RATE, ACCURACY, title="last five steps"),
-            Panel(SAMPLED, ACCURACY, "3e-4", "3e-4"),
-            Panel(STEPS, "policy/clip_frac", "1e-4", "1e-4"),
+            Panel(SAMPLED, ACCURACY, "3e-4", "learning rate 3e-4"),
+            Panel(STEPS, "policy/clip_frac", "1e-4", "learning rate 1e-4"),
         ],
         USUAL | HALFWAY | LOWEST | CLIPPED | MOVED,
     ),
@@ -475,7 +475,7 @@ LESSONS = {
         "Dynamic sampling takes twice the samples, without a gain",
         {
             "as sampled": "dapo.py --num-steps 30 --max-resample 0",
-            "equal groups replaced": "dapo.py --num-steps 30",
+            "dynamic sampling": "dapo.py --num-steps 30",
         },
         [
             Panel(STEPS, "rollout/zero_std_frac"),
@@ -743,7 +743,7 @@ def draw_advantages(ax, arms: dict[str, list[dict]], colors: dict[str, str]) -> 
                 error = [[np.mean(heights) - min(heights)], [max(heights) - np.mean(heights)]]
                 ax.bar(place, np.mean(heights), width, yerr=error, ecolor=GRAY, color=colors[arm])
     ax.set_xlabel("right responses in a group of 8")
-    ax.set_ylabel("mean size of its advantages")
+    ax.set_ylabel("mean size of an advantage")
 
 
 def name_axes(ax, x: str, y: str) -> None:
@@ -755,6 +755,8 @@ def name_axes(ax, x: str, y: str) -> None:
     if x != RATE:
         ax.set_xscale("log" if x in LOGARITHMIC else "linear")
     ax.set_yscale("log" if y in LOGARITHMIC else "linear")
+    if x == STEPS:
+        ax.xaxis.get_major_locator().set_params(integer=True)
     # The explained variance has no lower bound, so a bad critic would flatten all other curves.
     if y == "value/explained_var":
         ax.set_ylim(bottom=max(-50, ax.get_ylim()[0]))
@@ -813,7 +815,7 @@ def draw_by_seed(name: str):
             ax.plot(across, up, color=GRAY, linewidth=0.8)
             points = ax.scatter(across, up, c=np.arange(1, len(up) + 1), cmap="viridis", zorder=2)
             ax.set_title(f"{arm}, seed {record['seed']}", fontsize=12)
-    figure.colorbar(points, ax=axes, label="step")
+    figure.colorbar(points, ax=axes, label="step", ticks=[1, 5, 10, 15, 20])
     figure.supxlabel(f"{WORDS[panel.x]} ({panel.x})", fontsize=12)
     figure.supylabel(f"{WORDS[panel.y]} ({panel.y})", fontsize=12)
     return figure
