@@ -24,7 +24,7 @@ TEMPLATE = ROOT / ".github" / "ISSUE_TEMPLATE" / "i_ran_it.md"
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
 # Flags of other programs, which stand outside of blocks.
-OF_OTHERS = {"--help", "--generation-config"}
+OF_OTHERS = {"--help", "--generation-config", "--dtype"}
 TINY = dict(num_steps=1, num_prompts=2, num_generations=2, eval_size=2, device="cpu")
 
 
