@@ -39,8 +39,8 @@ forward pass of the teacher and one of the student. The logits of both are in me
 of tokens at a time.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
-of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
 
     python distill.py                                                  assets/adder, on a CPU
     python distill.py --model SmolLM2-360M-Instruct --num-prompts 64   GSM8K, on one GPU
@@ -357,8 +357,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # Draw the minibatches now. The old and the reference log-probabilities are computed in the
-        # micro-batches of the first pass: in another micro-batch, bf16 rounds a sequence
-        # differently.
+        # micro-batches of the first pass, because bf16 rounds a sequence differently in other
+        # micro-batches.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]
 
@@ -389,7 +389,7 @@ def main(args: Args) -> dict:
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         for update, minibatch in enumerate(updates):
-            lr = scheduler.get_last_lr()[0]  # that of the last update is logged
+            lr = scheduler.get_last_lr()[0]  # the last update's is logged
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 part = rollout.select(rows)  # n sequences
                 # With --full-vocabulary the log-probabilities serve the metrics alone.
@@ -516,8 +516,8 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may skip what follows, except compute_reverse_kl (--full-vocabulary).
 
-# The cache of keys and values grows by this many columns at a time. More columns cost attention
-# over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
+# The cache of keys and values grows by this many columns at a time. With more, attention also reads
+# many empty columns. With fewer, the cache is copied, and on a GPU the graph recorded, more often.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # In a cache of at most this many tokens (rows times columns), a decode step is so fast that
 # recording a graph for fewer rows takes longer than it saves.
@@ -707,7 +707,7 @@ def compute_reverse_kl(model, teacher, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. The micro-batches are those of the update of each minibatch.
+    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -872,7 +872,7 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), {place}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        # load_dataset refuses a folder grpo that holds a grpo.py. With /. it doesn't see the name.
+        # load_dataset refuses a folder NAME that holds a NAME.py. The /. hides the folder's name.
         if path.is_file():
             # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
@@ -984,7 +984,7 @@ def exit_on_error(what, kinds=Exception):
         # A library's exception often hides the one that caused it.
         cause = error.__cause__ or error
         if isinstance(cause, RuntimeError) and isinstance(cause.__context__, OSError):
-            cause = cause.__context__  # of a full disk, on which torch.save fails twice
+            cause = cause.__context__  # if the disk is full, torch.save raises a second error
         reason = str(cause).strip().split("\n")[0][:300]
         if not reason:  # such as torch.load's EOFError for an empty file
             reason = f"{type(error).__name__}, perhaps an empty file"
@@ -995,7 +995,7 @@ class PipeSafeStream:
     """stdout or stderr that survives a closed pipe, and letters that its encoding lacks."""
 
     def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")  # it is None after >&-
+        self.stream = stream or open(os.devnull, "w")  # None if the shell has closed it
 
     def write(self, text):
         encoding = self.stream.encoding
@@ -1035,7 +1035,7 @@ def resolve_args(args):
     if run_name is None:
         when = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         path = Path(args.model).absolute()
-        model_name = path.parent.name if path.name == "model" else path.name  # runs/NAME/model
+        model_name = path.parent.name if path.name == "model" else path.name  # from runs/NAME/model
         run_name = f"{SCRIPT.stem}__{model_name}__{args.seed}__{when}"
     run_dir = Path(args.runs_dir, run_name)
     if os.path.exists(run_dir / "checkpoint.pt"):
@@ -1169,7 +1169,7 @@ def load_model(args, config, tokenizer):
     if device == "mps":
         print("warning: --device mps is untested; it computes in float32")
     if device == "cuda":
-        # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
+        # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
     not_supported = f"--model {args.model}, --device {args.device}: not supported"
@@ -1292,7 +1292,7 @@ def open_run(args, run_dir, saved, model):
     chosen = []
     for name in RECIPES:
         value = getattr(args, name)
-        if value != SYSTEM_PROMPT:  # it's long, and every model but the bundled one gets it
+        if value != SYSTEM_PROMPT:  # it's long, and all models except the bundled one get it
             chosen.append(f"--{name.replace('_', '-')} {shlex.quote(str(value))}")
     print(f"settings by model: {' '.join(chosen)}")
     print(

@@ -15,10 +15,11 @@ teacher:
 pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of A_t over o_t is
 -KL_t. By default the script uses only the sampled tokens, with A_t as the advantage in the clipped
 loss of GRPO. With --full-vocabulary it takes the gradient of KL_t itself. distill.py explains how
-the two are related. A response without a context has no loss, but it counts in the mean over the
-sequences. rollout/context_frac is the share of responses that have one.
+the two are related. The equation tags in the code are those of DeepSeekMath (arXiv:2402.03300v3),
+as in grpo.py. A response without a context has a loss of 0, and still counts in the mean over the
+sequences. rollout/context_frac is the share of responses with a context.
 
-What the student can learn is what it can do without c. If c is a rule that holds for all questions,
+The student can learn only what it can do without c. If c is a rule that holds for all questions,
 the student learns the rule. If c gives away what the student can't compute from q, such as the
 answer, the student only learns to write as if it knew, and kl/ref stays above 0. arXiv:2605.11182
 reports this failure.
@@ -29,31 +30,33 @@ Three choices differ between the papers:
   OPSD). group: the first right response of the same group, other than o itself (SDPO). The default
   is column, because it works before the policy gets anything right.
 - Whose weights the teacher has (--teacher-rate r). After each step the teacher moves to
-  (1 - r) * teacher + r * policy. r = 0 keeps the initial weights, r = 1 takes the present ones, and
-  anything between is a running mean. The default is 0.05, a running mean as in SDPO. It follows
-  what the policy learns, and a single bad step hardly changes it.
+  (1 - r) * teacher + r * policy. With r = 0 it keeps the initial weights, with r = 1 it has the
+  policy's present weights, and with an r between them it is a running mean of the policy's weights.
+  The default is 0.05, as in SDPO: the teacher follows what the policy learns, and a single bad step
+  changes it little.
 - How q and c become a prompt (--context-template).
 
 Parent: distill.py. Differences: (1) the teacher is not another model but a copy of the policy,
 which moves after each step; (2) the teacher reads other prompts than the student; (3) responses
-without a context are left out of the loss; (4) with --context group, the rewards decide which
-responses are right. Otherwise they are only logged.
+without a context are left out of the loss; (4) with --context group, ACCURACY decides which
+responses are right. The rewards are still only logged.
 
 Departures from the papers: the divergence is the reverse KL alone, over the whole vocabulary or at
 the sampled token. The running mean moves once a step, not once an update; with the default of one
 update a step, this is the same. SDPO also puts the environment's feedback on o into the context;
-here a context comes from the data or from the group. The ratio is clipped as in distill.py, where
-TRL's SDPO trainer caps it at 2. The teacher's logits are divided by the temperature, too. OPSD's
+here a context comes from the data or from the group. The ratio is clipped as in distill.py; TRL's
+SDPO trainer caps it at 2 instead. The teacher's logits are divided by the temperature, too. OPSD's
 code also clips single terms of the divergence; this script doesn't.
 
 Cost: a copy of the weights in float32, and one forward pass of the teacher over each rollout. With
 --full-vocabulary every update adds a forward pass of the teacher and one of the student. The logits
-of both are in memory for one chunk of tokens at a time. The micro-batches are those of the student,
-so the teacher, which computes no gradient, reads more than --micro-batch-tokens at a time.
+of both are in memory for one chunk of tokens at a time. The micro-batches are chosen for the
+student's prompts. The teacher's prompts are longer, so it reads more than --micro-batch-tokens at a
+time. It needs less memory per token than the student, because it computes no gradient.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a part
-of the sequences, such as a micro-batch, has n <= N of them, with T response tokens in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
 
     python self_distill.py                                             assets/hinted, on a CPU
     python self_distill.py --context-column answer                     the failure above
@@ -224,13 +227,13 @@ class Args:
     context: Literal["column", "group"] = "column"
     """what the teacher also reads: a column of the data set, or a right response of the group"""
     context_column: str | None = None
-    """column with the teacher's context; an empty cell is none; None: answer, bundled hint"""
+    """column with the teacher's context; empty cell: no context; None: answer, bundled hint"""
     context_template: str | None = None
     """the teacher's prompt, with {question} and {context}; None: see RECIPES in this file"""
     max_teacher_tokens: int | None = None
-    """a context that makes the teacher's prompt longer counts as none; None: 1024, bundled 128"""
+    """if the teacher's prompt is longer, its context is dropped; None: 1024, bundled 128"""
     teacher_rate: float = 0.05
-    """r above: 0 keeps the initial weights, 1 takes the present ones; between: a running mean"""
+    """share of the policy in each move of the teacher; 0: never moves, 1: becomes the policy"""
     full_vocabulary: bool = False
     """the loss is KL_t, a sum over the vocabulary, instead of A_t at the sampled tokens alone"""
 
@@ -250,7 +253,7 @@ def reverse_kl(logprobs, ref_logprobs):
 
 
 def right_responses(completions, is_right, num_generations):
-    """For each of N responses, the first other one of its group that is right; "" if there is none.
+    """For each of N responses, the first right one among the others of its group, or else "".
 
     completions are N texts in group order, is_right N bools.
     """
@@ -406,8 +409,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # Draw the minibatches now. The old and the teacher's log-probabilities are computed in the
-        # micro-batches of the first pass: in another micro-batch, bf16 rounds a sequence
-        # differently.
+        # micro-batches of the first pass, because bf16 rounds a sequence differently in other
+        # micro-batches.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]
 
@@ -422,7 +425,7 @@ def main(args: Args) -> dict:
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
 
         # ---- 2. reward
-        # The rewards are only logged, except that --context group asks which responses are right.
+        # The rewards are only logged. ACCURACY tells --context group which responses are right.
         # The advantages are computed in the update (below), because they need the old
         # log-probabilities.
         scores = {}  # name of the reward function -> (N,) float32
@@ -449,7 +452,7 @@ def main(args: Args) -> dict:
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         for update, minibatch in enumerate(updates):
-            lr = scheduler.get_last_lr()[0]  # that of the last update is logged
+            lr = scheduler.get_last_lr()[0]  # the last update's is logged
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 part = rollout.select(rows)  # n sequences
                 # With --full-vocabulary the log-probabilities serve the metrics alone.
@@ -535,7 +538,7 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         token_advantages = compute_advantages(args, old_logprobs, ref_logprobs)  # (N, R)
-        token_advantages.masked_fill_(~loss_mask, 0.0)  # what has no loss is logged as 0
+        token_advantages.masked_fill_(~loss_mask, 0.0)  # tokens without a loss are logged as 0
         samples = []
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
@@ -582,8 +585,8 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may skip what follows, except compute_reverse_kl (--full-vocabulary).
 
-# The cache of keys and values grows by this many columns at a time. More columns cost attention
-# over empty ones. Fewer cost more copies of the cache, and on a GPU more recordings of the graph.
+# The cache of keys and values grows by this many columns at a time. With more, attention also reads
+# many empty columns. With fewer, the cache is copied, and on a GPU the graph recorded, more often.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # In a cache of at most this many tokens (rows times columns), a decode step is so fast that
 # recording a graph for fewer rows takes longer than it saves.
@@ -776,7 +779,7 @@ def compute_reverse_kl(model, teacher, rollout, teacher_rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. The micro-batches are those of the update of each minibatch.
+    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -856,21 +859,22 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
 def add_contexts(args, tokenizer, rollout, examples, contexts):
     """The rollout of N sequences with the teacher's prompts, and has_context (N,) bool.
 
-    contexts are N texts. The prompt stays the student's if its context is blank, or if the
-    teacher's prompt would be longer than --max-teacher-tokens.
+    contexts are N texts. If a context is blank, or if it makes the teacher's prompt longer than
+    --max-teacher-tokens, the teacher reads the student's prompt, and has_context is False.
     """
     prompts, has_context = [], []
     for i, context in enumerate(contexts):
         example = examples[i // args.num_generations]
-        ids = []
+        ids = []  # of the teacher's prompt
         if context.strip():
             *earlier, last = example["messages"]
             question = last["content"]
             text = args.context_template.format(question=question, context=context)
             prompt = render(args, tokenizer, [*earlier, last | {"content": text}])
             ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-        has_context.append(0 < len(ids) <= args.max_teacher_tokens)
-        prompts.append(torch.tensor(ids if has_context[-1] else example["prompt_ids"]))
+        is_usable = 0 < len(ids) <= args.max_teacher_tokens
+        prompts.append(torch.tensor(ids if is_usable else example["prompt_ids"]))
+        has_context.append(is_usable)
     # Padded as in sample_responses.
     ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # (N, P)
     ids = ids.to(rollout.prompt_ids.device)
@@ -983,7 +987,7 @@ def read_rows(args, flag, source, split):
         f"{flag} {source} ({split}), {place}, --question-column "
         f"{args.question_column}, --answer-column {args.answer_column}"
     ):
-        # load_dataset refuses a folder grpo that holds a grpo.py. With /. it doesn't see the name.
+        # load_dataset refuses a folder NAME that holds a NAME.py. The /. hides the folder's name.
         if path.is_file():
             # load_dataset would read a file name as a hub id, so it gets the folder and the file.
             # data_files is a pattern: escape lets a [ in the path stand for itself.
@@ -1097,7 +1101,7 @@ def exit_on_error(what, kinds=Exception):
         # A library's exception often hides the one that caused it.
         cause = error.__cause__ or error
         if isinstance(cause, RuntimeError) and isinstance(cause.__context__, OSError):
-            cause = cause.__context__  # of a full disk, on which torch.save fails twice
+            cause = cause.__context__  # if the disk is full, torch.save raises a second error
         reason = str(cause).strip().split("\n")[0][:300]
         if not reason:  # such as torch.load's EOFError for an empty file
             reason = f"{type(error).__name__}, perhaps an empty file"
@@ -1108,7 +1112,7 @@ class PipeSafeStream:
     """stdout or stderr that survives a closed pipe, and letters that its encoding lacks."""
 
     def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")  # it is None after >&-
+        self.stream = stream or open(os.devnull, "w")  # None if the shell has closed it
 
     def write(self, text):
         encoding = self.stream.encoding
@@ -1148,7 +1152,7 @@ def resolve_args(args):
     if run_name is None:
         when = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         path = Path(args.model).absolute()
-        model_name = path.parent.name if path.name == "model" else path.name  # runs/NAME/model
+        model_name = path.parent.name if path.name == "model" else path.name  # from runs/NAME/model
         run_name = f"{SCRIPT.stem}__{model_name}__{args.seed}__{when}"
     run_dir = Path(args.runs_dir, run_name)
     if os.path.exists(run_dir / "checkpoint.pt"):
@@ -1213,11 +1217,12 @@ def check_args(args):
         fail(f"--num-minibatches {args.num_minibatches}: more than the {N} sequences of a step")
     if args.context == "group" and args.num_generations == 1:
         fail("--context group: --num-generations must be 2 or more; raise it")
-    about = f"--context-template {args.context_template!r}"
-    with exit_on_error(about, (ValueError, LookupError)):
-        text = args.context_template.format(question="<question>", context="<context>")
+    template = args.context_template
+    about = f"--context-template {template!r}: must contain {{question}} and {{context}}"
+    with exit_on_error(f"{about}, and no other field", (AttributeError, ValueError, LookupError)):
+        text = template.format(question="<question>", context="<context>")
     if "<question>" not in text or "<context>" not in text:
-        fail(f"{about}: must contain {{question}} and {{context}}")
+        fail(about)
 
 
 def load_config(args):
@@ -1269,7 +1274,7 @@ def load_model(args, config, tokenizer):
     if device == "mps":
         print("warning: --device mps is untested; it computes in float32")
     if device == "cuda":
-        # cuDNN's attention plans anew for every shape, and its masked gradients can be NaN.
+        # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
     not_supported = f"--model {args.model}, --device {args.device}: not supported"
@@ -1450,6 +1455,9 @@ def show_progress(args, progress, metrics, samples):
             f"    warning: most responses are cut off; {answered} of {len(texts)} had answered. "
             "Raise --max-new-tokens for the others"
         )
+    if metrics["rollout/context_frac"] == 0:
+        flag = "--num-generations" if args.context == "group" else "--max-teacher-tokens"
+        progress.write(f"    warning: no response has a context to learn from; raise {flag}")
 
 
 def check_sampler(args, model, gap):

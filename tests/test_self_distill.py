@@ -352,13 +352,15 @@ def test_a_teacher_that_reads_the_same_has_nothing_to_teach(tmp_path, full_vocab
     assert metrics["optim/grad_norm"] < 1e-4
 
 
-def test_without_a_context_there_is_no_loss(tmp_path):
+def test_without_a_context_there_is_no_loss(tmp_path, capsys):
     """No response of these steps has a context, so the weights don't change, and means over tokens are null."""
     hints = ["9" * 200]  # longer than --max-teacher-tokens
     records, saved = train(tmp_path, hints)
     for metrics in records:
         assert metrics["rollout/context_frac"] == 0.0 and metrics["kl/ref"] is None
         assert metrics["policy/loss"] == 0.0 and metrics["optim/grad_norm"] == 0.0
+    text = "".join(capsys.readouterr())
+    assert "warning: no response has a context to learn from; raise --max-teacher-tokens" in text
     for name, weights in AutoModelForCausalLM.from_pretrained(SMALL_MODEL).state_dict().items():
         assert torch.equal(saved["model"][name], weights)
 
@@ -413,6 +415,7 @@ def test_a_column_without_a_text(refuse, tmp_path):  # noqa: F811
         ("{context} {question} {solution}", ("'solution'",)),
         ("{context} {question} {", ("Single '{'",)),
         ("{context} {question} {0}", ("index",)),
+        ("{context} {question.x}", ("no other field: 'str' object",)),
     ],
 )
 def test_a_template_that_cannot_be_filled(refuse, template, words):  # noqa: F811

@@ -263,6 +263,7 @@ PAIRS = {
         "open_run",
         "reverse_kl",
         "right_responses",
+        "show_progress",
     },
     "vapo": {
         "Args.beta",
