@@ -502,7 +502,8 @@ def main(args: Args) -> dict:
     save_adapters(args, model, run_dir / "adapter")
     merge_adapters(args, model)
     save_model(model, tokenizer, run_dir / "model")
-    wandb.finish()
+    if args.track:
+        wandb.finish()
     accuracy = metrics["eval/accuracy"]
     print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
     return metrics

@@ -553,7 +553,8 @@ def main(args: Args) -> dict:
     if rank > 0:
         return metrics
     save_model(model, weights, tokenizer, run_dir / "model")
-    wandb.finish()
+    if args.track:
+        wandb.finish()
     accuracy = metrics["eval/accuracy"]
     print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
     return metrics

@@ -540,7 +540,8 @@ def main(args: Args) -> dict:
     # Free the engine's memory, because a notebook may start another run in this process.
     engine.llm_engine.engine_core.shutdown()
     save_model(model, tokenizer, run_dir / "model")
-    wandb.finish()
+    if args.track:
+        wandb.finish()
     accuracy = metrics["eval/accuracy"]
     print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
     return metrics

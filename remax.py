@@ -494,7 +494,8 @@ def main(args: Args) -> dict:
             sys.exit(128 + stop_signals[0])
 
     save_model(model, tokenizer, run_dir / "model")
-    wandb.finish()
+    if args.track:
+        wandb.finish()
     accuracy = metrics["eval/accuracy"]
     print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
     return metrics

@@ -1287,11 +1287,13 @@ def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track
 
 @pytest.mark.scripts("grpo")
 def test_a_users_own_wandb_run_stays_open(run, watch, wandb_settings, tmp_path):
-    """A run without --track that fails doesn't end a W&B run that somebody else has started."""
+    """A run without --track doesn't end a W&B run that somebody else has started."""
     wandb_settings(MODE="offline")
     own = wandb.init(dir=tmp_path)
     with pytest.raises(SystemExit):
         run(num_steps=0)
+    assert wandb.run is own
+    run(num_steps=1)
     assert wandb.run is own
     own.finish()
     wandb.teardown()
