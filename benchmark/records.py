@@ -4,6 +4,8 @@ A record is a line of JSON in benchmark/records. In a page, a table stands betwe
 """
 
 import json
+import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -22,6 +24,17 @@ def provenance() -> dict:
 
     changes = git("status", "--porcelain", "--", "*.py", "utils", "assets")
     return {"commit": git("rev-parse", "--short", "HEAD"), "dirty": bool(changes)}
+
+
+def machine() -> dict:
+    """The CPU's model, the number of its cores, and the load average of the last one, five and fifteen minutes."""
+    cpuinfo, model = Path("/proc/cpuinfo"), platform.processor()
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.partition(":")[2].strip()
+    load = [round(x, 1) for x in os.getloadavg()]
+    return {"cpu": model, "cores": os.cpu_count(), "load": load}
 
 
 def read(path: Path) -> list[dict]:
