@@ -41,7 +41,9 @@ from pictures import GRAY, digest, draw_band, panels, save
 from records import FOLDER, ROOT, fill, machine, provenance, read, table, write
 from tqdm import tqdm
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import build_sums  # noqa: E402
 
 import grpo  # noqa: E402
 from utils.rewards import apply_reward  # noqa: E402
@@ -193,6 +195,36 @@ def copy_in_place() -> Iterator[None]:
         (ROOT / COPY).unlink()
 
 
+@torch.no_grad()
+def chances(args: grpo.Args) -> list[float]:
+    """For each held-out sum, the chance that a sample is the solution of assets/sums with all its carries.
+
+    It is computed, not counted: exp of the sum of the log-probabilities of the solution's tokens at args.temperature. A
+    sample with another text may be right, too, so the chance of a right sample is at least as high.
+    """
+    config, tokenizer = grpo.load_config(args)
+    examples = grpo.load_data(args, tokenizer, "test")
+    model, _ = grpo.load_model(args, config, tokenizer)
+    found = []
+    for example in examples:
+        numbers = [int(number) for number in example["prompt"].removesuffix("=").split("+")]
+        response_ids = tokenizer(
+            build_sums.solution(numbers), return_tensors="pt"
+        ).input_ids  # (1, R)
+        prompt_ids = torch.tensor([example["prompt_ids"]])  # (1, P)
+        rollout = grpo.Rollout(
+            prompt_ids=prompt_ids,
+            prompt_mask=torch.ones_like(prompt_ids, dtype=torch.bool),
+            response_ids=response_ids,
+            response_mask=torch.ones_like(response_ids, dtype=torch.bool),
+            sampled_logprobs=torch.zeros(response_ids.shape),
+            completions=[""],
+        )
+        logprobs = grpo.compute_logprobs(model, rollout, args.temperature)  # (1, R)
+        found.append(float(f"{logprobs.sum().exp():.4g}"))
+    return found
+
+
 def python(command: str) -> None:
     """Run a program on one thread. If it fails, raise RuntimeError with the end of its output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -212,6 +244,7 @@ def make_record(arm: str, seed: int) -> dict:
         if not (ROOT / folder / name / "model").is_dir():
             python(f"{TRAINED[arm]} --seed {seed} --runs-dir {folder} --run-name {name}")
         source = f"{folder / name} --seed 1"
+        model = folder / name / "model"
     else:
         model, sampling_seed = UNTRAINED[arm]
         source = f"{SUMS.replace('assets/sums', model, 1)} --seed {sampling_seed}"
@@ -220,7 +253,12 @@ def make_record(arm: str, seed: int) -> dict:
         numbers = f"--samples {SAMPLES} --problems {PROBLEMS} --device cpu"
         python(f"benchmark/passk.py {source} {numbers} --out {out}")
         (record,) = read(out)
-    return about | record
+    settings = record["settings"] | {
+        "model": str(ROOT / model),
+        "dataset": str(ROOT / "assets/sums"),
+    }
+    args = grpo.Args(device="cpu", eval_size=PROBLEMS, **settings)
+    return about | record | {"chances": chances(grpo.resolve_args(args)[0])}
 
 
 def make_records() -> None:
