@@ -154,7 +154,7 @@ def show(records: list[dict], ks: list[int]) -> str:
 # ==== the lesson ====
 SEEDS = (1, 2, 3)
 SAMPLES, PROBLEMS = 128, 200
-SHOWN = (1, 4, 16, 64)  # the columns of the table
+SHOWN = (1, 8, 64)  # the columns of the table
 DRAWN = list(range(1, 65))  # the points of the picture
 RECORDS = FOLDER / "passk.jsonl"
 PAGE = ROOT / "docs" / "lessons_passk_draft.md"
@@ -182,13 +182,18 @@ UNTRAINED = {
 BEFORE = "before"
 
 
-@contextmanager
-def copy_in_place() -> Iterator[None]:
-    """Make COPY beside its parent, and delete it at the end."""
+def right_samples() -> str:
+    """The text of COPY: reinforce_baseline.py with another line for REWARDS."""
     source = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8")
     source, count = re.subn(r"^REWARDS = .*", RIGHT_ALONE, source, flags=re.MULTILINE)
     assert count == 1
-    (ROOT / COPY).write_text(source, encoding="utf-8")
+    return source
+
+
+@contextmanager
+def copy_in_place() -> Iterator[None]:
+    """Write COPY beside its parent, and delete it at the end."""
+    (ROOT / COPY).write_text(right_samples(), encoding="utf-8")
     try:
         yield
     finally:
@@ -294,62 +299,74 @@ def arm_curves(found: list[dict], ks: list[int]) -> np.ndarray:
 
 
 def seeds_of(values: list[float], digits: int = 1) -> str:
-    """The lowest and the highest seed in parentheses; nothing if there is one seed."""
-    if len(values) == 1:
-        return ""
-    return f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    """The mean, and the lowest and the highest seed in parentheses. One seed is a number alone."""
+    text = f"{np.mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return text
 
 
 def lesson_table() -> str:
-    """Markdown: pass@k in percent with standard errors, its change, and the problems that change sides."""
+    """Markdown: pass@k in percent, and what happens to the problems that were never right before."""
     arms, rows = read_arms(), []
-    start = arm_curves(arms[BEFORE], SHOWN)[0]  # (problems, ks)
-    was_never = np.array(arms[BEFORE][0]["right"]) == 0  # (problems,)
+    (before,) = arms[BEFORE]
+    start = 100 * curves(before["samples"], before["right"], SHOWN)  # (problems, ks)
+    was_never = np.array(before["right"]) == 0  # (problems,)
     for arm, found in arms.items():
         each = 100 * arm_curves(found, SHOWN)  # (seeds, problems, ks)
-        means, errors = mean_and_error(each.mean(0))
+        _, errors = mean_and_error(each.mean(0))  # (ks,)
         cells = []
-        for column in range(len(SHOWN)):
-            spread = seeds_of(each.mean(1)[:, column].tolist())
-            cells.append(f"{means[column]:.1f} ± {errors[column]:.1f}{spread}")
+        for column, error in enumerate(errors):
+            cells.append(f"{seeds_of(each.mean(1)[:, column].tolist())} ± {error:.1f}")
         if arm == BEFORE:
-            rows.append([arm, *cells, "", f"{100 * was_never.mean():.1f}", "", ""])
-            continue
-        # The problems are the same, so the difference of a problem has no noise from their choice.
-        change, error = mean_and_error(each.mean(0)[:, -1] - 100 * start[:, -1])
-        cells.append(f"{change:+.1f} ± {error:.1f}")
+            cells.append("")
+        else:
+            # The problems are the same, so the choice of the problems adds little noise to their differences.
+            change, error = mean_and_error(each.mean(0)[:, -1] - start[:, -1])
+            cells.append(f"{change:+.1f} ± {error:.1f}")
         never = np.array([record["right"] for record in found]) == 0  # (seeds, problems)
-        for shares in (never, was_never & ~never, ~was_never & never):
-            shares = (100 * shares.mean(1)).tolist()  # seeds
-            cells.append(f"{np.mean(shares):.1f}{seeds_of(shares)}")
+        for now in (never, was_never & ~never, ~was_never & never):  # never right, new, lost
+            cells.append(seeds_of((100 * now.mean(1)).tolist()))
+        # Of the problems that were never right.
+        chances = 100 * np.array([record["chances"] for record in found])[:, was_never]
+        cells.append(seeds_of(np.median(chances, axis=1).tolist(), digits=2))
         rows.append([arm, *cells])
     header = ["%", *[f"pass@{k}" for k in SHOWN], f"change of pass@{SHOWN[-1]}"]
-    return table([*header, "never right", "new", "lost"], rows)
+    return table([*header, "never right", "new", "lost", "chance where never right"], rows)
 
 
 def drawn_from() -> str:
-    return digest([[record["arm"], record["seed"], record["right"]] for record in read(RECORDS)])
+    names = ("arm", "seed", "right", "chances")
+    return digest([[record[name] for name in names] for record in read(RECORDS)])
 
 
 def draw() -> None:
-    """Two panels against k: pass@k, and its change. The band of an arm goes from its lowest to its highest seed."""
+    """pass@k against k in two panels: estimated from samples, and computed from the chances of the right solutions.
+
+    The band of an arm goes from its lowest to its highest seed.
+    """
     arms = read_arms()
-    figure, axes = panels(1, 2, figsize=(12, 4.8))
-    level, change = axes.flat
-    start = 100 * arm_curves(arms[BEFORE], DRAWN)[0]  # (problems, ks)
-    mean, error = mean_and_error(start)
-    level.fill_between(DRAWN, mean - error, mean + error, alpha=0.2, linewidth=0, color=GRAY)
-    level.plot(DRAWN, mean, color=GRAY, linestyle="--", label=BEFORE)
-    change.axhline(0, color=GRAY, linestyle="--")
-    for color, arm in enumerate(arm for arm in TRAINED if arm in arms):
-        each = 100 * arm_curves(arms[arm], DRAWN).mean(1)  # (seeds, ks)
-        draw_band(level, DRAWN, each, f"C{color}", arm)
-        draw_band(change, DRAWN, each - mean, f"C{color}")
-    for ax, name in ((level, "pass@k, %"), (change, "pass@k minus pass@k before, points")):
-        ax.set_xscale("log", base=2)
-        ax.set_xticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
+    figure, axes = panels(1, 2, figsize=(12, 4.8), sharey=True)
+    computed_at = np.logspace(0, 6, 61)
+    colors = {BEFORE: GRAY} | {arm: f"C{color}" for color, arm in enumerate(TRAINED)}
+    for arm, color in colors.items():
+        if arm not in arms:
+            continue
+        sampled = 100 * arm_curves(arms[arm], DRAWN).mean(1)  # (seeds, ks)
+        draw_band(axes[0, 0], DRAWN, sampled, color, arm)
+        chances = np.array([record["chances"] for record in arms[arm]])[
+            :, :, None
+        ]  # (seeds, problems, 1)
+        computed = 100 * (1 - (1 - chances) ** computed_at).mean(1)  # (seeds, ks)
+        draw_band(axes[0, 1], computed_at, computed, color)
+    axes[0, 0].set_xscale("log", base=2)
+    axes[0, 0].set_xticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
+    axes[0, 0].set_ylabel("pass@k, %")
+    axes[0, 0].set_title(f"from {SAMPLES} samples", fontsize=12)
+    axes[0, 1].set_xscale("log")
+    axes[0, 1].set_title("computed, 1 - (1 - p)^k", fontsize=12)
+    for ax in axes.flat:
         ax.set_xlabel("k, samples per problem")
-        ax.set_ylabel(name)
     figure.legend(loc="outside lower center", ncols=4)
     save(figure, PICTURE, drawn_from())
 

@@ -99,39 +99,44 @@ def test_the_standard_error_is_over_the_problems():
 # ==== the command ====
 
 
-def command(*flags):
-    full = [sys.executable, str(ROOT / "benchmark" / "passk.py"), *map(str, flags)]
-    return subprocess.run(full, cwd=ROOT, capture_output=True, text=True)
+def call(monkeypatch, *flags):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["passk.py", *map(str, flags)])
+    passk.main()
 
 
-def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path):
+def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, monkeypatch, capsys):
     """A run's settings come from its args.json, and its weights from model/. The counts don't depend on --problems."""
     run = tmp_path / "run"
     # Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
-    saved = json.loads(json.dumps(vars(grpo.Args()))) | {"teacher": "x", "num_generations": 1}
+    saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1}
     saved |= {"dataset": SMALL_TASK, "system_prompt": "", "temperature": 1.0}
     saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
     run.mkdir()
     (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
     (run / "model").symlink_to(SMALL_MODEL)
-    out = tmp_path / "out.jsonl"
+    out = tmp_path / "folder" / "out.jsonl"
     small = ("--samples", 16, "--k", 1, 16, "--out", out)
-    for arguments in ([*SMALL, "--problems", 6], [run, "--device", "cpu", "--problems", 4]):
-        done = command(*arguments, *small)
-        assert done.returncode == 0, done.stderr
+    call(monkeypatch, *SMALL, "--problems", 6, *small)
+    capsys.readouterr()
+    call(monkeypatch, run, "--device", "cpu", "--problems", 4, *small)
     of_model, of_run = read(out)
     assert of_model["right"][:4] == of_run["right"] and of_run["problems"] == 4
     assert of_run["settings"] == of_model["settings"]
     assert 0 < sum(of_run["right"]) < 64
     assert {"commit", "dirty", "machine", "torch"} <= of_run.keys()
     assert {"cpu", "cores", "load"} == of_run["machine"].keys()
-    # The last lines are the table. pass@1 is the share of right samples, pass@16 that of problems with one.
-    cells = [cell.strip() for cell in done.stdout.split("\n")[-4].split("|")]
+    # pass@1 is the share of right samples, pass@16 that of problems with one.
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {run}")]
+    cells = [cell.strip() for cell in row.split("|")]
     assert cells[2].startswith(f"{100 * sum(of_run['right']) / 64:.1f} ±")
     assert cells[3].startswith(f"{100 * sum(c > 0 for c in of_run['right']) / 4:.1f} ±")
-    # A second sample of the same seed replaces the first one, and another seed is another record.
-    again = command(run, "--device", "cpu", "--problems", 4, "--seed", 2, *small)
-    assert again.returncode == 0 and len(read(out)) == 3
+    assert cells[4] == f"{100 * of_run['right'].count(0) / 4:.1f}"
+    # A sample with the same seed replaces the record, and one with another seed is another record.
+    for seed in (1, 2):
+        call(monkeypatch, run, "--device", "cpu", "--problems", 4, "--seed", seed, *small)
+    assert [record["sampling_seed"] for record in read(out)] == [1, 1, 2]
+    assert read(out)[1]["right"] == of_run["right"] != read(out)[2]["right"]
 
 
 def test_the_counts_are_those_of_the_samples():
@@ -169,9 +174,8 @@ def test_the_counts_are_those_of_the_samples():
     ],
 )
 def test_mistakes_get_one_line(flags, message, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["passk.py", *flags])
     with pytest.raises(SystemExit) as exit:
-        passk.main()
+        call(monkeypatch, *flags)
     assert exit.value.code == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert line.startswith(f"error: {message}")
@@ -189,45 +193,72 @@ def test_a_run_with_a_tool_is_refused(tmp_path, capsys):
 # ==== the lesson ====
 
 
-def made_up(arm, seed, right):
-    return {"arm": arm, "seed": seed, "samples": 4, "problems": 4, "right": right}
+def made_up(arm, seed, right, chances):
+    return {"arm": arm, "seed": seed, "samples": 4, "problems": 4, "right": right} | {
+        "chances": chances
+    }
 
 
 def test_the_table_by_hand(tmp_path, monkeypatch):
     """Four problems with four samples each, and pass@1 and pass@4."""
     records = [
-        made_up("before", 1, [0, 0, 2, 4]),
-        made_up("GRPO", 2, [0, 4, 4, 4]),
-        made_up("GRPO", 1, [0, 2, 0, 4]),
+        made_up("before", 1, [0, 0, 2, 4], [0.001, 0.003, 0.5, 1]),
+        made_up("GRPO", 2, [0, 4, 4, 4], [0.1, 0.9, 1, 1]),
+        made_up("GRPO", 1, [0, 2, 0, 4], [0.1, 0.3, 0, 1]),
     ]
     path = tmp_path / "passk.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     monkeypatch.setattr(passk, "RECORDS", path)
     monkeypatch.setattr(passk, "SHOWN", (1, 4))
-    _, _, before, grpo_row = [
+    _, _, before, after = [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in passk.lesson_table().splitlines()
     ]
     # Before: pass@1 is 0, 0, 1/2, 1, and pass@4 is 0, 0, 1, 1. Two of four problems are never right.
     error = 100 * np.std([0, 0, 0.5, 1], ddof=1) / 2
     assert before[:2] == ["before", f"37.5 ± {error:.1f}"]
-    assert before[2].startswith("50.0 ±") and before[4] == "50.0"
-    # The seeds have pass@1 of 37.5 and 75 %, and pass@4 of 50 and 75 %.
-    assert grpo_row[1].startswith("56.2 ±") and grpo_row[1].endswith("(37.5 to 75.0)")
-    assert grpo_row[2].startswith("62.5 ±") and grpo_row[2].endswith("(50.0 to 75.0)")
+    assert before[2].startswith("50.0 ±") and before[3] == ""
+    assert before[4:] == ["50.0", "0.0", "0.0", "0.20"]
+    # The seeds have pass@1 of 37.5 and 75 %, and pass@4 of 50 and 75 %. The problems have 0, 3/4, 1/2 and 1.
+    error = 100 * np.std([0, 0.75, 0.5, 1], ddof=1) / 2
+    assert after[1] == f"56.2 (37.5 to 75.0) ± {error:.1f}"
+    assert after[2].startswith("62.5 (50.0 to 75.0) ±")
     # The problems' changes of pass@4 are 0, 1, -1/2, 0.
     error = 100 * np.std([0, 1, -0.5, 0], ddof=1) / 2
-    assert grpo_row[3] == f"+12.5 ± {error:.1f}"
+    assert after[3] == f"+12.5 ± {error:.1f}"
     # Never right: 2 of 4 and 1 of 4. Both seeds solve the second problem, and seed 1 loses the third.
-    assert grpo_row[4:] == ["37.5 (25.0 to 50.0)", "25.0 (25.0 to 25.0)", "12.5 (0.0 to 25.0)"]
+    assert after[4:7] == ["37.5 (25.0 to 50.0)", "25.0 (25.0 to 25.0)", "12.5 (0.0 to 25.0)"]
+    # The medians of the first two problems are 20 and 50 %.
+    assert after[7] == "35.00 (20.00 to 50.00)"
+
+
+def test_the_chance_of_a_solution_token_by_token():
+    """The product of softmaxes of whole forward passes, in float64, at a temperature that isn't 1."""
+    sums = str(ROOT / "assets" / "sums")
+    args = grpo.Args(model=sums, dataset=sums, system_prompt="", temperature=0.7, device="cpu")
+    args.eval_size = 2
+    args, _, _ = grpo.resolve_args(args)
+    found = passk.chances(args)
+    config, tokenizer = grpo.load_config(args)
+    model = AutoModelForCausalLM.from_pretrained(sums, config=config).double()
+    for example, chance in zip(grpo.load_data(args, tokenizer, "test"), found, strict=True):
+        numbers = [int(x) for x in example["prompt"][:-1].split("+")]
+        answer = f"<answer>{example['answer']}</answer></s>"
+        solution = passk.build_sums.solution(numbers)
+        assert solution.endswith(answer)
+        ids, expected = list(example["prompt_ids"]), 1.0
+        for token in tokenizer(solution).input_ids:
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            expected *= (logits / 0.7).softmax(0)[token].item()
+            ids.append(token)
+        assert chance == pytest.approx(expected, rel=2e-3)
+    assert max(found) > 0.1
 
 
 def test_the_own_right_samples_have_accuracy_alone_as_reward():
     """The copy differs from its parent in one line. The command on the page makes the same copy."""
     parent = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8").splitlines()
-    with passk.copy_in_place():
-        copied = (ROOT / passk.COPY).read_text(encoding="utf-8").splitlines()
-    assert not (ROOT / passk.COPY).exists()
+    copied = passk.right_samples().splitlines()
     changed = [pair for pair in zip(parent, copied, strict=True) if pair[0] != pair[1]]
     assert [new for _, new in changed] == ["REWARDS = [accuracy_reward]"]
     sed = passk.commands().splitlines()[0].partition(" > ")[0]
@@ -253,5 +284,11 @@ def test_the_lesson_states_what_is_recorded():
     for record in records:
         assert record["samples"] == passk.SAMPLES and len(record["right"]) == passk.PROBLEMS
         assert record.get("command") == passk.TRAINED.get(record["arm"])
+        # A sample is right more often than it is the solution, up to the noise of 128 samples.
+        of_samples = np.array(record["right"]) / passk.SAMPLES
+        chances = np.array(record["chances"])
+        noise = np.sqrt(chances * (1 - chances) / passk.SAMPLES)
+        assert (of_samples - chances > -5 * noise - 1 / passk.SAMPLES).all()
+        assert abs(of_samples.mean() - chances.mean()) < 0.03
         # The same problems and the same way of sampling, whatever the model.
         assert record["settings"] == records[0]["settings"]
