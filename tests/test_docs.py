@@ -375,7 +375,7 @@ def test_the_lessons_state_what_is_recorded():
         assert lessons.drawn_from(name) in picture, f"{name}: the picture shows other records"
     assert f"<!-- cost -->\n{lessons.total_cost()}<!-- end cost -->\n" in pages["lessons"]
     pictures = {path.stem for path in (ROOT / "docs" / "lessons").glob("*.svg")}
-    assert pictures == set(lessons.LESSONS)
+    assert pictures == {*lessons.LESSONS, "passk"}  # benchmark/passk.py draws the last one
     for page in pages.values():
         for section in re.split(r"^## ", page, flags=re.MULTILINE):
             tables = generated(section)

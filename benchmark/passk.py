@@ -1,0 +1,456 @@
+"""pass@k on held-out problems: the chance that at least one of k samples is right.
+
+    python benchmark/passk.py runs/NAME runs/OTHER --samples 128 --problems 200
+    python benchmark/passk.py --model assets/sums --dataset assets/sums --system-prompt=    a model before training
+    python benchmark/passk.py --lesson    make the missing records of the lesson on pass@k, and its table and picture
+    python benchmark/passk.py --draw      the table and the picture alone
+
+The program samples n responses to each of the first held-out problems, with the functions of grpo.py. A run's args.json
+says the data set, the prompt, the temperature and the lengths. With --model, these settings are the defaults of grpo.py
+unless a flag says otherwise. If c of the n responses are right (ACCURACY of grpo.py), pass@k of the problem is
+
+    1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
+
+This is the share of the sets of k among the n responses that have a right one, so its mean over all draws of the n
+responses is the chance 1 - (1 - p)^k for k new ones. The table gives the mean over the problems, and its standard error
+over the problems, both in percent. Each model and each seed gets a line in --out, with the number of right responses to
+each problem.
+
+The lesson compares a model before and after three kinds of training, with three seeds each. It trains into runs/passk,
+two runs at a time on one thread each. Its records are benchmark/records/passk.jsonl. An arm and seed that has a record
+isn't run again.
+"""
+
+import argparse
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from pictures import GRAY, digest, draw_band, panels, save
+from records import FOLDER, ROOT, fill, machine, provenance, read, table, write
+from tqdm import tqdm
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+import build_sums  # noqa: E402
+
+import grpo  # noqa: E402
+from utils.rewards import apply_reward  # noqa: E402
+
+# What a run's args.json says about its held-out problems and about sampling.
+SETTINGS = ["dataset", "eval_dataset", "question_column", "answer_column", "system_prompt"]
+SETTINGS += ["max_prompt_tokens", "max_new_tokens", "temperature"]
+# The flags that give a setting to a model without a run.
+FLAGS = ["dataset", "system_prompt", "max_prompt_tokens", "max_new_tokens", "temperature"]
+KINDS = {"max_prompt_tokens": int, "max_new_tokens": int, "temperature": float}
+
+# ==== the estimator ====
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """pass@k of a problem with c right responses among n, without bias (Chen et al. 2021, Eq. 1).
+
+    The integers are exact, so the result is right to the last bit for any n. Raises ValueError unless 0 <= c <= n and
+    1 <= k <= n.
+    """
+    if not 0 <= c <= n:
+        raise ValueError(f"{c} right responses of {n}")
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} of {n} responses: k must be from 1 to {n}")
+    sets = math.comb(n, k)
+    without_right = math.comb(n - c, k)
+    return (sets - without_right) / sets
+
+
+def curves(n: int, right: list[int], ks: list[int]) -> np.ndarray:
+    """pass@k of each problem, (problems, ks). right has the number of right responses to each problem."""
+    return np.array([[pass_at_k(n, c, k) for k in ks] for c in right])
+
+
+def mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard error over the first axis, the problems. The error includes the noise of sampling.
+
+    The problems are drawn independently, and so are the responses to them. So the spread of the problems' values has
+    both parts.
+    """
+    return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
+
+
+# ==== sampling ====
+
+
+def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
+    """The number of right responses to each held-out problem. args.eval_size is the number of problems."""
+    config, tokenizer = grpo.load_config(args)
+    examples = grpo.load_data(args, tokenizer, "test")
+    if len(examples) < args.eval_size:
+        grpo.fail(f"--problems {args.eval_size}: there are {len(examples)} held-out problems")
+    model, eos_ids = grpo.load_model(args, config, tokenizer)
+    args = grpo.choose_batch_sizes(args, model.device)
+    sampler = grpo.inference_copy(model) if model.device.type == "cuda" else model
+    right = []
+    for number, example in enumerate(tqdm(examples, desc=args.model, disable=None)):
+        # Each problem has its own seed, so that its responses don't depend on the number of problems.
+        torch.manual_seed(1_000_003 * seed + number)
+        sample = (args, sampler, tokenizer, [example], samples, args.temperature, eos_ids)
+        completions = grpo.sample_responses(*sample).completions
+        scores = apply_reward(grpo.ACCURACY, [example], completions)
+        right.append(sum(score == 1 for score in scores))
+    return right
+
+
+def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
+    """Sample, and return the record."""
+    args, _, _ = grpo.resolve_args(args)
+    start = time.perf_counter()
+    right = count_right(args, samples, seed)
+    return {
+        "model": name,
+        "sampling_seed": seed,
+        "samples": samples,
+        "problems": len(right),
+        "right": right,
+        "settings": {name: getattr(args, name) for name in SETTINGS},
+        "seconds": round(time.perf_counter() - start, 1),
+        **provenance(),
+        "torch": torch.__version__,
+        "machine": machine(),
+    }
+
+
+def args_of_run(folder: Path, device: str, problems: int) -> grpo.Args:
+    """grpo.py's Args for the model that a run has trained, with the run's settings."""
+    if not (folder / "args.json").is_file() or not (folder / "model").is_dir():
+        grpo.fail(f"{folder}: give the folder of a finished run, with args.json and model/")
+    if (folder / "grpo_tools.py").is_file():
+        grpo.fail(f"{folder}: a run of grpo_tools.py; this program samples without a tool")
+    saved = json.loads((folder / "args.json").read_text(encoding="utf-8"))
+    settings = {name: saved[name] for name in SETTINGS}
+    return grpo.Args(model=str(folder / "model"), device=device, eval_size=problems, **settings)
+
+
+def show(records: list[dict], ks: list[int]) -> str:
+    """A table with a row for each record: pass@k and its standard error, and the problems without a right response."""
+    rows = []
+    for record in records:
+        means, errors = mean_and_error(curves(record["samples"], record["right"], ks))
+        cells = [f"{100 * m:.1f} ± {100 * e:.1f}" for m, e in zip(means, errors, strict=True)]
+        never = record["right"].count(0) / record["problems"]
+        rows.append([record["model"], *cells, f"{100 * never:.1f}"])
+    return table(["%", *[f"pass@{k}" for k in ks], "never right"], rows)
+
+
+# ==== the lesson ====
+SEEDS = (1, 2, 3)
+SAMPLES, PROBLEMS = 128, 200
+SHOWN = (1, 8, 64)  # the columns of the table
+DRAWN = list(range(1, 65))  # the points of the picture
+RECORDS = FOLDER / "passk.jsonl"
+PAGE = ROOT / "docs" / "lessons.md"
+PICTURE = ROOT / "docs" / "lessons" / "passk.svg"
+TEACHER = "runs/sums-teacher"
+BUILD_TEACHER = f"tools/build_sums_teacher.py {TEACHER}"
+# A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
+COPY = "right_samples.py"
+RIGHT_ALONE = "REWARDS = [accuracy_reward]"
+SUMS = "--model assets/sums --dataset assets/sums --system-prompt="
+TRAINING = f"{SUMS} --num-steps 40 --learning-rate 1.5e-4 --gradient-checkpointing False"
+TRAINING += " --eval-every 0 --eval-size 200 --device cpu --save-every 0"
+# name: command of the training, without its seed
+TRAINED = {
+    "GRPO": f"grpo.py {TRAINING} --beta 0",
+    "own right samples": f"{COPY} {TRAINING} --beta 0 --baseline none",
+    "distilled": f"distill.py {TRAINING} --teacher {TEACHER}",
+}
+# name: (model, seed of the sampling). The second sample of the first model shows what chance alone does.
+UNTRAINED = {
+    "before": ("assets/sums", 1),
+    "before, sampled again": ("assets/sums", 2),
+    "the teacher": (TEACHER, 1),
+}
+BEFORE = "before"
+
+
+def right_samples() -> str:
+    """The text of COPY: reinforce_baseline.py with another line for REWARDS."""
+    source = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8")
+    source, count = re.subn(r"^REWARDS = .*", RIGHT_ALONE, source, flags=re.MULTILINE)
+    assert count == 1
+    return source
+
+
+@contextmanager
+def copy_in_place() -> Iterator[None]:
+    """Write COPY beside its parent, and delete it at the end."""
+    (ROOT / COPY).write_text(right_samples(), encoding="utf-8")
+    try:
+        yield
+    finally:
+        (ROOT / COPY).unlink()
+
+
+@torch.no_grad()
+def chances(args: grpo.Args) -> list[float]:
+    """For each held-out sum, the chance that a sample is the solution of assets/sums with all its carries.
+
+    It is computed, not counted: exp of the sum of the log-probabilities of the solution's tokens at args.temperature. A
+    sample with another text may be right, too, so the chance of a right sample is at least as high.
+    """
+    config, tokenizer = grpo.load_config(args)
+    examples = grpo.load_data(args, tokenizer, "test")
+    model, _ = grpo.load_model(args, config, tokenizer)
+    found = []
+    for example in examples:
+        numbers = [int(number) for number in example["prompt"].removesuffix("=").split("+")]
+        response_ids = tokenizer(
+            build_sums.solution(numbers), return_tensors="pt"
+        ).input_ids  # (1, R)
+        prompt_ids = torch.tensor([example["prompt_ids"]])  # (1, P)
+        rollout = grpo.Rollout(
+            prompt_ids=prompt_ids,
+            prompt_mask=torch.ones_like(prompt_ids, dtype=torch.bool),
+            response_ids=response_ids,
+            response_mask=torch.ones_like(response_ids, dtype=torch.bool),
+            sampled_logprobs=torch.zeros(response_ids.shape),
+            completions=[""],
+        )
+        logprobs = grpo.compute_logprobs(model, rollout, args.temperature)  # (1, R)
+        found.append(float(f"{logprobs.sum().exp():.4g}"))
+    return found
+
+
+def python(command: str) -> None:
+    """Run a program on one thread. If it fails, raise RuntimeError with the end of its output."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    full = [sys.executable, *command.split()]
+    done = subprocess.run(full, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"python {command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+
+
+def make_record(arm: str, seed: int) -> dict:
+    """Train, unless the run exists, and sample."""
+    about = {"arm": arm, "seed": seed}
+    if arm in TRAINED:
+        script = TRAINED[arm].partition(".py")[0]
+        folder, name = Path("runs/passk"), f"{script}-{seed}"
+        about["command"] = TRAINED[arm]
+        if not (ROOT / folder / name / "model").is_dir():
+            python(f"{TRAINED[arm]} --seed {seed} --runs-dir {folder} --run-name {name}")
+        source = f"{folder / name} --seed 1"
+        model = folder / name / "model"
+    else:
+        model, sampling_seed = UNTRAINED[arm]
+        source = f"{SUMS.replace('assets/sums', model, 1)} --seed {sampling_seed}"
+    with tempfile.TemporaryDirectory() as temporary:
+        out = Path(temporary, "record.jsonl")
+        numbers = f"--samples {SAMPLES} --problems {PROBLEMS} --device cpu"
+        python(f"benchmark/passk.py {source} {numbers} --out {out}")
+        (record,) = read(out)
+    settings = record["settings"] | {
+        "model": str(ROOT / model),
+        "dataset": str(ROOT / "assets/sums"),
+    }
+    args = grpo.Args(device="cpu", eval_size=PROBLEMS, **settings)
+    return about | record | {"chances": chances(grpo.resolve_args(args)[0])}
+
+
+def make_records() -> None:
+    """Make the missing records, two at a time."""
+    have = {(record["arm"], record["seed"]) for record in read(RECORDS)}
+    wanted = [(arm, 1) for arm in UNTRAINED] + [(arm, seed) for seed in SEEDS for arm in TRAINED]
+    missing = [key for key in wanted if key not in have]
+    # The copy below counts as a change of the tree. So look at the tree first.
+    code = provenance()
+    if missing and not (ROOT / TEACHER / "model.safetensors").is_file():
+        python(BUILD_TEACHER)
+    with copy_in_place(), ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(make_record, *key) for key in missing]
+        for future in tqdm(as_completed(waiting), total=len(waiting), desc="records"):
+            if future.exception() is not None:
+                pool.shutdown(cancel_futures=True)
+                raise SystemExit(f"a run failed:\n{future.exception()}")
+            with RECORDS.open("a", encoding="utf-8") as file:
+                print(json.dumps(future.result() | code), file=file)
+
+
+def read_arms() -> dict[str, list[dict]]:
+    """arm -> its records, one for each seed, in the order of the table."""
+    arms = {arm: [] for arm in (BEFORE, "before, sampled again", *TRAINED, "the teacher")}
+    for record in sorted(read(RECORDS), key=lambda record: record["seed"]):
+        arms[record["arm"]].append(record)
+    return {arm: found for arm, found in arms.items() if found}
+
+
+def arm_curves(found: list[dict], ks: list[int]) -> np.ndarray:
+    """pass@k for an arm, (seeds, problems, ks)."""
+    return np.array([curves(record["samples"], record["right"], ks) for record in found])
+
+
+def seeds_of(values: list[float], digits: int = 1) -> str:
+    """The mean, and the lowest and the highest seed in parentheses. One seed is a number alone."""
+    text = f"{np.mean(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return text
+
+
+def lesson_table() -> str:
+    """Markdown: pass@k in percent, and what happens to the problems that were never right before."""
+    arms, rows = read_arms(), []
+    (before,) = arms[BEFORE]
+    start = 100 * curves(before["samples"], before["right"], SHOWN)  # (problems, ks)
+    was_never = np.array(before["right"]) == 0  # (problems,)
+    for arm, found in arms.items():
+        each = 100 * arm_curves(found, SHOWN)  # (seeds, problems, ks)
+        _, errors = mean_and_error(each.mean(0))  # (ks,)
+        cells = []
+        for column, error in enumerate(errors):
+            cells.append(f"{seeds_of(each.mean(1)[:, column].tolist())} ± {error:.1f}")
+        if arm == BEFORE:
+            cells.append("")
+        else:
+            # The problems are the same, so the choice of the problems adds little noise to their differences.
+            change, error = mean_and_error(each.mean(0)[:, -1] - start[:, -1])
+            cells.append(f"{change:+.1f} ± {error:.1f}")
+        never = np.array([record["right"] for record in found]) == 0  # (seeds, problems)
+        for now in (never, was_never & ~never, ~was_never & never):  # never right, new, lost
+            cells.append(seeds_of((100 * now.mean(1)).tolist()))
+        # Of the problems that were never right.
+        chances = 100 * np.array([record["chances"] for record in found])[:, was_never]
+        cells.append(seeds_of(np.median(chances, axis=1).tolist(), digits=2))
+        rows.append([arm, *cells])
+    header = ["%", *[f"pass@{k}" for k in SHOWN], f"change of pass@{SHOWN[-1]}"]
+    return table([*header, "never right", "new", "lost", "chance where never right"], rows)
+
+
+def drawn_from() -> str:
+    names = ("arm", "seed", "right", "chances")
+    return digest([[record[name] for name in names] for record in read(RECORDS)])
+
+
+def draw() -> None:
+    """pass@k against k in two panels: estimated from samples, and computed from the chances of the right solutions.
+
+    The band of an arm goes from its lowest to its highest seed.
+    """
+    arms = read_arms()
+    figure, axes = panels(1, 2, figsize=(12, 4.8), sharey=True)
+    computed_at = np.logspace(0, 6, 61)
+    colors = {BEFORE: GRAY} | {arm: f"C{color}" for color, arm in enumerate(TRAINED)}
+    for arm, color in colors.items():
+        if arm not in arms:
+            continue
+        sampled = 100 * arm_curves(arms[arm], DRAWN).mean(1)  # (seeds, ks)
+        draw_band(axes[0, 0], DRAWN, sampled, color, arm)
+        chances = np.array([record["chances"] for record in arms[arm]])[
+            :, :, None
+        ]  # (seeds, problems, 1)
+        computed = 100 * (1 - (1 - chances) ** computed_at).mean(1)  # (seeds, ks)
+        draw_band(axes[0, 1], computed_at, computed, color)
+    axes[0, 0].set_xscale("log", base=2)
+    axes[0, 0].set_xticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
+    axes[0, 0].set_ylabel("pass@k, %")
+    axes[0, 0].set_title(f"from {SAMPLES} samples", fontsize=12)
+    axes[0, 1].set_xscale("log")
+    axes[0, 1].set_title("computed, 1 - (1 - p)^k", fontsize=12)
+    for ax in axes.flat:
+        ax.set_xlabel("k, samples per problem")
+    figure.legend(loc="outside lower center", ncols=4)
+    save(figure, PICTURE, drawn_from())
+
+
+def commands() -> str:
+    """The commands of the lesson, one a line."""
+    replace_rewards = f"s/^REWARDS = .*/{RIGHT_ALONE}/"
+    lines = [f"sed '{replace_rewards}' reinforce_baseline.py > {COPY}", f"python {BUILD_TEACHER}"]
+    lines += [f"python {command}" for command in TRAINED.values()]
+    numbers = f"--samples {SAMPLES} --problems {PROBLEMS}"
+    lines += [f"python benchmark/passk.py {SUMS} {numbers}"]
+    lines += [f"python benchmark/passk.py runs/NAME {numbers}"]
+    return "\n".join(lines) + "\n"
+
+
+def block() -> str:
+    """The generated part of the page: picture, table and commands."""
+    title = "pass@k before and after three kinds of training"
+    picture = f"![{title}](lessons/{PICTURE.name})"
+    fold = f"<details>\n<summary>Commands</summary>\n\n```\n{commands()}```\n\n</details>\n"
+    return f"{picture}\n\n{lesson_table()}\n{fold}"
+
+
+# ==== the command line ====
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="*", type=Path, help="folders of finished runs")
+    parser.add_argument("--model", help="a model instead of a run")
+    for name in FLAGS:
+        flag = f"--{name.replace('_', '-')}"
+        default = "with --model; default: as in grpo.py"
+        parser.add_argument(flag, type=KINDS.get(name, str), help=default)
+    parser.add_argument("--samples", type=int, default=128, help="n; default 128")
+    parser.add_argument("--problems", type=int, default=200, help="the first ones; default 200")
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sampling; default 1")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
+    parser.add_argument("--out", type=Path, default=Path("runs/passk.jsonl"))
+    parser.add_argument("--lesson", action="store_true", help="make the records of the lesson")
+    parser.add_argument("--draw", action="store_true", help="write the lesson's table and picture")
+    flags = parser.parse_args()
+    if flags.lesson or flags.draw:
+        if flags.lesson:
+            make_records()
+        draw()
+        fill(PAGE, "passk", block())
+        print(lesson_table())
+        return
+
+    given = {name: getattr(flags, name) for name in FLAGS if getattr(flags, name) is not None}
+    if bool(flags.runs) == bool(flags.model):
+        grpo.fail("give folders of runs, or a model with --model, and not both")
+    if given and not flags.model:
+        grpo.fail(f"--{next(iter(given)).replace('_', '-')}: only with --model; a run has its own")
+    if min(flags.k) < 1:
+        grpo.fail(f"--k {min(flags.k)}: must be at least 1")
+    if flags.samples < max(flags.k):
+        grpo.fail(
+            f"--samples {flags.samples}: pass@{max(flags.k)} needs at least {max(flags.k)} samples "
+            "of each problem; raise --samples or lower --k"
+        )
+    if flags.problems < 2:
+        grpo.fail(f"--problems {flags.problems}: a standard error needs at least 2")
+    if flags.model:
+        args = grpo.Args(model=flags.model, device=flags.device, eval_size=flags.problems, **given)
+        models = {flags.model: args}
+    else:
+        models = {
+            str(folder): args_of_run(folder, flags.device, flags.problems) for folder in flags.runs
+        }
+    records = []
+    for name, args in models.items():
+        records.append(measure(name, args, flags.samples, flags.seed))
+        new = (name, flags.seed)
+        others = [x for x in read(flags.out) if (x["model"], x["sampling_seed"]) != new]
+        flags.out.parent.mkdir(parents=True, exist_ok=True)
+        write(flags.out, [*others, records[-1]])
+    print(show(records, flags.k))
+    print(f"{flags.problems} held-out problems, {flags.samples} samples of each; {flags.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,298 @@
+"""benchmark/passk.py: the estimator, a whole command on a small model, and the lesson's table, picture and text."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from itertools import combinations
+
+import numpy as np
+import passk
+import pytest
+import torch
+from conftest import ROOT, SMALL_MODEL, SMALL_TASK
+from records import read
+from test_docs import measured
+from transformers import AutoModelForCausalLM
+
+import grpo
+
+SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--system-prompt="]
+SMALL += [
+    "--max-prompt-tokens",
+    "64",
+    "--max-new-tokens",
+    "24",
+    "--temperature",
+    "1",
+    "--device",
+    "cpu",
+]
+
+
+# ==== the estimator ====
+
+
+def test_pass_at_k_by_hand():
+    # Of the 6 pairs among 4 responses, 3 have the one right response.
+    assert passk.pass_at_k(4, 1, 2) == 0.5
+    # Of the 10 pairs among 5 responses, 1 pair has none of the 3 right ones.
+    assert passk.pass_at_k(5, 3, 2) == 0.9
+    # Of the 120 triples among 10 responses, 56 have none of the 2 right ones.
+    assert passk.pass_at_k(10, 2, 3) == pytest.approx(1 - 56 / 120, abs=1e-16)
+    # One right response of 128 is in half of all sets of 64.
+    assert passk.pass_at_k(128, 1, 64) == 0.5
+
+
+def test_pass_at_k_counts_the_subsets():
+    """For all n up to 8, all c and all k: the share of the sets of k that have a right response."""
+    for n in range(1, 9):
+        for c in range(n + 1):
+            is_right = [True] * c + [False] * (n - c)
+            for k in range(1, n + 1):
+                subsets = list(combinations(is_right, k))
+                share = sum(map(any, subsets)) / len(subsets)
+                assert passk.pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15), (n, c, k)
+
+
+def test_pass_at_k_identities():
+    """k = 1 gives the mean, k = n says whether any is right. Fewer than k wrong responses always give 1."""
+    n = 128
+    for c in range(n + 1):
+        assert passk.pass_at_k(n, c, 1) == c / n
+        assert passk.pass_at_k(n, c, n) == (c > 0)
+        values = [passk.pass_at_k(n, c, k) for k in range(1, n + 1)]
+        assert values == sorted(values)
+        assert all(value == 1 for k, value in enumerate(values, 1) if k > n - c)
+        # The product that avoids large integers: 1 - (1 - k / i) over the last c values of i.
+        for k in (2, 17, 64):
+            product = math.prod(1 - k / i for i in range(n - c + 1, n + 1)) if k <= n - c else 0
+            assert passk.pass_at_k(n, c, k) == pytest.approx(1 - product, abs=1e-14)
+
+
+def test_pass_at_k_has_no_bias():
+    """Its mean over binomial counts is 1 - (1 - p)^k. The estimate 1 - (1 - c/n)^k is too low."""
+    n, p = 12, 0.15
+    chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    for k in (1, 2, 5, 12):
+        mean = sum(chance * passk.pass_at_k(n, c, k) for c, chance in enumerate(chances))
+        assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-14)
+    plain = sum(chance * (1 - (1 - c / n) ** 5) for c, chance in enumerate(chances))
+    assert plain < 1 - (1 - p) ** 5 - 0.01
+
+
+def test_pass_at_k_of_many_samples_is_finite_and_refuses_the_impossible():
+    assert passk.pass_at_k(20_000, 1, 10_000) == 0.5
+    for n, c, k in ((4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)):
+        with pytest.raises(ValueError):
+            passk.pass_at_k(n, c, k)
+
+
+def test_the_standard_error_is_over_the_problems():
+    # Problems with 0, 1/2 and 1: mean 1/2, variance 1/4, and 1/4 divided by 3 problems.
+    mean, error = passk.mean_and_error(passk.curves(4, [0, 2, 4], [1, 4]))
+    assert mean == pytest.approx([1 / 2, 2 / 3])
+    assert error == pytest.approx([math.sqrt(1 / 12), 1 / 3])
+
+
+# ==== the command ====
+
+
+def call(monkeypatch, *flags):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["passk.py", *map(str, flags)])
+    passk.main()
+
+
+def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, monkeypatch, capsys):
+    """A run's settings come from its args.json, and its weights from model/. The counts don't depend on --problems."""
+    run = tmp_path / "run"
+    # Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
+    saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1}
+    saved |= {"dataset": SMALL_TASK, "system_prompt": "", "temperature": 1.0}
+    saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
+    run.mkdir()
+    (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
+    (run / "model").symlink_to(SMALL_MODEL)
+    out = tmp_path / "folder" / "out.jsonl"
+    small = ("--samples", 16, "--k", 1, 16, "--out", out)
+    call(monkeypatch, *SMALL, "--problems", 6, *small)
+    capsys.readouterr()
+    call(monkeypatch, run, "--device", "cpu", "--problems", 4, *small)
+    of_model, of_run = read(out)
+    assert of_model["right"][:4] == of_run["right"] and of_run["problems"] == 4
+    assert of_run["settings"] == of_model["settings"]
+    assert 0 < sum(of_run["right"]) < 64
+    assert {"commit", "dirty", "machine", "torch"} <= of_run.keys()
+    assert {"cpu", "cores", "load"} == of_run["machine"].keys()
+    # pass@1 is the share of right samples, pass@16 that of problems with one.
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {run}")]
+    cells = [cell.strip() for cell in row.split("|")]
+    assert cells[2].startswith(f"{100 * sum(of_run['right']) / 64:.1f} ±")
+    assert cells[3].startswith(f"{100 * sum(c > 0 for c in of_run['right']) / 4:.1f} ±")
+    assert cells[4] == f"{100 * of_run['right'].count(0) / 4:.1f}"
+    # A sample with the same seed replaces the record, and one with another seed is another record.
+    for seed in (1, 2):
+        call(monkeypatch, run, "--device", "cpu", "--problems", 4, "--seed", seed, *small)
+    assert [record["sampling_seed"] for record in read(out)] == [1, 1, 2]
+    assert read(out)[1]["right"] == of_run["right"] != read(out)[2]["right"]
+
+
+def test_the_counts_are_those_of_the_samples():
+    """A problem's count is the number of its own responses with the gold answer, at the run's temperature."""
+    args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, system_prompt="", max_new_tokens=24)
+    args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
+    args, _, _ = grpo.resolve_args(args)
+    counts = passk.count_right(args, 12, seed=3)
+    config, tokenizer = grpo.load_config(args)
+    examples = grpo.load_data(args, tokenizer, "test")
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, config=config)
+    args = grpo.choose_batch_sizes(args, model.device)
+    eos_ids = torch.tensor([tokenizer.eos_token_id])
+    for number, (example, count) in enumerate(zip(examples, counts, strict=True)):
+        torch.manual_seed(3_000_009 + number)
+        rollout = grpo.sample_responses(args, model, tokenizer, [example], 12, 1.0, eos_ids)
+        right = [f"<answer>{example['answer']}</answer>" in text for text in rollout.completions]
+        assert sum(right) == count
+    # At a temperature near 0 all responses are the greedy one.
+    args.temperature = 1e-4
+    assert set(passk.count_right(args, 12, seed=3)) <= {0, 12}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give folders of runs, or a model with --model, and not both"),
+        (["runs/x", *SMALL], "give folders of runs, or a model with --model, and not both"),
+        (["runs/x", "--temperature", "1"], "--temperature: only with --model; a run has its own"),
+        (["runs/x"], "runs/x: give the folder of a finished run, with args.json and model/"),
+        ([*SMALL, "--samples", "63"], "--samples 63: pass@64 needs at least 64 samples"),
+        ([*SMALL, "--k", "0"], "--k 0: must be at least 1"),
+        ([*SMALL, "--problems", "1"], "--problems 1: a standard error needs at least 2"),
+        ([*SMALL, "--problems", "41"], "--problems 41: there are 40 held-out problems"),
+    ],
+)
+def test_mistakes_get_one_line(flags, message, monkeypatch, capsys):
+    with pytest.raises(SystemExit) as exit:
+        call(monkeypatch, *flags)
+    assert exit.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith(f"error: {message}")
+
+
+def test_a_run_with_a_tool_is_refused(tmp_path, capsys):
+    (tmp_path / "model").mkdir()
+    for name in ("args.json", "grpo_tools.py"):
+        (tmp_path / name).write_text("{}", encoding="utf-8")
+    with pytest.raises(SystemExit):
+        passk.args_of_run(tmp_path, "cpu", 2)
+    assert "samples without a tool" in capsys.readouterr().err
+
+
+# ==== the lesson ====
+
+
+def made_up(arm, seed, right, chances):
+    return {"arm": arm, "seed": seed, "samples": 4, "problems": 4, "right": right} | {
+        "chances": chances
+    }
+
+
+def test_the_table_by_hand(tmp_path, monkeypatch):
+    """Four problems with four samples each, and pass@1 and pass@4."""
+    records = [
+        made_up("before", 1, [0, 0, 2, 4], [0.001, 0.003, 0.5, 1]),
+        made_up("GRPO", 2, [0, 4, 4, 4], [0.1, 0.9, 1, 1]),
+        made_up("GRPO", 1, [0, 2, 0, 4], [0.1, 0.3, 0, 1]),
+    ]
+    path = tmp_path / "passk.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    monkeypatch.setattr(passk, "RECORDS", path)
+    monkeypatch.setattr(passk, "SHOWN", (1, 4))
+    _, _, before, after = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in passk.lesson_table().splitlines()
+    ]
+    # Before: pass@1 is 0, 0, 1/2, 1, and pass@4 is 0, 0, 1, 1. Two of four problems are never right.
+    error = 100 * np.std([0, 0, 0.5, 1], ddof=1) / 2
+    assert before[:2] == ["before", f"37.5 ± {error:.1f}"]
+    assert before[2].startswith("50.0 ±") and before[3] == ""
+    assert before[4:] == ["50.0", "0.0", "0.0", "0.20"]
+    # The seeds have pass@1 of 37.5 and 75 %, and pass@4 of 50 and 75 %. The problems have 0, 3/4, 1/2 and 1.
+    error = 100 * np.std([0, 0.75, 0.5, 1], ddof=1) / 2
+    assert after[1] == f"56.2 (37.5 to 75.0) ± {error:.1f}"
+    assert after[2].startswith("62.5 (50.0 to 75.0) ±")
+    # The problems' changes of pass@4 are 0, 1, -1/2, 0.
+    error = 100 * np.std([0, 1, -0.5, 0], ddof=1) / 2
+    assert after[3] == f"+12.5 ± {error:.1f}"
+    # Never right: 2 of 4 and 1 of 4. Both seeds solve the second problem, and seed 1 loses the third.
+    assert after[4:7] == ["37.5 (25.0 to 50.0)", "25.0 (25.0 to 25.0)", "12.5 (0.0 to 25.0)"]
+    # The medians of the first two problems are 20 and 50 %.
+    assert after[7] == "35.00 (20.00 to 50.00)"
+
+
+def test_the_chance_of_a_solution_token_by_token():
+    """The product of softmaxes of whole forward passes, in float64, at a temperature that isn't 1."""
+    sums = str(ROOT / "assets" / "sums")
+    args = grpo.Args(model=sums, dataset=sums, system_prompt="", temperature=0.7, device="cpu")
+    args.eval_size = 2
+    args, _, _ = grpo.resolve_args(args)
+    found = passk.chances(args)
+    config, tokenizer = grpo.load_config(args)
+    model = AutoModelForCausalLM.from_pretrained(sums, config=config).double()
+    for example, chance in zip(grpo.load_data(args, tokenizer, "test"), found, strict=True):
+        numbers = [int(x) for x in example["prompt"][:-1].split("+")]
+        answer = f"<answer>{example['answer']}</answer></s>"
+        solution = passk.build_sums.solution(numbers)
+        assert solution.endswith(answer)
+        ids, expected = list(example["prompt_ids"]), 1.0
+        for token in tokenizer(solution).input_ids:
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            expected *= (logits / 0.7).softmax(0)[token].item()
+            ids.append(token)
+        assert chance == pytest.approx(expected, rel=2e-3)
+    assert max(found) > 0.1
+
+
+def test_the_own_right_samples_have_accuracy_alone_as_reward():
+    """The copy differs from its parent in one line. The command on the page makes the same copy."""
+    parent = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8").splitlines()
+    copied = passk.right_samples().splitlines()
+    changed = [pair for pair in zip(parent, copied, strict=True) if pair[0] != pair[1]]
+    assert [new for _, new in changed] == ["REWARDS = [accuracy_reward]"]
+    sed = passk.commands().splitlines()[0].partition(" > ")[0]
+    printed = subprocess.run(sed, shell=True, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert printed.stdout.splitlines() == copied
+
+
+def test_the_lesson_states_what_is_recorded():
+    """Table, picture and text are those of the records, which come from a clean tree."""
+    (page,) = re.findall(
+        r"^## RL solves .*?(?=^## )", passk.PAGE.read_text("utf-8"), re.DOTALL | re.M
+    )
+    block = f"<!-- passk -->\n{passk.block()}<!-- end passk -->\n"
+    assert block in page
+    assert passk.drawn_from() in passk.PICTURE.read_text(encoding="utf-8")
+    text = page.replace(block, "")
+    found = measured(text) - set(re.findall(r"\d+(?:\.\d+)?", passk.lesson_table()))
+    assert not found, found
+    records = read(passk.RECORDS)
+    keys = {(record["arm"], record["seed"]) for record in records}
+    whole = {(arm, seed) for arm in passk.TRAINED for seed in passk.SEEDS}
+    whole |= {(arm, 1) for arm in passk.UNTRAINED}
+    assert keys <= whole
+    # As long as runs are missing, the page says so.
+    assert (keys == whole) == ("isn't complete" not in page)
+    assert len(keys) == len(records) and not any(record["dirty"] for record in records)
+    for record in records:
+        assert record["samples"] == passk.SAMPLES and len(record["right"]) == passk.PROBLEMS
+        assert record.get("command") == passk.TRAINED.get(record["arm"])
+        # A sample is right more often than it is the solution, up to the noise of 128 samples.
+        of_samples = np.array(record["right"]) / passk.SAMPLES
+        chances = np.array(record["chances"])
+        noise = np.sqrt(chances * (1 - chances) / passk.SAMPLES)
+        assert (of_samples - chances > -5 * noise - 1 / passk.SAMPLES).all()
+        assert abs(of_samples.mean() - chances.mean()) < 0.03
+        # The same problems and the same way of sampling, whatever the model.
+        assert record["settings"] == records[0]["settings"]
