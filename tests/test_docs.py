@@ -393,7 +393,7 @@ def test_the_lessons_state_what_is_recorded():
 
 def generated(text: str) -> str:
     """The tables of the lessons in a text."""
-    tables = re.findall(r"<!-- (lesson [\w-]+|variance) -->(.*?)<!-- end \1", text, re.DOTALL)
+    tables = re.findall(r"<!-- (lesson [\w-]+|variance|passk) -->(.*?)<!-- end \1", text, re.DOTALL)
     return " ".join(content for _, content in tables)
 
 
