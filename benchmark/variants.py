@@ -1,0 +1,287 @@
+"""The losses told apart on assets/sums: the runs, the table and the picture of variants/README.md.
+
+    pip install -r benchmark/requirements.txt
+    python benchmark/variants.py           make the missing runs, and write the table and the picture
+    python benchmark/variants.py --draw    only write them from the records
+
+Every script trains for 30 steps of 128 responses. The runs form three groups, because some losses differ from grpo.py
+only if a rollout is used for many updates, or only if the sampler is not the policy:
+
+    one update     one update per rollout, sampled by the policy itself
+    eight updates  eight updates per rollout, sampled by the policy itself
+    stale sampler  eight updates per rollout, sampled by the policy of 8 updates ago
+
+Each script runs with two learning rates on seed 1. The rate with the higher sampled accuracy then runs on seeds 2 and
+3. Two runs go at a time, each on one thread. benchmark/records/variants-sums.jsonl gets a line for each run.
+
+In one group, the runs of one seed get the same problems at the same step. So the table compares each script with the
+first script of its group step by step, and the difficulty of the problems drops out.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+from bundled import in_place
+from pictures import GRAY, digest, panels, save
+from records import FOLDER, ROOT, fill, machine, provenance, read, read_run, spread, table
+from tqdm import tqdm
+
+RECORDS = FOLDER / "variants-sums.jsonl"
+PICTURE = ROOT / "variants" / "sums.svg"
+SEEDS = (1, 2, 3)
+STEPS, LAST = 30, 10  # the table is about the last ten steps
+COMMON = "--model assets/sums --dataset assets/sums --system-prompt= --gradient-checkpointing False"
+COMMON += f" --eval-every 0 --eval-size 200 --num-steps {STEPS} --device cpu"
+NO_KL = "--beta 0"
+# Group: (flags, learning rates, {script: its flags}). The first script is the one that the others are compared with.
+GROUPS = {
+    "one update": (
+        "--num-minibatches 1",
+        ("5e-5", "1.5e-4"),
+        {
+            "grpo": NO_KL,
+            "dr_grpo": NO_KL,
+            "dapo": "",
+            "rloo": NO_KL,
+            "reinforce_pp": NO_KL,
+            "opo": NO_KL,
+            "maxrl": NO_KL,
+            "gdpo": NO_KL,
+            "clip_cov": NO_KL,
+        },
+    ),
+    "eight updates": (
+        "--num-minibatches 8",
+        ("1.5e-5", "5e-5"),
+        {
+            "grpo": NO_KL,
+            "dr_grpo": NO_KL,
+            "dapo": "",
+            "gspo": NO_KL,
+            "rloo": "",
+            "cispo": NO_KL,
+            "dppo": NO_KL,
+            "sapo": NO_KL,
+            "gmpo": NO_KL,
+            "luspo": NO_KL,
+            "vespo": NO_KL,
+            "topr": NO_KL,
+            "mdpo": NO_KL,
+            # These three have a KL in their formula, and so has their parent rloo above.
+            "copg": "",
+            "p3o": "",
+            "unbiased_kl": "",
+        },
+    ),
+    "stale sampler": (
+        "--num-minibatches 8 --staleness 8",
+        ("1.5e-5", "5e-5"),
+        {
+            "grpo_offpolicy": NO_KL,
+            "geo_mask": NO_KL,
+            "icepop": NO_KL,
+            "kimi_kl": NO_KL,
+            "opsm": NO_KL,
+        },
+    ),
+}
+
+
+def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
+    """Train with one script in a temporary folder, and return the record. `source` is the commit that it tells."""
+    flags, _, scripts = GROUPS[group]
+    command = f"{script}.py {COMMON} {flags} {scripts[script]} --learning-rate {rate} --seed {seed}"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = [sys.executable, *command.split(), "--runs-dir", folder, "--run-name", "run"]
+        start = time.perf_counter()
+        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(f"python {command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
+        seconds = time.perf_counter() - start
+        metrics, args = read_run(Path(folder, "run"))
+    record = {
+        "group": group,
+        "script": script,
+        "rate": rate,
+        "seed": seed,
+        "command": " ".join(command.split()),
+        "seconds": round(seconds, 1),
+        **source,
+        "machine": machine(),
+        "versions": args["versions"],
+        "held_out": metrics[-1]["eval/accuracy"],
+    }
+    for name in (
+        "episodes",
+        "rollout/accuracy",
+        "rollout/response_len",
+        "policy/clip_frac",
+        "policy/approx_kl",
+    ):
+        record[name] = [float(f"{line[name]:.4g}") for line in metrics[1:]]
+    return record
+
+
+def key(record: dict) -> tuple:
+    return record["group"], record["script"], record["rate"], record["seed"]
+
+
+def last_accuracy(record: dict) -> float:
+    """Sampled accuracy in percent, the mean of the last ten steps."""
+    return 100 * float(np.mean(record["rollout/accuracy"][-LAST:]))
+
+
+def better_rate(records: dict, group: str, script: str) -> str | None:
+    """The learning rate that was better on seed 1, or None if a run is missing."""
+    rates = GROUPS[group][1]
+    if any((group, script, rate, SEEDS[0]) not in records for rate in rates):
+        return None
+    return max(rates, key=lambda rate: last_accuracy(records[group, script, rate, SEEDS[0]]))
+
+
+def missing_runs(records: dict) -> list[tuple]:
+    """The runs that can be made now: both rates on seed 1, then the better rate on the other seeds."""
+    wanted = []
+    for group, (_, rates, scripts) in GROUPS.items():
+        for script in scripts:
+            wanted += [(group, script, rate, SEEDS[0]) for rate in rates]
+            rate = better_rate(records, group, script)
+            if rate is not None:
+                wanted += [(group, script, rate, seed) for seed in SEEDS[1:]]
+    return [arguments for arguments in wanted if arguments not in records]
+
+
+def run_missing() -> None:
+    """Make the missing runs, two at a time, and append each record at the end of its run."""
+    scripts = {script for _, _, scripts in GROUPS.values() for script in scripts}
+    # Asked before the scripts of the patches are made, which would count as changes.
+    source = provenance()
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool, tqdm(desc="runs") as progress:
+        for script in sorted(scripts):
+            stack.enter_context(in_place(script))
+        while missing := missing_runs(read_records()):
+            waiting = {pool.submit(run, *arguments, source) for arguments in missing}
+            while waiting:
+                done, waiting = wait(waiting, return_when=FIRST_EXCEPTION, timeout=1)
+                for future in done:
+                    if future.exception() is not None:
+                        pool.shutdown(cancel_futures=True)
+                        raise SystemExit(f"a run failed:\n{future.exception()}")
+                    with RECORDS.open("a", encoding="utf-8") as file:
+                        print(json.dumps(future.result()), file=file)
+                    progress.update()
+
+
+def read_records() -> dict:
+    """(group, script, rate, seed) -> record."""
+    return {key(record): record for record in read(RECORDS)}
+
+
+def differences(records: dict, group: str, script: str) -> np.ndarray:
+    """The script's sampled accuracy minus that of the group's first script, in points: (seeds, last ten steps)."""
+    first = next(iter(GROUPS[group][2]))
+    rows = []
+    for seed in SEEDS:
+        mine, theirs = (
+            records[group, name, better_rate(records, group, name), seed]["rollout/accuracy"]
+            for name in (script, first)
+        )
+        rows.append(100 * (np.array(mine[-LAST:]) - np.array(theirs[-LAST:])))
+    return np.stack(rows)
+
+
+def standard_error(steps: np.ndarray) -> float:
+    """The standard error of the mean over seeds and steps, from the spread of the steps. A step is 128 responses."""
+    return float(np.std(steps, ddof=1) / np.sqrt(steps.size))
+
+
+def told_apart(steps: np.ndarray) -> str:
+    """ "ahead" or "behind" if all seeds agree and the mean is more than three standard errors from 0, else "no"."""
+    mean, seeds = steps.mean(), steps.mean(1)
+    if abs(mean) <= 3 * standard_error(steps) or (np.sign(seeds) != np.sign(mean)).any():
+        return "no"
+    return "ahead" if mean > 0 else "behind"
+
+
+def results_table(records: dict) -> str:
+    """One row a script, best first in its group."""
+    header = [
+        "",
+        "script",
+        "rate",
+        "held out, %",
+        "sampled, %",
+        "minus the first script, points",
+        "told apart",
+    ]
+    rows = []
+    for group, (_, _, scripts) in GROUPS.items():
+        found = []
+        for number, script in enumerate(scripts):
+            rate = better_rate(records, group, script)
+            mine = [records[group, script, rate, seed] for seed in SEEDS]
+            sampled = [last_accuracy(record) for record in mine]
+            held_out = spread([100 * record["held_out"] for record in mine], 1)
+            steps = differences(records, group, script)
+            low, high = steps.mean(1).min(), steps.mean(1).max()
+            minus = f"{steps.mean():+.1f} ± {standard_error(steps):.1f} ({low:+.1f} to {high:+.1f})"
+            compared = [minus, told_apart(steps)] if number else ["", ""]
+            found.append(
+                (np.mean(sampled), [script, rate, held_out, spread(sampled, 1), *compared])
+            )
+        found.sort(key=lambda pair: -pair[0])
+        rows += [[group if k == 0 else "", *row] for k, (_, row) in enumerate(found)]
+    return table(header, rows)
+
+
+def draw(records: dict) -> None:
+    """Draw a panel for each group, with the difference to the first script, its seeds, and three standard errors."""
+    sizes = [len(scripts) - 1 for _, _, scripts in GROUPS.values()]
+    figure, axes = panels(1, len(GROUPS), figsize=(4.2 * len(GROUPS), 1.4 + 0.33 * max(sizes)))
+    for ax, (group, (_, _, scripts)) in zip(axes.flat, GROUPS.items(), strict=True):
+        first, *others = scripts
+        others.sort(key=lambda script: differences(records, group, script).mean())
+        for height, script in enumerate(others):
+            steps = differences(records, group, script)
+            color = {"ahead": "C2", "behind": "C3", "no": GRAY}[told_apart(steps)]
+            error = 3 * standard_error(steps)
+            ax.errorbar(steps.mean(), height, xerr=error, color=color, marker="s", capsize=3)
+            ax.plot(steps.mean(1), [height] * len(SEEDS), ".", color=color, alpha=0.6)
+        ax.axvline(0, color=GRAY, linewidth=1)
+        ax.set_yticks(range(len(others)), others)
+        ax.set_title(group, fontsize=13)
+        ax.set_xlabel(f"sampled accuracy minus {first}.py's, points")
+    save(figure, PICTURE, drawn_from(records))
+
+
+def drawn_from(records: dict) -> str:
+    return digest([records[name] for name in sorted(records)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
+    args = parser.parse_args()
+    if not args.draw:
+        run_missing()
+    records = read_records()
+    if missing := missing_runs(records):
+        raise SystemExit(f"error: {len(missing)} runs have no record yet; run this without --draw")
+    draw(records)
+    fill(ROOT / "variants" / "README.md", "sums", results_table(records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""benchmark/variants.py, which tells the losses apart on assets/sums: which runs it makes, and what counts as apart.
+
+Its runs take hours, so no test makes one.
+"""
+
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmark"))
+
+import variants  # noqa: E402
+
+
+def record(group, script, rate, seed, accuracy):
+    steps = [accuracy] * variants.STEPS
+    return {"group": group, "script": script, "rate": rate, "seed": seed, "rollout/accuracy": steps}
+
+
+def test_every_patch_is_in_a_group():
+    """All but echo, whose tool the sums don't have. Every script exists."""
+    scripts = {script for _, _, group in variants.GROUPS.values() for script in group}
+    patches = {path.stem for path in (ROOT / "variants").glob("*.diff")}
+    assert patches - scripts == {"echo"}
+    assert all((ROOT / f"{script}.py").is_file() for script in scripts - patches)
+
+
+def test_the_better_rate_runs_on_the_other_seeds(monkeypatch):
+    """Both rates on seed 1 come first. The rate with the higher accuracy of the last steps then gets seeds 2 and 3."""
+    monkeypatch.setattr(variants, "GROUPS", {"g": ("", ("1", "2"), {"a": "", "b": ""})})
+    firsts = [("g", script, rate, 1) for script in "ab" for rate in "12"]
+    assert variants.missing_runs({}) == firsts
+    records = {}
+    for number, (group, script, rate, seed) in enumerate(firsts):
+        # The second rate is better for a, and the first one for b.
+        accuracy = 0.5 + 0.1 * (number in (1, 2))
+        records[group, script, rate, seed] = record(group, script, rate, seed, accuracy)
+    assert variants.better_rate(records, "g", "a") == "2"
+    assert variants.better_rate(records, "g", "b") == "1"
+    later = [("g", "a", "2", 2), ("g", "a", "2", 3), ("g", "b", "1", 2), ("g", "b", "1", 3)]
+    assert variants.missing_runs(records) == later
+    # An early lead doesn't count.
+    early = record("g", "a", "1", 1, 0.5)
+    early["rollout/accuracy"][: -variants.LAST] = [1.0] * (variants.STEPS - variants.LAST)
+    records["g", "a", "1", 1] = early
+    assert variants.better_rate(records, "g", "a") == "2"
+    for key in later:
+        records[key] = record(*key, 0.25 if key[1] == "b" else 0.5)
+    assert variants.missing_runs(records) == []
+    # Seed 1 has 0.6 for both; the other seeds have 0.25 for b and 0.5 for a.
+    found = variants.differences(records, "g", "b").mean(1)
+    np.testing.assert_allclose(found, [0, -25, -25], atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "seeds, noise, expected",
+    [
+        ((5, 6, 7), 2, "ahead"),
+        ((-5, -6, -7), 2, "behind"),
+        ((5, 6, -0.1), 2, "no"),  # one seed disagrees
+        ((0.1, 0.2, 0.3), 8, "no"),  # within the noise of the steps
+    ],
+)
+def test_apart_means_all_seeds_and_more_than_the_noise(seeds, noise, expected):
+    steps = np.array(seeds)[:, None] + noise * np.resize([1, -1], variants.LAST)
+    assert variants.told_apart(steps) == expected
+
+
+def test_the_standard_error_by_hand():
+    steps = np.array([[1.0, 3.0], [5.0, 7.0]])
+    # The deviations from 4 are 3, 1, 1, 3: a variance of 20 / 3, and four values.
+    assert variants.standard_error(steps) == pytest.approx(np.sqrt(20 / 3 / 4))
