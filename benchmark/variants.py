@@ -9,13 +9,14 @@ only if a rollout is used for many updates, or only if the sampler is not the po
 
     one update     one update per rollout, sampled by the policy itself
     eight updates  eight updates per rollout, sampled by the policy itself
-    stale sampler  eight updates per rollout, sampled by the policy of 8 updates ago
+    stale sampler  eight updates per rollout, sampled by the policy of up to seven steps ago
 
 Each script runs with two learning rates on seed 1. The rate with the higher sampled accuracy then runs on seeds 2 and
 3. Two runs go at a time, each on one thread. benchmark/records/variants-sums.jsonl gets a line for each run.
 
 In one group, the runs of one seed get the same problems at the same step. So the table compares each script with the
-first script of its group step by step, and the difficulty of the problems drops out.
+first script of its group step by step, and the difficulty of the problems drops out. dapo.py is an exception: it draws
+more problems per step, so its problems differ.
 """
 
 import argparse
