@@ -263,6 +263,7 @@ def refused(tmp_path, capfd):
     """Run main, which must end with status 2 and one line on stderr. Return this line."""
 
     def call(**given):
+        capfd.readouterr()  # drop what the test itself has printed, such as a progress bar
         with pytest.raises(SystemExit) as stop:
             run_main(tmp_path, num_steps=1, eval_size=4, **given)
         err = capfd.readouterr().err
