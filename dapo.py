@@ -326,7 +326,7 @@ def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_i
     )
 
 
-@restore_afterwards()  # what a run changes in its process: handlers of signals, logging, W&B
+@restore_afterwards()  # gives the caller's signal handlers and logging back
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     args, run_dir, saved = resolve_args(args)

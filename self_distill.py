@@ -341,7 +341,7 @@ class Rollout(NamedTuple):
         return Rollout(*[x[rows] for x in tensors], [completions[i] for i in rows])
 
 
-@restore_afterwards()  # what a run changes in its process: handlers of signals, logging, W&B
+@restore_afterwards()  # gives the caller's signal handlers and logging back
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     args, run_dir, saved = resolve_args(args)

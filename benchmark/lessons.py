@@ -27,15 +27,13 @@ import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from pictures import GRAY, digest, draw_band, panels, save, smooth
-from records import FOLDER, ROOT, fill, provenance, read, read_run, spread, table
-from tqdm import tqdm
+from records import FOLDER, ROOT, fill, provenance, read, read_run, run_two_at_a_time, spread, table
 
 RECORDS = FOLDER / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
@@ -669,17 +667,7 @@ def run_missing(names: list[str]) -> None:
         subprocess.run(
             [sys.executable, "tools/build_hesitant.py", "runs/hesitant"], cwd=ROOT, check=True
         )
-    with ThreadPoolExecutor(2) as pool, tqdm(total=len(missing), desc="runs") as progress:
-        waiting = {pool.submit(run, *key) for key in missing}
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_EXCEPTION, timeout=1)
-            for future in done:
-                if future.exception() is not None:
-                    pool.shutdown(cancel_futures=True)
-                    raise SystemExit(f"a run failed:\n{future.exception()}")
-                with RECORDS.open("a", encoding="utf-8") as file:
-                    print(json.dumps(future.result()), file=file)
-                progress.update()
+    run_two_at_a_time(run, missing, RECORDS)
     read_records.cache_clear()
 
 

@@ -7,9 +7,12 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "benchmark" / "records"
@@ -76,6 +79,21 @@ def memory(field: str) -> int:
     """VmRSS or VmHWM of this process in bytes. getrusage would also count the process that started this one."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
+
+
+def run_two_at_a_time(run: Callable[..., dict], jobs: list[tuple], path: Path) -> None:
+    """Call run(*job) for every job, and append each record to the file as soon as its run ends."""
+    with ThreadPoolExecutor(2) as pool, tqdm(total=len(jobs), desc="runs") as progress:
+        waiting = {pool.submit(run, *job) for job in jobs}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_EXCEPTION, timeout=1)
+            for future in done:
+                if future.exception() is not None:
+                    pool.shutdown(cancel_futures=True)
+                    raise SystemExit(f"a run failed:\n{future.exception()}")
+                with path.open("a", encoding="utf-8") as file:
+                    print(json.dumps(future.result()), file=file)
+                progress.update()
 
 
 def spread(values: list[float], digits: int = 0) -> str:

@@ -20,21 +20,30 @@ more problems per step, so its problems differ.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from bundled import in_place
 from pictures import GRAY, digest, panels, save
-from records import FOLDER, ROOT, fill, machine, provenance, read, read_run, spread, table
-from tqdm import tqdm
+from records import (
+    FOLDER,
+    ROOT,
+    fill,
+    machine,
+    provenance,
+    read,
+    read_run,
+    run_two_at_a_time,
+    spread,
+    table,
+)
 
 RECORDS = FOLDER / "variants-sums.jsonl"
 PICTURE = ROOT / "variants" / "sums.svg"
@@ -167,20 +176,11 @@ def run_missing() -> None:
     scripts = {script for _, _, scripts in GROUPS.values() for script in scripts}
     # Asked before the scripts of the patches are made, which would count as changes.
     source = provenance()
-    with ExitStack() as stack, ThreadPoolExecutor(2) as pool, tqdm(desc="runs") as progress:
+    with ExitStack() as stack:
         for script in sorted(scripts):
             stack.enter_context(in_place(script))
         while missing := missing_runs(read_records()):
-            waiting = {pool.submit(run, *arguments, source) for arguments in missing}
-            while waiting:
-                done, waiting = wait(waiting, return_when=FIRST_EXCEPTION, timeout=1)
-                for future in done:
-                    if future.exception() is not None:
-                        pool.shutdown(cancel_futures=True)
-                        raise SystemExit(f"a run failed:\n{future.exception()}")
-                    with RECORDS.open("a", encoding="utf-8") as file:
-                        print(json.dumps(future.result()), file=file)
-                    progress.update()
+            run_two_at_a_time(partial(run, source=source), missing, RECORDS)
 
 
 def read_records() -> dict:

@@ -11,6 +11,8 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 
+import records  # noqa: E402
+
 import variants  # noqa: E402
 
 
@@ -72,3 +74,13 @@ def test_the_standard_error_by_hand():
     steps = np.array([[1.0, 3.0], [5.0, 7.0]])
     # The deviations from 4 are 3, 1, 1, 3: a variance of 20 / 3, and four values.
     assert variants.standard_error(steps) == pytest.approx(np.sqrt(20 / 3 / 4))
+
+
+def test_two_runs_at_a_time_append_their_records(tmp_path):
+    """Every job gets a line. If one fails, the program ends and says why, and finished records stay."""
+    path = tmp_path / "records.jsonl"
+    records.run_two_at_a_time(lambda a, b: {"sum": a + b}, [(1, 2), (3, 4), (5, 6)], path)
+    assert sorted(record["sum"] for record in records.read(path)) == [3, 7, 11]
+    with pytest.raises(SystemExit, match="a run failed:\ndivision by zero"):
+        records.run_two_at_a_time(lambda a: {"sum": 1 / a}, [(0,)], path)
+    assert len(records.read(path)) == 3

@@ -1,4 +1,4 @@
-"""What a run changes in its Python process, and gives back at its end."""
+"""Restore what a run has changed in its Python process."""
 
 import signal
 import threading
@@ -11,7 +11,7 @@ import wandb
 
 @contextmanager
 def restore_afterwards():
-    """Restore the handlers of signals and the logging after a run; end its W&B run if it fails.
+    """Restore the handlers of signals and the logging after a run; end the run's W&B run if it fails.
 
     A notebook, or a sweep in one process, goes on after the run. Without this, Ctrl-C would not
     interrupt a cell any more, and the next run would write into the W&B run of one that failed.
