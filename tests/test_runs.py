@@ -1171,8 +1171,9 @@ def test_the_progress_bar_fits_80_columns(run, watch, monkeypatch):
     lines = re.split(r"[\r\n]+", text)
     bars = [line for line in lines if "reward=" in line]
     assert max(len(line) for line in bars) <= 80
-    bar = r"2/200 \|.*\| 00:\d\d<.*, reward=[\d.]+, acc=[\d.]+, len=[\d.]+, kl=[\de.-]+, skip=0 *"
-    assert re.fullmatch(bar, [line for line in bars if line.startswith("2/200")][-1])
+    # tqdm counts steps of less than a tenth of a second later, so the number may be below 2.
+    bar = r"[012]/200 \|.*\| .*, reward=[\d.]+, acc=[\d.]+, len=[\d.]+, kl=[\de.-]+, skip=0 *"
+    assert re.fullmatch(bar, bars[-1])
     assert re.search(r"\nstopped after step 3; to go on: python .*\n$", text)
 
 
