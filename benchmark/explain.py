@@ -226,7 +226,7 @@ def group_table() -> str:
     header = ["reward", *(f"{x:.1f}" for x in REWARDS)]
     std = rewards.std()
     sums = f"The mean is {rewards.mean():.2f} and the std {std:.3f}. "
-    sums += f"The loss is the sum of the third row, {abs(loss):.3f}.\n"
+    sums += f"The loss is the sum of the shares, {abs(loss):.3f}.\n"
     return table(header, rows) + "\n" + sums
 
 

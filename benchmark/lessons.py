@@ -568,7 +568,7 @@ LESSONS = {
         | {"above the bound, %": (over("policy/clip_frac_high", 1, -1), 2)},
     ),
     "vapo": Lesson(
-        "VAPO's five changes",
+        "VAPO's changes",
         {
             "VAPO": VAPO,
             "no value pretraining": "vapo.py --num-steps 20 --value-warmup-steps 0",
