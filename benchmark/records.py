@@ -90,17 +90,20 @@ def memory(field: str) -> int:
 def run_two_at_a_time(run: Callable[..., dict], jobs: list[tuple], path: Path) -> None:
     """Call run(*job) for every job, and append each record to the file as soon as its run ends.
 
-    If a run fails, no further job starts. The program waits for the other run, drops its record, and ends with the
-    error.
+    If a run fails, or after Ctrl-C, no further job starts. The program waits for the other run, drops its record, and
+    ends with the error.
     """
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(run, *job) for job in jobs]
-        for future in tqdm(as_completed(waiting), total=len(jobs), desc="runs"):
-            if future.exception() is not None:
-                pool.shutdown(cancel_futures=True)
-                raise SystemExit(f"a run failed:\n{future.exception()}")
-            with path.open("a", encoding="utf-8") as file:
-                print(json.dumps(future.result()), file=file)
+        try:
+            for future in tqdm(as_completed(waiting), total=len(jobs), desc="runs"):
+                record = future.result()
+                with path.open("a", encoding="utf-8") as file:
+                    print(json.dumps(record), file=file)
+        except Exception as error:
+            raise SystemExit(f"a run failed:\n{error}") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def spread(values: list[float], digits: int = 0) -> str:

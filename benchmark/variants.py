@@ -54,7 +54,8 @@ COMMON = "--model assets/sums --dataset assets/sums --system-prompt= --gradient-
 COMMON += f" --eval-every 0 --eval-size 200 --num-steps {STEPS} --device cpu"
 # dapo.py has no KL, and so no --beta.
 NO_KL = "--beta 0"
-# Group: (flags, learning rates, {script: its flags}). The first script is the one that the others are compared with.
+# Group: (flags, learning rates, {name: the script's flags}). A name is the script, and may have more words behind it.
+# The first script is the one that the others are compared with.
 GROUPS = {
     "one update": (
         "--num-minibatches 1",
@@ -88,10 +89,12 @@ GROUPS = {
             "vespo": NO_KL,
             "topr": NO_KL,
             "mdpo": NO_KL,
-            # The formulas of these three have a KL. rloo above keeps its KL, too: it is the parent of copg and p3o.
+            # The formulas of these three have a KL. So rloo, the parent of copg and p3o, keeps its KL, too, and
+            # there is a second run of grpo, the parent of unbiased_kl.
             "copg": "",
             "p3o": "",
             "unbiased_kl": "",
+            "grpo with a KL": "",
         },
     ),
     "stale sampler": (
@@ -108,10 +111,15 @@ GROUPS = {
 }
 
 
+def file_of(name: str) -> str:
+    return f"{name.split()[0]}.py"
+
+
 def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
     """Train with one script in a temporary folder, and return the record, with `source` as its provenance."""
     flags, _, scripts = GROUPS[group]
-    command = f"{script}.py {COMMON} {flags} {scripts[script]} --learning-rate {rate} --seed {seed}"
+    command = f"{file_of(script)} {COMMON} {flags} {scripts[script]}"
+    command += f" --learning-rate {rate} --seed {seed}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [sys.executable, *command.split(), "--runs-dir", folder, "--run-name", "run"]
@@ -177,7 +185,7 @@ def missing_runs(records: dict) -> list[tuple]:
 
 def run_missing() -> None:
     """Make the missing runs, two at a time, and append each record at the end of its run."""
-    scripts = {script for _, _, scripts in GROUPS.values() for script in scripts}
+    scripts = {name.split()[0] for _, _, scripts in GROUPS.values() for name in scripts}
     # Asked before the scripts of the patches are made, which would count as changes.
     source = provenance()
     with ExitStack() as stack:
