@@ -149,8 +149,9 @@ def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
         "policy/clip_frac",
         "policy/approx_kl",
     ):
-        # One number for each step, with four significant digits.
-        record[name] = [float(f"{line[name]:.4g}") for line in metrics[1:]]
+        # One number for each step, with four significant digits. Some losses don't clip.
+        if name in metrics[-1]:
+            record[name] = [float(f"{line[name]:.4g}") for line in metrics[1:]]
     return record
 
 
