@@ -2,7 +2,7 @@
 
 This program adds a third reward to grpo.py: --weight for each character of a response. All other flags are those of
 grpo.py. The idea behind such a reward is that a longer response has thought for longer. docs/lessons.md shows what the
-policy makes of it. A run of this program can't be resumed without its --weight.
+policy makes of it. To resume a run of this program, give it the same --weight again.
 """
 
 import argparse
@@ -27,7 +27,8 @@ def main() -> None:
         return [options.weight * len(text) for text in completions]
 
     grpo.REWARDS = [grpo.accuracy_reward, grpo.format_reward, length_reward]
-    # The run's folder gets a copy of this file, and grpo.py refuses to resume the run.
+    # The run's folder gets a copy of this file instead of grpo.py. So grpo.py, which has no length reward, refuses to
+    # resume the run.
     grpo.SCRIPT = Path(__file__).resolve()
     grpo.main(tyro.cli(grpo.Args, args=flags, description=__doc__))
 

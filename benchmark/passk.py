@@ -11,14 +11,14 @@ unless a flag says otherwise. If c of the n responses are right (ACCURACY of grp
 
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
-This is the share of the sets of k among the n responses that have a right one, so its mean over all draws of the n
-responses is the chance 1 - (1 - p)^k for k new ones. The table gives the mean over the problems, and its standard error
-over the problems, both in percent. Each model and each seed gets a line in --out, with the number of right responses to
-each problem.
+Among all sets of k of the n responses, this is the share of sets with at least one right response. If each response is
+right with chance p, the expected value of this share is 1 - (1 - p)^k, the chance that one of k new responses is right.
+The table gives the mean over the problems, and its standard error over the problems, both in percent. Each model and
+each seed gets a line in --out, with the number of right responses to each problem.
 
 The lesson compares a model before and after three kinds of training, with three seeds each. It trains into runs/passk,
-two runs at a time on one thread each. Its records are benchmark/records/passk.jsonl. An arm and seed that has a record
-isn't run again.
+two runs at a time on one thread each. Its records are benchmark/records/passk.jsonl. A record's "arm" is the kind of
+training, or the model without training. If an arm has a record for a seed, it isn't run again for that seed.
 """
 
 import argparse
@@ -31,14 +31,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from pictures import GRAY, digest, draw_band, panels, save
-from records import FOLDER, ROOT, fill, machine, provenance, read, table, write
+from records import FOLDER, ROOT, fill, provenance, read, run_two_at_a_time, table, write
 from tqdm import tqdm
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -81,8 +81,8 @@ def curves(n: int, right: list[int], ks: list[int]) -> np.ndarray:
 def mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard error over the first axis, the problems. The error includes the noise of sampling.
 
-    The problems are drawn independently, and so are the responses to them. So the spread of the problems' values has
-    both parts.
+    The problems are drawn independently, and so are the responses to them. So the spread of the values contains both
+    the choice of the problems and the sampling.
     """
     return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
 
@@ -103,9 +103,10 @@ def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
     for number, example in enumerate(tqdm(examples, desc=args.model, disable=None)):
         # Each problem has its own seed, so that its responses don't depend on the number of problems.
         torch.manual_seed(1_000_003 * seed + number)
-        sample = (args, sampler, tokenizer, [example], samples, args.temperature, eos_ids)
-        completions = grpo.sample_responses(*sample).completions
-        scores = apply_reward(grpo.ACCURACY, [example], completions)
+        rollout = grpo.sample_responses(
+            args, sampler, tokenizer, [example], samples, args.temperature, eos_ids
+        )
+        scores = apply_reward(grpo.ACCURACY, [example], rollout.completions)
         right.append(sum(score == 1 for score in scores))
     return right
 
@@ -121,11 +122,10 @@ def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
         "samples": samples,
         "problems": len(right),
         "right": right,
-        "settings": {name: getattr(args, name) for name in SETTINGS},
+        "settings": {setting: getattr(args, setting) for setting in SETTINGS},
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(),
         "torch": torch.__version__,
-        "machine": machine(),
     }
 
 
@@ -140,7 +140,7 @@ def args_of_run(folder: Path, device: str, problems: int) -> grpo.Args:
     return grpo.Args(model=str(folder / "model"), device=device, eval_size=problems, **settings)
 
 
-def show(records: list[dict], ks: list[int]) -> str:
+def results_table(records: list[dict], ks: list[int]) -> str:
     """A table with a row for each record: pass@k and its standard error, and the problems without a right response."""
     rows = []
     for record in records:
@@ -167,13 +167,13 @@ RIGHT_ALONE = "REWARDS = [accuracy_reward]"
 SUMS = "--model assets/sums --dataset assets/sums --system-prompt="
 TRAINING = f"{SUMS} --num-steps 40 --learning-rate 1.5e-4 --gradient-checkpointing False"
 TRAINING += " --eval-every 0 --eval-size 200 --device cpu --save-every 0"
-# name: command of the training, without its seed
+# arm: command of the training, without its seed
 TRAINED = {
     "GRPO": f"grpo.py {TRAINING} --beta 0",
     "own right samples": f"{COPY} {TRAINING} --beta 0 --baseline none",
     "distilled": f"distill.py {TRAINING} --teacher {TEACHER}",
 }
-# name: (model, seed of the sampling). The second sample of the first model shows what chance alone does.
+# arm: (model, seed of the sampling). The second sample of the first model shows what chance alone does.
 UNTRAINED = {
     "before": ("assets/sums", 1),
     "before, sampled again": ("assets/sums", 2),
@@ -182,18 +182,18 @@ UNTRAINED = {
 BEFORE = "before"
 
 
-def right_samples() -> str:
+def text_of_copy() -> str:
     """The text of COPY: reinforce_baseline.py with another line for REWARDS."""
-    source = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8")
-    source, count = re.subn(r"^REWARDS = .*", RIGHT_ALONE, source, flags=re.MULTILINE)
+    parent = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8")
+    text, count = re.subn(r"^REWARDS = .*", RIGHT_ALONE, parent, flags=re.MULTILINE)
     assert count == 1
-    return source
+    return text
 
 
 @contextmanager
 def copy_in_place() -> Iterator[None]:
     """Write COPY beside its parent, and delete it at the end."""
-    (ROOT / COPY).write_text(right_samples(), encoding="utf-8")
+    (ROOT / COPY).write_text(text_of_copy(), encoding="utf-8")
     try:
         yield
     finally:
@@ -213,15 +213,15 @@ def chances(args: grpo.Args) -> list[float]:
     found = []
     for example in examples:
         numbers = [int(number) for number in example["prompt"].removesuffix("=").split("+")]
-        response_ids = tokenizer(
-            build_sums.solution(numbers), return_tensors="pt"
-        ).input_ids  # (1, R)
+        solution = build_sums.solution(numbers)
+        response_ids = tokenizer(solution, return_tensors="pt").input_ids  # (1, R)
         prompt_ids = torch.tensor([example["prompt_ids"]])  # (1, P)
         rollout = grpo.Rollout(
             prompt_ids=prompt_ids,
             prompt_mask=torch.ones_like(prompt_ids, dtype=torch.bool),
             response_ids=response_ids,
             response_mask=torch.ones_like(response_ids, dtype=torch.bool),
+            # compute_logprobs doesn't use the last two fields.
             sampled_logprobs=torch.zeros(response_ids.shape),
             completions=[""],
         )
@@ -239,8 +239,8 @@ def python(command: str) -> None:
         raise RuntimeError(f"python {command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
 
 
-def make_record(arm: str, seed: int) -> dict:
-    """Train, unless the run exists, and sample."""
+def make_record(arm: str, seed: int, source: dict) -> dict:
+    """Train, unless the run exists, and sample. The record gets `source` as its provenance."""
     about = {"arm": arm, "seed": seed}
     if arm in TRAINED:
         script = TRAINED[arm].partition(".py")[0]
@@ -248,22 +248,24 @@ def make_record(arm: str, seed: int) -> dict:
         about["command"] = TRAINED[arm]
         if not (ROOT / folder / name / "model").is_dir():
             python(f"{TRAINED[arm]} --seed {seed} --runs-dir {folder} --run-name {name}")
-        source = f"{folder / name} --seed 1"
+        what = f"{folder / name} --seed 1"
         model = folder / name / "model"
     else:
         model, sampling_seed = UNTRAINED[arm]
-        source = f"{SUMS.replace('assets/sums', model, 1)} --seed {sampling_seed}"
+        what = f"{SUMS.replace('assets/sums', model, 1)} --seed {sampling_seed}"
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary, "record.jsonl")
         numbers = f"--samples {SAMPLES} --problems {PROBLEMS} --device cpu"
-        python(f"benchmark/passk.py {source} {numbers} --out {out}")
+        python(f"benchmark/passk.py {what} {numbers} --out {out}")
         (record,) = read(out)
+    # The programs above run in ROOT, and this one may run in another folder.
     settings = record["settings"] | {
         "model": str(ROOT / model),
         "dataset": str(ROOT / "assets/sums"),
     }
     args = grpo.Args(device="cpu", eval_size=PROBLEMS, **settings)
-    return about | record | {"chances": chances(grpo.resolve_args(args)[0])}
+    args, _, _ = grpo.resolve_args(args)
+    return about | record | {"chances": chances(args)} | source
 
 
 def make_records() -> None:
@@ -272,17 +274,11 @@ def make_records() -> None:
     wanted = [(arm, 1) for arm in UNTRAINED] + [(arm, seed) for seed in SEEDS for arm in TRAINED]
     missing = [key for key in wanted if key not in have]
     # The copy below counts as a change of the tree. So look at the tree first.
-    code = provenance()
+    source = provenance()
     if missing and not (ROOT / TEACHER / "model.safetensors").is_file():
         python(BUILD_TEACHER)
-    with copy_in_place(), ThreadPoolExecutor(2) as pool:
-        waiting = [pool.submit(make_record, *key) for key in missing]
-        for future in tqdm(as_completed(waiting), total=len(waiting), desc="records"):
-            if future.exception() is not None:
-                pool.shutdown(cancel_futures=True)
-                raise SystemExit(f"a run failed:\n{future.exception()}")
-            with RECORDS.open("a", encoding="utf-8") as file:
-                print(json.dumps(future.result() | code), file=file)
+    with copy_in_place():
+        run_two_at_a_time(partial(make_record, source=source), missing, RECORDS)
 
 
 def read_arms() -> dict[str, list[dict]]:
@@ -298,8 +294,8 @@ def arm_curves(found: list[dict], ks: list[int]) -> np.ndarray:
     return np.array([curves(record["samples"], record["right"], ks) for record in found])
 
 
-def seeds_of(values: list[float], digits: int = 1) -> str:
-    """The mean, and the lowest and the highest seed in parentheses. One seed is a number alone."""
+def spread_of_seeds(values: list[float], digits: int = 1) -> str:
+    """The mean, with the lowest and the highest seed in parentheses. With one seed, only its number."""
     text = f"{np.mean(values):.{digits}f}"
     if len(values) > 1:
         text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
@@ -314,28 +310,30 @@ def lesson_table() -> str:
     was_never = np.array(before["right"]) == 0  # (problems,)
     for arm, found in arms.items():
         each = 100 * arm_curves(found, SHOWN)  # (seeds, problems, ks)
+        of_seeds = each.mean(1)  # (seeds, ks)
         _, errors = mean_and_error(each.mean(0))  # (ks,)
         cells = []
-        for column, error in enumerate(errors):
-            cells.append(f"{seeds_of(each.mean(1)[:, column].tolist())} ± {error:.1f}")
+        for values, error in zip(of_seeds.T, errors, strict=True):
+            cells.append(f"{spread_of_seeds(values.tolist())} ± {error:.1f}")
         if arm == BEFORE:
             cells.append("")
         else:
-            # The problems are the same, so the choice of the problems adds little noise to their differences.
+            # Both arms have the same problems, so the choice of the problems adds little noise to the difference.
             change, error = mean_and_error(each.mean(0)[:, -1] - start[:, -1])
             cells.append(f"{change:+.1f} ± {error:.1f}")
         never = np.array([record["right"] for record in found]) == 0  # (seeds, problems)
         for now in (never, was_never & ~never, ~was_never & never):  # never right, new, lost
-            cells.append(seeds_of((100 * now.mean(1)).tolist()))
-        # Of the problems that were never right.
+            cells.append(spread_of_seeds((100 * now.mean(1)).tolist()))
+        # Only the problems that were never right before.
         chances = 100 * np.array([record["chances"] for record in found])[:, was_never]
-        cells.append(seeds_of(np.median(chances, axis=1).tolist(), digits=2))
+        cells.append(spread_of_seeds(np.median(chances, axis=1).tolist(), digits=2))
         rows.append([arm, *cells])
     header = ["%", *[f"pass@{k}" for k in SHOWN], f"change of pass@{SHOWN[-1]}"]
     return table([*header, "never right", "new", "lost", "chance where never right"], rows)
 
 
 def drawn_from() -> str:
+    """The name of the records that the picture contains."""
     names = ("arm", "seed", "right", "chances")
     return digest([[record[name] for name in names] for record in read(RECORDS)])
 
@@ -354,10 +352,8 @@ def draw() -> None:
             continue
         sampled = 100 * arm_curves(arms[arm], DRAWN).mean(1)  # (seeds, ks)
         draw_band(axes[0, 0], DRAWN, sampled, color, arm)
-        chances = np.array([record["chances"] for record in arms[arm]])[
-            :, :, None
-        ]  # (seeds, problems, 1)
-        computed = 100 * (1 - (1 - chances) ** computed_at).mean(1)  # (seeds, ks)
+        chances = np.array([record["chances"] for record in arms[arm]])  # (seeds, problems)
+        computed = 100 * (1 - (1 - chances[:, :, None]) ** computed_at).mean(1)  # (seeds, ks)
         draw_band(axes[0, 1], computed_at, computed, color)
     axes[0, 0].set_xscale("log", base=2)
     axes[0, 0].set_xticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
@@ -448,7 +444,7 @@ def main() -> None:
         others = [x for x in read(flags.out) if (x["model"], x["sampling_seed"]) != new]
         flags.out.parent.mkdir(parents=True, exist_ok=True)
         write(flags.out, [*others, records[-1]])
-    print(show(records, flags.k))
+    print(results_table(records, flags.k))
     print(f"{flags.problems} held-out problems, {flags.samples} samples of each; {flags.out}")
 
 

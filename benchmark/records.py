@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: records with their provenance, the marked places of pages, memory, spread.
+"""Shared by all benchmarks: records with their provenance, two runs at a time, and tables in marked places of pages.
 
 A record is a line of JSON in benchmark/records. In a page, a table stands between <!-- name --> and <!-- end name -->.
 """
@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +59,10 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def read_run(folder: Path) -> tuple[list[dict], dict]:
-    """The metrics of a run, and its args with the versions of the packages. The evaluation before training is first."""
+    """The metrics of a run, and its args with the versions of the packages.
+
+    The first line of the metrics is the evaluation before training.
+    """
     args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     return read(folder / "metrics.jsonl"), args
 
@@ -76,28 +79,38 @@ def fill(page: Path, name: str, text: str) -> None:
 
 
 def memory(field: str) -> int:
-    """VmRSS or VmHWM of this process in bytes. getrusage would also count the process that started this one."""
+    """VmRSS (memory now) or VmHWM (peak) of this process in bytes.
+
+    The peak of getrusage would include the process that started this one.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def run_two_at_a_time(run: Callable[..., dict], jobs: list[tuple], path: Path) -> None:
-    """Call run(*job) for every job, and append each record to the file as soon as its run ends."""
-    with ThreadPoolExecutor(2) as pool, tqdm(total=len(jobs), desc="runs") as progress:
-        waiting = {pool.submit(run, *job) for job in jobs}
-        while waiting:
-            done, waiting = wait(waiting, return_when=FIRST_EXCEPTION, timeout=1)
-            for future in done:
-                if future.exception() is not None:
-                    pool.shutdown(cancel_futures=True)
-                    raise SystemExit(f"a run failed:\n{future.exception()}")
+    """Call run(*job) for every job, and append each record to the file as soon as its run ends.
+
+    If a run fails, or after Ctrl-C, no further job starts. The program waits for the other run, drops its record, and
+    ends with the error.
+    """
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(run, *job) for job in jobs]
+        try:
+            for future in tqdm(as_completed(waiting), total=len(jobs), desc="runs"):
+                record = future.result()
                 with path.open("a", encoding="utf-8") as file:
-                    print(json.dumps(future.result()), file=file)
-                progress.update()
+                    print(json.dumps(record), file=file)
+        except Exception as error:
+            raise SystemExit(f"a run failed:\n{error}") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """Mean, lowest and highest, and in how many runs there is a value if some have none; a dash without values."""
+    """The mean, with the lowest and the highest value in parentheses. NaN means that a run has no value.
+
+    If some runs have no value, the text says how many have one. If no run has a value, the text is a dash.
+    """
     known = [value for value in values if not np.isnan(value)]
     if not known:
         return "-"

@@ -1,22 +1,23 @@
-"""The losses told apart on assets/sums: the runs, the table and the picture of variants/README.md.
+"""Compare the losses on assets/sums: the runs, the table and the picture of variants/README.md.
 
     pip install -r benchmark/requirements.txt
     python benchmark/variants.py           make the missing runs, and write the table and the picture
     python benchmark/variants.py --draw    only write them from the records
 
-Every script trains for 30 steps of 128 responses. The runs form three groups, because some losses differ from grpo.py
-only if a rollout is used for many updates, or only if the sampler is not the policy:
+Every script trains for 30 steps, on 128 responses per step. The runs form three groups, because some losses differ from
+grpo.py only if a rollout is used for many updates, or only if the sampler is not the policy:
 
     one update     one update per rollout, sampled by the policy itself
     eight updates  eight updates per rollout, sampled by the policy itself
     stale sampler  eight updates per rollout, sampled by the policy of up to seven steps ago
 
-Each script runs with two learning rates on seed 1. The rate with the higher sampled accuracy then runs on seeds 2 and
-3. Two runs go at a time, each on one thread. benchmark/records/variants-sums.jsonl gets a line for each run.
+Each script runs with two learning rates on seed 1. The rate with the higher sampled accuracy in the last ten steps then
+runs on seeds 2 and 3. Two runs go at a time, each on one thread. benchmark/records/variants-sums.jsonl gets a line for
+each run.
 
 In one group, the runs of one seed get the same problems at the same step. So the table compares each script with the
-first script of its group step by step, and the difficulty of the problems drops out. dapo.py is an exception: it draws
-more problems per step, so its problems differ.
+first script of its group step by step, and the difficulty of the problems drops out. dapo.py is an exception: it
+samples more responses than it trains on, so its problems differ.
 """
 
 import argparse
@@ -51,8 +52,10 @@ SEEDS = (1, 2, 3)
 STEPS, LAST = 30, 10  # the table is about the last ten steps
 COMMON = "--model assets/sums --dataset assets/sums --system-prompt= --gradient-checkpointing False"
 COMMON += f" --eval-every 0 --eval-size 200 --num-steps {STEPS} --device cpu"
+# dapo.py has no KL, and so no --beta.
 NO_KL = "--beta 0"
-# Group: (flags, learning rates, {script: its flags}). The first script is the one that the others are compared with.
+# Group: (flags, learning rates, {name: the script's flags}). A name is the script, and may have more words behind it.
+# The first script is the one that the others are compared with.
 GROUPS = {
     "one update": (
         "--num-minibatches 1",
@@ -86,10 +89,12 @@ GROUPS = {
             "vespo": NO_KL,
             "topr": NO_KL,
             "mdpo": NO_KL,
-            # These three have a KL in their formula, and so has their parent rloo above.
+            # The formulas of these three have a KL. So rloo, the parent of copg and p3o, keeps its KL, too, and
+            # there is a second run of grpo, the parent of unbiased_kl.
             "copg": "",
             "p3o": "",
             "unbiased_kl": "",
+            "grpo with a KL": "",
         },
     ),
     "stale sampler": (
@@ -106,10 +111,15 @@ GROUPS = {
 }
 
 
+def file_of(name: str) -> str:
+    return f"{name.split()[0]}.py"
+
+
 def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
-    """Train with one script in a temporary folder, and return the record. `source` is the commit that it tells."""
+    """Train with one script in a temporary folder, and return the record, with `source` as its provenance."""
     flags, _, scripts = GROUPS[group]
-    command = f"{script}.py {COMMON} {flags} {scripts[script]} --learning-rate {rate} --seed {seed}"
+    command = f"{file_of(script)} {COMMON} {flags} {scripts[script]}"
+    command += f" --learning-rate {rate} --seed {seed}"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     with tempfile.TemporaryDirectory() as folder:
         arguments = [sys.executable, *command.split(), "--runs-dir", folder, "--run-name", "run"]
@@ -127,6 +137,7 @@ def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
         "command": " ".join(command.split()),
         "seconds": round(seconds, 1),
         **source,
+        # The machine after the run, instead of the one in `source`.
         "machine": machine(),
         "versions": args["versions"],
         "held_out": metrics[-1]["eval/accuracy"],
@@ -138,7 +149,9 @@ def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
         "policy/clip_frac",
         "policy/approx_kl",
     ):
-        record[name] = [float(f"{line[name]:.4g}") for line in metrics[1:]]
+        # One number for each step, with four significant digits. Some losses don't clip.
+        if name in metrics[-1]:
+            record[name] = [float(f"{line[name]:.4g}") for line in metrics[1:]]
     return record
 
 
@@ -173,7 +186,7 @@ def missing_runs(records: dict) -> list[tuple]:
 
 def run_missing() -> None:
     """Make the missing runs, two at a time, and append each record at the end of its run."""
-    scripts = {script for _, _, scripts in GROUPS.values() for script in scripts}
+    scripts = {name.split()[0] for _, _, scripts in GROUPS.values() for name in scripts}
     # Asked before the scripts of the patches are made, which would count as changes.
     source = provenance()
     with ExitStack() as stack:
@@ -188,26 +201,28 @@ def read_records() -> dict:
     return {key(record): record for record in read(RECORDS)}
 
 
+def best_runs(records: dict, group: str, script: str) -> list[dict]:
+    """The script's records with its better rate, one for each seed."""
+    rate = better_rate(records, group, script)
+    return [records[group, script, rate, seed] for seed in SEEDS]
+
+
 def differences(records: dict, group: str, script: str) -> np.ndarray:
     """The script's sampled accuracy minus that of the group's first script, in points: (seeds, last ten steps)."""
-    first = next(iter(GROUPS[group][2]))
-    rows = []
-    for seed in SEEDS:
-        mine, theirs = (
-            records[group, name, better_rate(records, group, name), seed]["rollout/accuracy"]
-            for name in (script, first)
-        )
-        rows.append(100 * (np.array(mine[-LAST:]) - np.array(theirs[-LAST:])))
-    return np.stack(rows)
+    _, _, scripts = GROUPS[group]
+    first, *_ = scripts
+    mine = [record["rollout/accuracy"][-LAST:] for record in best_runs(records, group, script)]
+    theirs = [record["rollout/accuracy"][-LAST:] for record in best_runs(records, group, first)]
+    return 100 * (np.array(mine) - np.array(theirs))
 
 
 def standard_error(steps: np.ndarray) -> float:
-    """The standard error of the mean over seeds and steps, from the spread of the steps. A step is 128 responses."""
+    """The standard error of the mean over seeds and steps. It treats all steps of all seeds as independent."""
     return float(np.std(steps, ddof=1) / np.sqrt(steps.size))
 
 
 def told_apart(steps: np.ndarray) -> str:
-    """ "ahead" or "behind" if all seeds agree and the mean is more than three standard errors from 0, else "no"."""
+    """Return "ahead" or "behind" if all seeds agree and the mean is over three standard errors from 0, else "no"."""
     mean, seeds = steps.mean(), steps.mean(1)
     if abs(mean) <= 3 * standard_error(steps) or (np.sign(seeds) != np.sign(mean)).any():
         return "no"
@@ -227,21 +242,24 @@ def results_table(records: dict) -> str:
     ]
     rows = []
     for group, (_, _, scripts) in GROUPS.items():
-        found = []
-        for number, script in enumerate(scripts):
-            rate = better_rate(records, group, script)
-            mine = [records[group, script, rate, seed] for seed in SEEDS]
+        first, *_ = scripts
+        found = []  # (mean sampled accuracy, cells) of each script
+        for script in scripts:
+            mine = best_runs(records, group, script)
             sampled = [last_accuracy(record) for record in mine]
             held_out = spread([100 * record["held_out"] for record in mine], 1)
-            steps = differences(records, group, script)
-            low, high = steps.mean(1).min(), steps.mean(1).max()
-            minus = f"{steps.mean():+.1f} ± {standard_error(steps):.1f} ({low:+.1f} to {high:+.1f})"
-            compared = [minus, told_apart(steps)] if number else ["", ""]
-            found.append(
-                (np.mean(sampled), [script, rate, held_out, spread(sampled, 1), *compared])
-            )
+            cells = [script, mine[0]["rate"], held_out, spread(sampled, 1)]
+            if script == first:
+                cells += ["", ""]
+            else:
+                steps = differences(records, group, script)
+                low, high = steps.mean(1).min(), steps.mean(1).max()
+                mean_and_error = f"{steps.mean():+.1f} ± {standard_error(steps):.1f}"
+                cells += [f"{mean_and_error} ({low:+.1f} to {high:+.1f})", told_apart(steps)]
+            found.append((np.mean(sampled), cells))
         found.sort(key=lambda pair: -pair[0])
-        rows += [[group if k == 0 else "", *row] for k, (_, row) in enumerate(found)]
+        for place, (_, cells) in enumerate(found):
+            rows.append([group if place == 0 else "", *cells])
     return table(header, rows)
 
 
@@ -266,6 +284,7 @@ def draw(records: dict) -> None:
 
 
 def drawn_from(records: dict) -> str:
+    """The name of these records that the picture contains."""
     return digest([records[name] for name in sorted(records)])
 
 
@@ -279,7 +298,9 @@ def main() -> None:
         run_missing()
     records = read_records()
     if missing := missing_runs(records):
-        raise SystemExit(f"error: {len(missing)} runs have no record yet; run this without --draw")
+        raise SystemExit(
+            f"error: at least {len(missing)} runs have no record yet; leave out --draw"
+        )
     draw(records)
     fill(ROOT / "variants" / "README.md", "sums", results_table(records))
 

@@ -19,16 +19,7 @@ from transformers import AutoModelForCausalLM
 import grpo
 
 SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--system-prompt="]
-SMALL += [
-    "--max-prompt-tokens",
-    "64",
-    "--max-new-tokens",
-    "24",
-    "--temperature",
-    "1",
-    "--device",
-    "cpu",
-]
+SMALL += "--max-prompt-tokens 64 --max-new-tokens 24 --temperature 1 --device cpu".split()
 
 
 # ==== the estimator ====
@@ -194,9 +185,8 @@ def test_a_run_with_a_tool_is_refused(tmp_path, capsys):
 
 
 def made_up(arm, seed, right, chances):
-    return {"arm": arm, "seed": seed, "samples": 4, "problems": 4, "right": right} | {
-        "chances": chances
-    }
+    record = {"arm": arm, "seed": seed, "samples": 4, "problems": 4}
+    return record | {"right": right, "chances": chances}
 
 
 def test_the_table_by_hand(tmp_path, monkeypatch):
@@ -258,7 +248,7 @@ def test_the_chance_of_a_solution_token_by_token():
 def test_the_own_right_samples_have_accuracy_alone_as_reward():
     """The copy differs from its parent in one line. The command on the page makes the same copy."""
     parent = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8").splitlines()
-    copied = passk.right_samples().splitlines()
+    copied = passk.text_of_copy().splitlines()
     changed = [pair for pair in zip(parent, copied, strict=True) if pair[0] != pair[1]]
     assert [new for _, new in changed] == ["REWARDS = [accuracy_reward]"]
     sed = passk.commands().splitlines()[0].partition(" > ")[0]

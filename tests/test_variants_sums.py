@@ -1,4 +1,4 @@
-"""benchmark/variants.py, which tells the losses apart on assets/sums: which runs it makes, and what counts as apart.
+"""benchmark/variants.py, which compares the losses on assets/sums: its runs, and what the table calls told apart.
 
 Its runs take hours, so no test makes one.
 """
@@ -23,7 +23,8 @@ def record(group, script, rate, seed, accuracy):
 
 def test_every_patch_is_in_a_group():
     """All but echo, whose tool the sums don't have. Every script exists."""
-    scripts = {script for _, _, group in variants.GROUPS.values() for script in group}
+    names = [name for _, _, group in variants.GROUPS.values() for name in group]
+    scripts = {variants.file_of(name).removesuffix(".py") for name in names}
     patches = {path.stem for path in (ROOT / "variants").glob("*.diff")}
     assert patches - scripts == {"echo"}
     assert all((ROOT / f"{script}.py").is_file() for script in scripts - patches)
@@ -34,11 +35,11 @@ def test_the_better_rate_runs_on_the_other_seeds(monkeypatch):
     monkeypatch.setattr(variants, "GROUPS", {"g": ("", ("1", "2"), {"a": "", "b": ""})})
     firsts = [("g", script, rate, 1) for script in "ab" for rate in "12"]
     assert variants.missing_runs({}) == firsts
+    # The second rate is better for a, and the first one for b.
+    accuracies = [0.5, 0.6, 0.6, 0.5]
     records = {}
-    for number, (group, script, rate, seed) in enumerate(firsts):
-        # The second rate is better for a, and the first one for b.
-        accuracy = 0.5 + 0.1 * (number in (1, 2))
-        records[group, script, rate, seed] = record(group, script, rate, seed, accuracy)
+    for key, accuracy in zip(firsts, accuracies, strict=True):
+        records[key] = record(*key, accuracy)
     assert variants.better_rate(records, "g", "a") == "2"
     assert variants.better_rate(records, "g", "b") == "1"
     later = [("g", "a", "2", 2), ("g", "a", "2", 3), ("g", "b", "1", 2), ("g", "b", "1", 3)]
@@ -48,8 +49,8 @@ def test_the_better_rate_runs_on_the_other_seeds(monkeypatch):
     early["rollout/accuracy"][: -variants.LAST] = [1.0] * (variants.STEPS - variants.LAST)
     records["g", "a", "1", 1] = early
     assert variants.better_rate(records, "g", "a") == "2"
-    for key in later:
-        records[key] = record(*key, 0.25 if key[1] == "b" else 0.5)
+    for key, accuracy in zip(later, [0.5, 0.5, 0.25, 0.25], strict=True):
+        records[key] = record(*key, accuracy)
     assert variants.missing_runs(records) == []
     # Seed 1 has 0.6 for both; the other seeds have 0.25 for b and 0.5 for a.
     found = variants.differences(records, "g", "b").mean(1)
@@ -65,7 +66,7 @@ def test_the_better_rate_runs_on_the_other_seeds(monkeypatch):
         ((0.1, 0.2, 0.3), 8, "no"),  # within the noise of the steps
     ],
 )
-def test_apart_means_all_seeds_and_more_than_the_noise(seeds, noise, expected):
+def test_told_apart_needs_all_seeds_and_more_than_the_noise(seeds, noise, expected):
     steps = np.array(seeds)[:, None] + noise * np.resize([1, -1], variants.LAST)
     assert variants.told_apart(steps) == expected
 

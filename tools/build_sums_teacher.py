@@ -16,7 +16,7 @@ import torch
 from scripts import ROOT
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-# No total of a column forgets its carry.
+# For each total of a column, how often the teacher forgets its carry: never.
 RATES = dict.fromkeys(range(10, build_sums.LARGEST + 1), 0.0)
 
 
