@@ -159,7 +159,7 @@ def test_the_memory_is_what_the_program_calculates():
         peak = gigabytes(name, shlex.split(flags), int(card))
         assert f"{peak:.1f}" == printed and peak < float(card), (name, flags, peak)
     (curve,) = [flags for _, flags in commands() if "curve-1" in flags]
-    assert f"By counting it needs {gigabytes('grpo', curve):.1f} GB" in PROSE
+    assert f"We calculate that it needs {gigabytes('grpo', curve):.1f} GB" in PROSE
     whole = memory.count("grpo", memory.MODELS["Qwen2.5-7B"])["peak"] / 1e9
     assert f"All weights of a 7 B model need {whole:.1f} GB" in PROSE
     assert f"for prompts of {memory.PROMPT} tokens" in PROSE
