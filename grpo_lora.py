@@ -176,7 +176,7 @@ class Args:
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
     sampling_tokens: int | None = None
-    """tokens in a sampling batch, padding included; None: 49152, GPU of 60 GB or more 131072"""
+    """tokens in a sampling batch, with padding; None: 49152, or 131072 on a GPU of 60 GB or more"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -191,9 +191,9 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
-    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
+    """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int | None = None
-    """tokens per forward and backward pass; None: 2048, GPU of 60 GB or more 8192"""
+    """tokens per forward and backward pass; None: 2048, or 8192 on a GPU of 60 GB or more"""
     gradient_checkpointing: bool | None = None
     """recompute activations: less memory, a third more time; None: True, bundled False"""
     max_grad_norm: float = 1.0
@@ -338,7 +338,7 @@ def main(args: Args) -> dict:
     signals = catch_signals()
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        log_metrics(metrics_file, metrics, [])
+        log_metrics(args, metrics_file, metrics, [])
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
 
@@ -352,7 +352,7 @@ def main(args: Args) -> dict:
         # ---- 1. rollout
         start_time = time.perf_counter()
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
-        # The factor keeps the steps of runs with neighbouring seeds apart.
+        # The factor keeps the steps of runs with neighboring seeds apart.
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
@@ -368,16 +368,15 @@ def main(args: Args) -> dict:
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]
 
-        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The first update takes them from its own forward pass (below). Later updates
-        # need them from before the weights change, so they are computed here.
-        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
-        if updates_per_step > 1:
-            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
+        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
+        # a little. The first minibatch takes them from the forward pass of its update (below). The
+        # other minibatches need them from before the weights change, so they are computed here.
+        parts = first_pass[1:]
+        old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
+        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, first_pass)
 
@@ -482,7 +481,7 @@ def main(args: Args) -> dict:
             }
             append_json(samples_file, sample)
             samples.append(sample)
-        log_metrics(metrics_file, metrics, samples)
+        log_metrics(args, metrics_file, metrics, samples)
         show_progress(args, progress, metrics, samples)
         if step == 1:
             check_sampler(args, model, gap.mean())
@@ -513,7 +512,8 @@ def main(args: Args) -> dict:
 # A first reading may skip what follows, except add_adapters.
 
 # The cache of keys and values grows by this many columns at a time. With more, attention also reads
-# many empty columns. With fewer, the cache is copied, and on a GPU the graph recorded, more often.
+# many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
+# more often.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # In a cache of at most this many tokens (rows times columns), a decode step is so fast that
 # recording a graph for fewer rows takes longer than it saves.
@@ -750,11 +750,11 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
-    # possible.
+    # Take as many prompts at a time as fit into --sampling-tokens when every response has its
+    # maximum length. tensor_split makes the parts as equal as possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # as equal as possible
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)
     parts = []
     for part_ids, part_mask in zip(
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
@@ -1022,7 +1022,8 @@ def resolve_args(args):
     for name in PATHS:
         value = getattr(args, name)
         if value and os.path.exists(value):
-            setattr(args, name, str(Path(value).absolute()))  # --resume works in any folder
+            # An absolute path, so that --resume works from any folder.
+            setattr(args, name, str(Path(value).absolute()))
     check_args(args)
     run_name = args.run_name
     if run_name is None:
@@ -1274,13 +1275,13 @@ def append_json(file, record):
         print(line, file=file)
 
 
-def log_metrics(file, metrics, samples):
-    """Log to the file, with null for what isn't finite, and to W&B.
+def log_metrics(args, file, metrics, samples):
+    """Log to the file, with null for what isn't finite, and with --track to W&B.
 
     At a step with an evaluation W&B gets the step's samples, too.
     """
     append_json(file, {name: x if math.isfinite(x) else None for name, x in metrics.items()})
-    if wandb.run is not None:
+    if args.track:
         if samples and "eval/accuracy" in metrics:
             rows = [list(sample.values()) for sample in samples]
             metrics = metrics | {"samples": wandb.Table(columns=list(samples[0]), data=rows)}

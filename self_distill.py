@@ -1,6 +1,6 @@
-"""On-policy self-distillation, in one file: the form that SDPO (Hübotter et al. 2026,
-arXiv:2601.20802), SDFT (Shenfeld et al. 2026, arXiv:2601.19897) and OPSD (Zhao et al. 2026,
-arXiv:2601.18734) share. The teacher is the policy itself, with more in its context.
+"""On-policy self-distillation, in one file. Three papers share this form: SDPO (Hübotter et al.
+2026, arXiv:2601.20802), SDFT (Shenfeld et al. 2026, arXiv:2601.19897) and OPSD (Zhao et al. 2026,
+arXiv:2601.18734). The teacher is the policy itself, with more in its context.
 
 For every prompt q the student pi_theta samples a response o. The teacher pi_T reads q together with
 a context c that the student doesn't see: a solution, a hint, or a right response to the same
@@ -19,10 +19,10 @@ the two are related. The equation tags in the code are those of DeepSeekMath (ar
 as in grpo.py. A response without a context has a loss of 0, and still counts in the mean over the
 sequences. rollout/context_frac is the share of responses with a context.
 
-The student can learn only what it can do without c. If c is a rule that holds for all questions,
-the student learns the rule. If c gives away what the student can't compute from q, such as the
-answer, the student only learns to write as if it knew, and kl/ref stays above 0. arXiv:2605.11182
-reports this failure.
+The student doesn't see c, so it can learn only what it can compute from q. If c is a rule that
+holds for all questions, the student learns the rule. If c gives away what the student can't compute
+from q, such as the answer, the student only learns to write as if it knew, and kl/ref stays above
+0. arXiv:2605.11182 reports this failure.
 
 Three choices differ between the papers:
 
@@ -38,15 +38,15 @@ Three choices differ between the papers:
 
 Parent: distill.py. Differences: (1) the teacher is not another model but a copy of the policy,
 which moves after each step; (2) the teacher reads other prompts than the student; (3) responses
-without a context are left out of the loss; (4) with --context group, ACCURACY decides which
-responses are right. The rewards are still only logged.
+without a context have a loss of 0; (4) with --context group, ACCURACY decides which responses are
+right. The rewards are still only logged.
 
-Departures from the papers: the divergence is the reverse KL alone, over the whole vocabulary or at
-the sampled token. The running mean moves once a step, not once an update; with the default of one
-update a step, this is the same. SDPO also puts the environment's feedback on o into the context;
-here a context comes from the data or from the group. The ratio is clipped as in distill.py; TRL's
-SDPO trainer caps it at 2 instead. The teacher's logits are divided by the temperature, too. OPSD's
-code also clips single terms of the divergence; this script doesn't.
+Departures from SDPO's code (github.com/lasgroup/SDPO) with its default settings: the divergence is
+the reverse KL alone, over the whole vocabulary or at the sampled token, and not a mixture of both
+directions. The loss is a mean per response, and not over all tokens with a context. The ratio is
+clipped as in distill.py, and not only capped at 2. The environment's feedback on o isn't put into
+the context. As in SDPO's code, the running mean moves once a step; TRL's moves once an update.
+OPSD's code also clips single terms of the divergence; this script doesn't.
 
 Cost: a copy of the weights in float32, and one forward pass of the teacher over each rollout. With
 --full-vocabulary every update adds a forward pass of the teacher and one of the student. The logits
@@ -146,7 +146,7 @@ RECIPES = {
     "warmup_updates": (10, 0),
     "gradient_checkpointing": (True, False),
     "num_steps": (200, 30),
-    "context_column": ("answer", "hint"),
+    "context_column": ("answer", "hint"),  # GSM8K's column "answer" holds a worked solution
     "context_template": (CONTEXT_TEMPLATE, "{context}\n{question}"),
     "max_teacher_tokens": (1024, 128),
 }
@@ -199,7 +199,7 @@ class Args:
     temperature: float | None = None
     """divides the logits, in sampling and in every log-probability; None: 0.9, bundled 1.0"""
     sampling_tokens: int | None = None
-    """tokens in a sampling batch, padding included; None: 49152, GPU of 60 GB or more 131072"""
+    """tokens in a sampling batch, with padding; None: 49152, or 131072 on a GPU of 60 GB or more"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -214,9 +214,9 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
-    """updates per pass; each takes a share of the shuffled rollout, as equal as possible"""
+    """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int | None = None
-    """tokens per forward and backward pass; None: 2048, GPU of 60 GB or more 8192"""
+    """tokens per forward and backward pass; None: 2048, or 8192 on a GPU of 60 GB or more"""
     gradient_checkpointing: bool | None = None
     """recompute activations: less memory, a third more time; None: True, bundled False"""
     max_grad_norm: float = 1.0
@@ -231,7 +231,7 @@ class Args:
     context_template: str | None = None
     """the teacher's prompt, with {question} and {context}; None: see RECIPES in this file"""
     max_teacher_tokens: int | None = None
-    """if the teacher's prompt is longer, its context is dropped; None: 1024, bundled 128"""
+    """a context that makes the teacher's prompt longer isn't used; None: 1024, bundled 128"""
     teacher_rate: float = 0.05
     """share of the policy in each move of the teacher; 0: never moves, 1: becomes the policy"""
     full_vocabulary: bool = False
@@ -384,7 +384,7 @@ def main(args: Args) -> dict:
     signals = catch_signals()
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
-        log_metrics(metrics_file, metrics, [])
+        log_metrics(args, metrics_file, metrics, [])
         accuracy = metrics["eval/accuracy"]
         print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
 
@@ -398,7 +398,7 @@ def main(args: Args) -> dict:
         # ---- 1. rollout
         start_time = time.perf_counter()
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
-        # The factor keeps the steps of runs with neighbouring seeds apart.
+        # The factor keeps the steps of runs with neighboring seeds apart.
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
@@ -414,15 +414,14 @@ def main(args: Args) -> dict:
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]
 
-        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The first update takes them from its own forward pass (below). Later updates
-        # need them from before the weights change, so they are computed here.
-        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # transformers recomputes activations in training mode only. Nothing else depends on the
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
-        if updates_per_step > 1:
-            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
+        # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
+        # a little. The first minibatch takes them from the forward pass of its update (below). The
+        # other minibatches need them from before the weights change, so they are computed here.
+        parts = first_pass[1:]
+        old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
 
         # ---- 2. reward
         # The rewards are only logged. ACCURACY tells --context group which responses are right.
@@ -558,7 +557,7 @@ def main(args: Args) -> dict:
             }
             append_json(samples_file, sample)
             samples.append(sample)
-        log_metrics(metrics_file, metrics, samples)
+        log_metrics(args, metrics_file, metrics, samples)
         show_progress(args, progress, metrics, samples)
         if step == 1:
             check_sampler(args, model, gap.mean())
@@ -584,10 +583,11 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may skip what follows, except compute_reverse_kl (--full-vocabulary).
+# A first reading may skip what follows, except add_contexts and compute_reverse_kl.
 
 # The cache of keys and values grows by this many columns at a time. With more, attention also reads
-# many empty columns. With fewer, the cache is copied, and on a GPU the graph recorded, more often.
+# many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
+# more often.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # In a cache of at most this many tokens (rows times columns), a decode step is so fast that
 # recording a graph for fewer rows takes longer than it saves.
@@ -833,11 +833,11 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Take as many prompts at a time as fit into --sampling-tokens, if all responses are as long as
-    # possible.
+    # Take as many prompts at a time as fit into --sampling-tokens when every response has its
+    # maximum length. tensor_split makes the parts as equal as possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    num_parts = math.ceil(len(prompt_ids) / at_a_time)  # as equal as possible
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)
     parts = []
     for part_ids, part_mask in zip(
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
@@ -1147,7 +1147,8 @@ def resolve_args(args):
     for name in PATHS:
         value = getattr(args, name)
         if value and os.path.exists(value):
-            setattr(args, name, str(Path(value).absolute()))  # --resume works in any folder
+            # An absolute path, so that --resume works from any folder.
+            setattr(args, name, str(Path(value).absolute()))
     check_args(args)
     run_name = args.run_name
     if run_name is None:
@@ -1424,13 +1425,13 @@ def append_json(file, record):
         print(line, file=file)
 
 
-def log_metrics(file, metrics, samples):
-    """Log to the file, with null for what isn't finite, and to W&B.
+def log_metrics(args, file, metrics, samples):
+    """Log to the file, with null for what isn't finite, and with --track to W&B.
 
     At a step with an evaluation W&B gets the step's samples, too.
     """
     append_json(file, {name: x if math.isfinite(x) else None for name, x in metrics.items()})
-    if wandb.run is not None:
+    if args.track:
         if samples and "eval/accuracy" in metrics:
             rows = [list(sample.values()) for sample in samples]
             metrics = metrics | {"samples": wandb.Table(columns=list(samples[0]), data=rows)}

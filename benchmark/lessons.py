@@ -640,8 +640,9 @@ def run(command: str, seed: int) -> dict:
         "versions": args.pop("versions"),
         "args": {name: value for name, value in args.items() if not name.startswith("run")},
     }
-    paths = [name for name in ("model", "dataset", "reward_model") if name in args]
-    record["args"] |= {name: Path(args[name]).name for name in paths}
+    for name in ("model", "dataset", "reward_model", "teacher"):
+        if args.get(name):
+            record["args"][name] = Path(args[name]).name
     record["eval"] = {
         line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line
     }

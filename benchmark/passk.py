@@ -116,13 +116,17 @@ def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
     args, _, _ = grpo.resolve_args(args)
     start = time.perf_counter()
     right = count_right(args, samples, seed)
+    settings = {setting: getattr(args, setting) for setting in SETTINGS}
+    dataset = Path(args.dataset)
+    if dataset.is_relative_to(ROOT):  # the record doesn't say where the project is on this disk
+        settings["dataset"] = str(dataset.relative_to(ROOT))
     return {
         "model": name,
         "sampling_seed": seed,
         "samples": samples,
         "problems": len(right),
         "right": right,
-        "settings": {setting: getattr(args, setting) for setting in SETTINGS},
+        "settings": settings,
         "seconds": round(time.perf_counter() - start, 1),
         **provenance(),
         "torch": torch.__version__,

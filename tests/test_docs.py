@@ -401,6 +401,12 @@ def numbers(text: str) -> set[str]:
     return set(re.findall(r"\d+(?:\.\d+)?", text))
 
 
+def test_no_record_tells_where_the_project_was_on_a_disk():
+    for path in (ROOT / "benchmark" / "records").glob("*.jsonl"):
+        found = re.findall(r'"/[^"]*/[^"]*"', path.read_text(encoding="utf-8"))
+        assert not found, (path.name, found[0])
+
+
 def test_the_contents_have_a_line_for_each_lesson():
     """The first table of docs/lessons.md: the page's sections in order, whether each is seen, and its numbers."""
     import lessons

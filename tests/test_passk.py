@@ -114,6 +114,7 @@ def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, mo
     of_model, of_run = read(out)
     assert of_model["right"][:4] == of_run["right"] and of_run["problems"] == 4
     assert of_run["settings"] == of_model["settings"]
+    assert of_run["settings"]["dataset"] == "tests/small-task"
     assert 0 < sum(of_run["right"]) < 64
     assert {"commit", "dirty", "machine", "torch"} <= of_run.keys()
     assert {"cpu", "cores", "load"} == of_run["machine"].keys()

@@ -1288,14 +1288,14 @@ def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track
 
 @pytest.mark.scripts("grpo")
 def test_a_users_own_wandb_run_stays_open(run, watch, wandb_settings, tmp_path):
-    """A run without --track doesn't end a W&B run that somebody else has started."""
+    """A run without --track neither ends a W&B run that somebody else has started, nor logs into it."""
     wandb_settings(MODE="offline")
     own = wandb.init(dir=tmp_path)
     with pytest.raises(SystemExit):
         run(num_steps=0)
     assert wandb.run is own
     run(num_steps=1)
-    assert wandb.run is own
+    assert wandb.run is own and own.step == 0
     own.finish()
     wandb.teardown()
 
@@ -1312,14 +1312,22 @@ def test_track_with_settings_that_wandb_refuses(run, wandb_settings, capsys):
 
 @pytest.mark.scripts("grpo", "gspo")
 def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(script, run, watch, monkeypatch):
-    """The first update takes its own log-probabilities as the old ones: bf16 rounds another batch differently."""
-    same, exact = [], script.compute_logprobs
-    monkeypatch.setattr(
-        script, "compute_logprobs", lambda *args: exact(*args) + 1e-4 * torch.rand(())
-    )
+    """The first update takes its own log-probabilities as the old ones: bf16 rounds another batch differently.
+
+    Only the sequences of the other three minibatches need a forward pass before the updates.
+    """
+    same, passes, exact = [], [], script.compute_logprobs
+
+    def noisy(*args):
+        passes.append(torch.is_grad_enabled())
+        return exact(*args) + 1e-4 * torch.rand(())
+
+    monkeypatch.setattr(script, "compute_logprobs", noisy)
     watch("policy_loss", lambda args, new, old, *rest: same.append(torch.equal(new.detach(), old)))
-    run(num_iterations=2, num_minibatches=4, num_steps=1, num_prompts=8, learning_rate=1e-3)
+    numbers = dict(num_iterations=2, num_minibatches=4, num_steps=1, num_prompts=8)
+    run(**numbers, learning_rate=1e-3, beta=0.0)
     assert len(same) == 8 and same[0] and not any(same[1:])
+    assert passes == 3 * [False] + 8 * [True]
 
 
 def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(

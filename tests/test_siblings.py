@@ -251,6 +251,7 @@ PAIRS = {
         "CONTEXT_TEMPLATE",
         "PATHS",
         "RECIPES",
+        "SEGMENT",
         "add_contexts",
         "check_args",
         "compute_reverse_kl",

@@ -11,7 +11,7 @@ import wandb
 
 @contextmanager
 def restore_afterwards():
-    """Restore the handlers of signals and the logging after a run; end the run's W&B run if it fails.
+    """Restore the signal handlers and the logging after a run. If the run fails, end its W&B run.
 
     A notebook, or a sweep in one process, goes on after the run. Without this, Ctrl-C would not
     interrupt a cell any more, and the next run would write into the W&B run of one that failed.
@@ -23,7 +23,7 @@ def restore_afterwards():
     verbosity = transformers.logging.get_verbosity()
     transformers_bars = transformers.logging.is_progress_bar_enabled()
     datasets_bars = not datasets.are_progress_bars_disabled()
-    users_run = wandb.run  # a run of W&B that the caller has started stays open
+    users_run = wandb.run  # without --track, a W&B run that the caller has started stays open
     try:
         yield
     except BaseException as error:
