@@ -733,10 +733,10 @@ def compute_logprobs(model, rollout, temperature):
 
 @torch.no_grad()
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
-    """compute_logprobs (N, R) of the sequences in parts, in micro-batches and without gradient.
+    """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches, and each is cut into micro-batches as in its update. model is a
-    LogprobModel. The processes share the work, and each gets the whole result.
+    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    model is a LogprobModel. The processes share the work, and each gets the whole result.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -1503,7 +1503,7 @@ def log_metrics(args, file, metrics, samples):
     At a step with an evaluation W&B gets the step's samples, too.
     """
     append_json(file, {name: x if math.isfinite(x) else None for name, x in metrics.items()})
-    if args.track:
+    if args.track and process_rank() == 0:
         if samples and "eval/accuracy" in metrics:
             rows = [list(sample.values()) for sample in samples]
             metrics = metrics | {"samples": wandb.Table(columns=list(samples[0]), data=rows)}

@@ -42,11 +42,14 @@ without a context have a loss of 0; (4) with --context group, ACCURACY decides w
 right. The rewards are still only logged.
 
 Departures from SDPO's code (github.com/lasgroup/SDPO) with its default settings: the divergence is
-the reverse KL alone, over the whole vocabulary or at the sampled token, and not a mixture of both
-directions. The loss is a mean per response, and not over all tokens with a context. The ratio is
-clipped as in distill.py, and not only capped at 2. The environment's feedback on o isn't put into
-the context. As in SDPO's code, the running mean moves once a step; TRL's moves once an update.
-OPSD's code also clips single terms of the divergence; this script doesn't.
+the reverse KL alone, over the whole vocabulary or at the sampled token. SDPO takes a mixture of
+both directions, over the 100 likeliest tokens and the rest as one. The loss is a mean per response;
+SDPO's is a mean over all tokens of the responses with a context. By default the ratio is clipped as
+in distill.py, and with --full-vocabulary there is no ratio; SDPO weights each token by a ratio of
+at most 2. If no response of a group is right, SDPO puts the environment's feedback on o into the
+context. It also removes the thoughts from the right response, and cuts a teacher's prompt that is
+too long. The running mean moves once a step, as in SDPO's code; in TRL's SDPO trainer it moves once
+an update. OPSD's code clips single terms of the divergence; this script doesn't.
 
 Cost: a copy of the weights in float32, and one forward pass of the teacher over each rollout. With
 --full-vocabulary every update adds a forward pass of the teacher and one of the student. The logits
@@ -231,7 +234,7 @@ class Args:
     context_template: str | None = None
     """the teacher's prompt, with {question} and {context}; None: see RECIPES in this file"""
     max_teacher_tokens: int | None = None
-    """a context that makes the teacher's prompt longer isn't used; None: 1024, bundled 128"""
+    """a teacher's prompt with more tokens loses its context; None: 1024, bundled 128"""
     teacher_rate: float = 0.05
     """share of the policy in each move of the teacher; 0: never moves, 1: becomes the policy"""
     full_vocabulary: bool = False

@@ -12,9 +12,9 @@ unless a flag says otherwise. If c of the n responses are right (ACCURACY of grp
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
 Among all sets of k of the n responses, this is the share of sets with at least one right response. If each response is
-right with chance p, the expected value of this share is 1 - (1 - p)^k, the chance that one of k new responses is right.
-The table gives the mean over the problems, and its standard error over the problems, both in percent. Each model and
-each seed gets a line in --out, with the number of right responses to each problem.
+right with chance p, the expected value of this share is 1 - (1 - p)^k, the chance that at least one of k new responses
+is right. The table gives the mean over the problems, and its standard error over the problems, both in percent. Each
+model and each seed gets a line in --out, with the number of right responses to each problem.
 
 The lesson compares a model before and after three kinds of training, with three seeds each. It trains into runs/passk,
 two runs at a time on one thread each. Its records are benchmark/records/passk.jsonl. A record's "arm" is the kind of

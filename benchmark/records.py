@@ -90,8 +90,8 @@ def memory(field: str) -> int:
 def run_two_at_a_time(run: Callable[..., dict], jobs: list[tuple], path: Path) -> None:
     """Call run(*job) for every job, and append each record to the file as soon as its run ends.
 
-    If a run fails, or after Ctrl-C, no further job starts. The program waits for the other run, drops its record, and
-    ends with the error.
+    If a run fails, or after Ctrl-C, no further job starts. The program waits for the runs that have started, drops
+    their records, and ends with the error.
     """
     with ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(run, *job) for job in jobs]

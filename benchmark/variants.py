@@ -16,7 +16,7 @@ runs on seeds 2 and 3. Two runs go at a time, each on one thread. benchmark/reco
 each run.
 
 In one group, the runs of one seed get the same problems at the same step. So the table compares each script with the
-first script of its group step by step, and the difficulty of the problems drops out. dapo.py is an exception: it
+first script of its group seed by seed, and the difficulty of the problems drops out. dapo.py is an exception: it
 samples more responses than it trains on, so its problems differ.
 """
 
@@ -208,25 +208,42 @@ def best_runs(records: dict, group: str, script: str) -> list[dict]:
 
 
 def differences(records: dict, group: str, script: str) -> np.ndarray:
-    """The script's sampled accuracy minus that of the group's first script, in points: (seeds, last ten steps)."""
+    """For each seed, the script's sampled accuracy minus that of the group's first script, in points: (seeds,)."""
     _, _, scripts = GROUPS[group]
     first, *_ = scripts
-    mine = [record["rollout/accuracy"][-LAST:] for record in best_runs(records, group, script)]
-    theirs = [record["rollout/accuracy"][-LAST:] for record in best_runs(records, group, first)]
-    return 100 * (np.array(mine) - np.array(theirs))
+    mine = [last_accuracy(record) for record in best_runs(records, group, script)]
+    theirs = [last_accuracy(record) for record in best_runs(records, group, first)]
+    return np.array(mine) - np.array(theirs)
 
 
-def standard_error(steps: np.ndarray) -> float:
-    """The standard error of the mean over seeds and steps. It treats all steps of all seeds as independent."""
-    return float(np.std(steps, ddof=1) / np.sqrt(steps.size))
+def standard_error(records: dict, group: str) -> float:
+    """The standard error of a script's mean difference over the seeds, in points.
+
+    Three seeds are too few to estimate it for each script. So the variance between the seeds is the mean of the
+    variances of all scripts of the group.
+    """
+    _, _, scripts = GROUPS[group]
+    _, *others = scripts
+    variances = [differences(records, group, script).var(ddof=1) for script in others]
+    return float(np.sqrt(np.mean(variances) / len(SEEDS)))
 
 
-def told_apart(steps: np.ndarray) -> str:
+def told_apart(seeds: np.ndarray, error: float) -> str:
     """Return "ahead" or "behind" if all seeds agree and the mean is over three standard errors from 0, else "no"."""
-    mean, seeds = steps.mean(), steps.mean(1)
-    if abs(mean) <= 3 * standard_error(steps) or (np.sign(seeds) != np.sign(mean)).any():
+    mean = seeds.mean()
+    if abs(mean) <= 3 * error or (np.sign(seeds) != np.sign(mean)).any():
         return "no"
     return "ahead" if mean > 0 else "behind"
+
+
+def noise_of_sampling(runs: list[dict]) -> float:
+    """The standard error of the runs' mean sampled accuracy in percent, from the spread of each run's last ten steps.
+
+    A step is the accuracy of 128 responses to 16 problems. It is the noise of problems and responses alone: how much
+    runs with other seeds differ isn't in it.
+    """
+    steps = 100 * np.array([run["rollout/accuracy"][-LAST:] for run in runs])  # (seeds, LAST)
+    return float(np.sqrt(steps.var(1, ddof=1).mean() / steps.size))
 
 
 def results_table(records: dict) -> str:
@@ -243,19 +260,21 @@ def results_table(records: dict) -> str:
     rows = []
     for group, (_, _, scripts) in GROUPS.items():
         first, *_ = scripts
+        error = standard_error(records, group)
         found = []  # (mean sampled accuracy, cells) of each script
         for script in scripts:
             mine = best_runs(records, group, script)
             sampled = [last_accuracy(record) for record in mine]
             held_out = spread([100 * record["held_out"] for record in mine], 1)
-            cells = [script, mine[0]["rate"], held_out, spread(sampled, 1)]
+            mean_and_noise = f"{np.mean(sampled):.1f} ± {noise_of_sampling(mine):.1f}"
+            cells = [script, mine[0]["rate"], held_out, mean_and_noise]
             if script == first:
                 cells += ["", ""]
             else:
-                steps = differences(records, group, script)
-                low, high = steps.mean(1).min(), steps.mean(1).max()
-                mean_and_error = f"{steps.mean():+.1f} ± {standard_error(steps):.1f}"
-                cells += [f"{mean_and_error} ({low:+.1f} to {high:+.1f})", told_apart(steps)]
+                seeds = differences(records, group, script)
+                difference = f"{seeds.mean():+.1f} ± {error:.1f}"
+                difference += f" ({seeds.min():+.1f} to {seeds.max():+.1f})"
+                cells += [difference, told_apart(seeds, error)]
             found.append((np.mean(sampled), cells))
         found.sort(key=lambda pair: -pair[0])
         for place, (_, cells) in enumerate(found):
@@ -270,12 +289,12 @@ def draw(records: dict) -> None:
     for ax, (group, (_, _, scripts)) in zip(axes.flat, GROUPS.items(), strict=True):
         first, *others = scripts
         others.sort(key=lambda script: differences(records, group, script).mean())
+        error = standard_error(records, group)
         for height, script in enumerate(others):
-            steps = differences(records, group, script)
-            color = {"ahead": "C2", "behind": "C3", "no": GRAY}[told_apart(steps)]
-            error = 3 * standard_error(steps)
-            ax.errorbar(steps.mean(), height, xerr=error, color=color, marker="s", capsize=3)
-            ax.plot(steps.mean(1), [height] * len(SEEDS), ".", color=color, alpha=0.6)
+            seeds = differences(records, group, script)
+            color = {"ahead": "C2", "behind": "C3", "no": GRAY}[told_apart(seeds, error)]
+            ax.errorbar(seeds.mean(), height, xerr=3 * error, color=color, marker="s", capsize=3)
+            ax.plot(seeds, [height] * len(SEEDS), ".", color=color, alpha=0.6)
         ax.axvline(0, color=GRAY, linewidth=1)
         ax.set_yticks(range(len(others)), others)
         ax.set_title(group, fontsize=13)

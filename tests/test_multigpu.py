@@ -420,6 +420,13 @@ def test_rank_0_asks_the_judge_for_all(several, tmp_path):
         assert sum(rewards) / len(rewards) == pytest.approx(mean)
 
 
+def test_only_rank_0_logs_to_weights_and_biases(several, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    folder = several(2, num_iterations=1, num_minibatches=1, num_steps=1, track=True)
+    assert len(list(folder.rglob("offline-run-*"))) == 1
+
+
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
     given = dict(num_iterations=1, num_minibatches=1, num_steps=3, save_every=1)
     # With small micro-batches, the second process doesn't only repeat others.

@@ -183,6 +183,7 @@ PAIRS = {
         "gather_rows",
         "header",
         "hide_errors_of_peers",
+        "log_metrics",
         "main",
         "num_processes",
         "open_run",

@@ -3,11 +3,13 @@
 Its runs take hours, so no test makes one.
 """
 
+import re
 import sys
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from test_docs import measured
 
 sys.path.insert(0, str(ROOT / "benchmark"))
 
@@ -18,7 +20,14 @@ import variants  # noqa: E402
 
 def record(group, script, rate, seed, accuracy):
     steps = [accuracy] * variants.STEPS
-    return {"group": group, "script": script, "rate": rate, "seed": seed, "rollout/accuracy": steps}
+    return {
+        "group": group,
+        "script": script,
+        "rate": rate,
+        "seed": seed,
+        "rollout/accuracy": steps,
+        "held_out": accuracy,
+    }
 
 
 def test_every_patch_is_in_a_group():
@@ -53,28 +62,42 @@ def test_the_better_rate_runs_on_the_other_seeds(monkeypatch):
         records[key] = record(*key, accuracy)
     assert variants.missing_runs(records) == []
     # Seed 1 has 0.6 for both; the other seeds have 0.25 for b and 0.5 for a.
-    found = variants.differences(records, "g", "b").mean(1)
+    found = variants.differences(records, "g", "b")
     np.testing.assert_allclose(found, [0, -25, -25], atol=1e-12)
 
 
 @pytest.mark.parametrize(
-    "seeds, noise, expected",
+    "seeds, error, expected",
     [
-        ((5, 6, 7), 2, "ahead"),
-        ((-5, -6, -7), 2, "behind"),
-        ((5, 6, -0.1), 2, "no"),  # one seed disagrees
-        ((0.1, 0.2, 0.3), 8, "no"),  # within the noise of the steps
+        ((5, 6, 7), 1.9, "ahead"),
+        ((-5, -6, -7), 1.9, "behind"),
+        ((5, 6, 7), 2.1, "no"),  # less than three standard errors
+        ((9, 9, -0.1), 1.9, "no"),  # one seed disagrees
     ],
 )
-def test_told_apart_needs_all_seeds_and_more_than_the_noise(seeds, noise, expected):
-    steps = np.array(seeds)[:, None] + noise * np.resize([1, -1], variants.LAST)
-    assert variants.told_apart(steps) == expected
+def test_told_apart_needs_all_seeds_and_more_than_the_noise(seeds, error, expected):
+    assert variants.told_apart(np.array(seeds), error) == expected
 
 
-def test_the_standard_error_by_hand():
-    steps = np.array([[1.0, 3.0], [5.0, 7.0]])
-    # The deviations from 4 are 3, 1, 1, 3: a variance of 20 / 3, and four values.
-    assert variants.standard_error(steps) == pytest.approx(np.sqrt(20 / 3 / 4))
+def test_the_errors_by_hand(monkeypatch):
+    """The error of the differences pools the seeds of all scripts. The noise of sampling is that within the runs."""
+    monkeypatch.setattr(variants, "GROUPS", {"g": ("", ("1", "2"), {"a": "", "b": "", "c": ""})})
+    # In points, b - a is 1, 2, 3 for the three seeds, with a variance of 1; c - a is -3, 0, 3, with a variance of 9.
+    accuracies = {"a": (0.5, 0.5, 0.5), "b": (0.51, 0.52, 0.53), "c": (0.47, 0.5, 0.53)}
+    records = {}
+    for script, seeds in accuracies.items():
+        records["g", script, "2", 1] = record("g", script, "2", 1, 0.1)
+        for seed, accuracy in enumerate(seeds, 1):
+            records["g", script, "1", seed] = record("g", script, "1", seed, accuracy)
+    assert variants.standard_error(records, "g") == pytest.approx(np.sqrt((1 + 9) / 2 / 3))
+    runs = variants.best_runs(records, "g", "b")
+    assert variants.noise_of_sampling(runs) == pytest.approx(0, abs=1e-12)
+    # In one of the three runs, the last ten steps alternate by a point up and down: a variance of 10 / 9.
+    steps = runs[0]["rollout/accuracy"]
+    steps[-variants.LAST :] = [0.51 + 0.01 * (-1) ** step for step in range(variants.LAST)]
+    assert variants.noise_of_sampling(runs) == pytest.approx(np.sqrt(10 / 9 / 3 / 30))
+    row = variants.results_table(records).splitlines()[2]
+    assert "| b | 1 |" in row and "| +2.0 ± 1.3 (+1.0 to +3.0) | no |" in row
 
 
 def test_two_runs_at_a_time_append_their_records(tmp_path):
@@ -85,3 +108,20 @@ def test_two_runs_at_a_time_append_their_records(tmp_path):
     with pytest.raises(SystemExit, match="a run failed:\ndivision by zero"):
         records.run_two_at_a_time(lambda a: {"sum": 1 / a}, [(0,)], path)
     assert len(records.read(path)) == 3
+
+
+def test_the_page_states_what_is_recorded():
+    """Table, picture and text of variants/README.md are those of the records, which come from a clean tree."""
+    found = variants.read_records()
+    assert variants.missing_runs(found) == []
+    assert not any(run["dirty"] for run in found.values())
+    table = variants.results_table(found)
+    page = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
+    (section,) = re.findall(r"^## What three seeds.*?(?=^## )", page, re.DOTALL | re.MULTILINE)
+    block = f"<!-- sums -->\n{table}<!-- end sums -->\n"
+    assert block in section
+    assert variants.drawn_from(found) in variants.PICTURE.read_text(encoding="utf-8")
+    of_text = measured(
+        re.sub("<!-- variants -->.*<!-- end", "", section.replace(block, ""), flags=re.DOTALL)
+    )
+    assert not of_text - set(re.findall(r"\d+(?:\.\d+)?", table)), of_text
