@@ -60,7 +60,10 @@ def test_the_better_rate_runs_on_the_other_seeds(monkeypatch):
     assert variants.better_rate(records, "g", "a") == "2"
     for key, accuracy in zip(later, [0.5, 0.5, 0.25, 0.25], strict=True):
         records[key] = record(*key, accuracy)
-    assert variants.missing_runs(records) == []
+    assert variants.missing_runs(records) == [] and variants.finished_groups(records) == ["g"]
+    del records["g", "b", "1", 3]
+    assert variants.finished_groups(records) == []
+    records["g", "b", "1", 3] = record("g", "b", "1", 3, 0.25)
     # Seed 1 has 0.6 for both; the other seeds have 0.25 for b and 0.5 for a.
     found = variants.differences(records, "g", "b")
     np.testing.assert_allclose(found, [0, -25, -25], atol=1e-12)
@@ -113,13 +116,15 @@ def test_two_runs_at_a_time_append_their_records(tmp_path):
 def test_the_page_states_what_is_recorded():
     """Table, picture and text of variants/README.md are those of the records, which come from a clean tree."""
     found = variants.read_records()
-    assert variants.missing_runs(found) == []
     assert not any(run["dirty"] for run in found.values())
     table = variants.results_table(found)
     page = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
     (section,) = re.findall(r"^## What three seeds.*?(?=^## )", page, re.DOTALL | re.MULTILINE)
     block = f"<!-- sums -->\n{table}<!-- end sums -->\n"
     assert block in section
+    # As long as a setting isn't recorded, the page says so.
+    is_whole = variants.finished_groups(found) == list(variants.GROUPS)
+    assert is_whole == ("not recorded yet" not in section)
     assert variants.drawn_from(found) in variants.PICTURE.read_text(encoding="utf-8")
     of_text = measured(
         re.sub("<!-- variants -->.*<!-- end", "", section.replace(block, ""), flags=re.DOTALL)
