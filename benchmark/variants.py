@@ -310,7 +310,7 @@ def draw(records: dict) -> None:
         ax.axvline(0, color=GRAY, linewidth=1)
         ax.set_yticks(range(len(others)), others)
         ax.set_title(group, fontsize=13)
-        ax.set_xlabel(f"sampled accuracy minus {first}.py's, points")
+        ax.set_xlabel(f"minus {first}.py, points")
     save(figure, PICTURE, drawn_from(records))
 
 
