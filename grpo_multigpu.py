@@ -26,8 +26,8 @@ that they share. With as many processes as before, a resumed run on CPUs is bit-
 uninterrupted one. With another number of processes it samples with other noise.
 
 To stop a run with a checkpoint, press Ctrl-C. torchrun passes the signal on, and kills the
-processes that still run 30 s later. If a step takes longer, start it with --shutdown_timeout 600.
-At the end torchrun itself exits with status 1 and a traceback.
+processes that still run 30 s later. If a step takes longer, start torchrun with
+--shutdown-timeout 600. At the end torchrun itself exits with status 1 and a traceback.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W;
 2 for the copy that samples and 2 for the reference (none with --beta 0). The head of each copy

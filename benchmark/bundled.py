@@ -1,6 +1,6 @@
 """Run every script with its defaults, and record what it reached: python benchmark/bundled.py
 
-The runs need an idle machine, and take half an hour of two cores. grpo_multigpu.py runs as two processes of one thread
+The runs need an idle machine, and take an hour of two cores. grpo_multigpu.py runs as two processes of one thread
 each. On GPUs it runs as one process per GPU, at most two. The other scripts run as one process that uses all threads.
 grpo_vllm.py is left out where vllm isn't installed, and on the emulated device.
 
@@ -8,7 +8,7 @@ benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit
 the machine's state after the run, versions, wall time of the whole command, peak memory of the process, number of
 responses sampled, greedy accuracies on the held-out additions, and the sampled accuracy at every step. A new record
 replaces the old one of the same script and seed. All other records stay. benchmark/readme.py writes the records into
-README.md.
+the tables of the pages.
 
     python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   scripts of variants/
     python benchmark/bundled.py --task sums --scripts grpo --seeds 1 2 3     assets/sums; bundled-sums.jsonl
