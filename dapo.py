@@ -1207,7 +1207,10 @@ def load_model(args, config, tokenizer):
         if args.gradient_checkpointing:
             # No forward pass is random, so the random state needn't be kept.
             options = dict(use_reentrant=False, preserve_rng_state=False)
-            model.gradient_checkpointing_enable(options)
+            if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.23
+                model.activation_checkpointing_enable(options)
+            else:  # its old name
+                model.gradient_checkpointing_enable(options)
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)

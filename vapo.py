@@ -1352,7 +1352,10 @@ def load_model(args, config, tokenizer):
         if args.gradient_checkpointing:
             # No forward pass is random, so the random state needn't be kept.
             options = dict(use_reentrant=False, preserve_rng_state=False)
-            model.gradient_checkpointing_enable(options)
+            if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.23
+                model.activation_checkpointing_enable(options)
+            else:  # its old name
+                model.gradient_checkpointing_enable(options)
     if info["missing_keys"]:
         fail(f"{not_supported}: no weights for {', '.join(sorted(info['missing_keys']))}")
     check_model(model, not_supported)
@@ -1450,7 +1453,10 @@ def load_classifier(args, flag, source, config, device):
         if args.gradient_checkpointing:
             # No forward pass is random, so the random state needn't be kept.
             options = dict(use_reentrant=False, preserve_rng_state=False)
-            network.gradient_checkpointing_enable(options)
+            if hasattr(network, "activation_checkpointing_enable"):  # since transformers 5.23
+                network.activation_checkpointing_enable(options)
+            else:  # its old name
+                network.gradient_checkpointing_enable(options)
     # Models like BERT have a head of another name, which reads the first token.
     if not hasattr(network, "score"):
         fail(f"{not_supported}: it has no head named score, which reads the last token")

@@ -115,6 +115,9 @@ def test_every_flag_in_it_exists():
 
 def test_only_the_five_run_time_packages_are_required():
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
-    names = [line.split("==")[0] for line in lines]
+    names = [re.split("[=>]=", line)[0] for line in lines]
     assert names == ["torch", "transformers", "datasets", "tyro", "wandb"]
     assert lines[0] == "torch==2.13.0"
+    # README names the range of transformers.
+    lowest, highest = re.fullmatch("transformers>=(.*),<=(.*)", lines[1]).groups()
+    assert f"The tests pass with transformers {lowest} and {highest}" in README
