@@ -4,7 +4,7 @@
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
-transcript.txt, and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl. The tables
+grouped.jsonl, transcript.txt, and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl. The tables
 stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and pictures match the records.
 """
 
@@ -97,6 +97,17 @@ def speed_table() -> str:
     return table(["workload", "grpo.py", "TRL 1.16", "speed", "memory"], rows)
 
 
+def grouped_table() -> str:
+    """One row for each number of key heads, one column for each version of transformers."""
+    records = records_of("grouped")
+    header = ["seconds of a rollout"]
+    header += [f"transformers {record['transformers']}" for record in records]
+    rows = []
+    for heads in records[0]["seconds"]:
+        rows.append([f"{heads} key heads", *[str(record["seconds"][heads]) for record in records]])
+    return table(header, rows)
+
+
 def sums_table() -> str:
     """For each seed of grpo.py on assets/sums: sampled accuracy as means of ten steps, and greedy held-out accuracy."""
     records = records_of("bundled-sums")
@@ -158,6 +169,7 @@ BLOCKS = {
     "sums": ("docs/tasks.md", sums_table),
     "speed": ("docs/speed.md", speed_table),
     "learning": ("docs/speed.md", learning_table),
+    "grouped": ("docs/speed.md", grouped_table),
     "variants": ("variants/README.md", variants_table),
 }
 
