@@ -315,6 +315,7 @@ LESSONS = {
             "distilled, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1",
             "whole vocabulary, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1 --full-vocabulary",
             "GRPO, 16": f"grpo.py {FEW} --num-prompts 2",
+            "GRPO, 16, at 1e-4": f"grpo.py {FEW.replace('3e-4', '1e-4')} --num-prompts 2",
             "distilled, 128": "distill.py --num-steps 40 --learning-rate 3e-4",
             "GRPO, 128": ADDER_RATES["3e-4"],
         },
