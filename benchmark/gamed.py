@@ -5,9 +5,9 @@ grpo.py. The idea behind such a reward is that a longer response has thought for
 policy makes of it. To resume a run of this program, give it the same --weight again.
 """
 
-import argparse
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -17,20 +17,27 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--weight", type=float, required=True)
-    options, flags = parser.parse_known_args()
+def train(weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")]) -> None:
+    """GRPO with a third reward for the length of a response.
+
+    Args:
+        weight: reward for each character of a response
+        args: the flags of grpo.py
+    """
 
     def length_reward(completions: list[str]) -> list[float]:
         """The weight for each character."""
-        return [options.weight * len(text) for text in completions]
+        return [weight * len(text) for text in completions]
 
     grpo.REWARDS = [grpo.accuracy_reward, grpo.format_reward, length_reward]
     # The run's folder gets a copy of this file instead of grpo.py. So grpo.py, which has no length reward, refuses to
     # resume the run.
     grpo.SCRIPT = Path(__file__).resolve()
-    grpo.main(tyro.cli(grpo.Args, args=flags, description=__doc__))
+    grpo.main(args)
+
+
+def main() -> None:
+    tyro.cli(train)
 
 
 if __name__ == "__main__":
