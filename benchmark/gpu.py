@@ -16,12 +16,13 @@ for tokens of prompts aren't counted. This number over the seconds is the FLOP/s
 uneven: most responses end early, and a few reach the limit.
 
 The file answers more questions that need a GPU, the unknown ones first. Which kernel attends for one query, and how
-fast does it read? What does a decode step cost without a graph? What does recording a graph cost, in time and memory?
-Do the kernels ignore whole blocks of masked keys? Does a replayed graph compute the same as single steps? How far are
-sampler and trainer apart?
+fast does it read? How fast does a model decode in which query heads share a key head? What does a decode step cost
+without a graph? What does recording a graph cost, in time and memory? Do the kernels ignore whole blocks of masked
+keys? Does a replayed graph compute the same as single steps? How far are sampler and trainer apart?
 """
 
 import argparse
+import statistics
 import sys
 import tempfile
 import time
@@ -29,6 +30,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import transformers
+from torch.autograd import DeviceType
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -95,17 +98,26 @@ def attention_bandwidth(device: torch.device, dtype: torch.dtype, tiny: bool) ->
     bias = torch.zeros(rows, 1, 1, columns, device=device, dtype=dtype)
 
     def attend():
-        torch.nn.functional.scaled_dot_product_attention(query[:, :, -1:], key, value, bias)
+        # The start of one call would be a large part of its time.
+        for _ in range(20):
+            torch.nn.functional.scaled_dot_product_attention(query[:, :, -1:], key, value, bias)
 
-    elapsed = seconds(attend, device, 20)
+    elapsed = seconds(attend, device, 5) / 20
     with kernel_profile(device) as profile:
         seconds(attend, device)
     on_gpu = torch.profiler.ProfilerActivity.CUDA in profile.activities
-    kernels = [x for x in profile.key_averages() if not on_gpu or x.self_device_time_total > 0]
-    longest = max(
-        kernels, key=lambda x: x.self_device_time_total if on_gpu else x.self_cpu_time_total
-    )
-    return (key.nbytes + value.nbytes) / elapsed, longest.key
+    return (key.nbytes + value.nbytes) / elapsed, longest_kernel(profile.key_averages(), on_gpu)
+
+
+def longest_kernel(events, on_gpu: bool) -> str:
+    """The name of the GPU's longest kernel in a profile. Without a GPU, the name of the longest operator."""
+    field = "self_cpu_time_total"
+    if on_gpu:
+        # The profile also has the operators that start the kernels, with the time of their kernels.
+        events = [event for event in events if event.device_type == DeviceType.CUDA]
+        field = "self_device_time_total"
+    longest = max(events, key=lambda event: getattr(event, field), default=None)
+    return "the profiler recorded no kernel" if longest is None else longest.key
 
 
 def captures(function) -> list[float]:
@@ -114,6 +126,8 @@ def captures(function) -> list[float]:
 
     class TimedGraph(graph):
         def __enter__(self):
+            # The recording waits for all earlier work. That time isn't part of it.
+            torch.cuda.synchronize()
             self.start = time.perf_counter()
             return super().__enter__()
 
@@ -157,6 +171,66 @@ def profiled(label: str, function, device: torch.device) -> None:
     )
 
 
+def random_model(shape: dict, device: torch.device):
+    """A Llama of this shape with random float32 weights and a tied head. No token ends a response."""
+    config = LlamaConfig(
+        **shape,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=None,
+        architectures=["LlamaForCausalLM"],  # vLLM reads it
+    )
+    with device:
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def decode_bytes(sampler, num_rows: int, context: float) -> tuple[int, float]:
+    """The bytes that a decode step reads: the weights, and the keys and values of all rows."""
+    config = sampler.config
+    head_bytes = sampler.get_output_embeddings().weight.nbytes
+    trunk_bytes = sum(p.nbytes for p in sampler.base_model.layers.parameters())
+    kv_width = config.num_key_value_heads * config.head_dim
+    # The keys and values of one token.
+    kv_bytes = 2 * config.num_hidden_layers * kv_width * sampler.dtype.itemsize
+    return trunk_bytes + head_bytes, num_rows * context * kv_bytes
+
+
+def report(label: str, generate, num_rows: int, new_tokens: int, limit: float, device) -> None:
+    """Time generate(new_tokens), and print its tokens per second as a share of the limit."""
+    peak_gb(device)
+    generate(min(new_tokens, 8))  # warm-up
+    rate = num_rows * new_tokens / seconds(lambda: generate(new_tokens), device, 2)
+    print(
+        f"{label}: {rate:.0f} tokens/s, {rate / limit:.0%} of the limit, peak {peak_gb(device):.1f} GB",
+        flush=True,
+    )
+
+
+def report_grouped_queries(
+    shape: dict, prompt_ids, num_samples: int, new_tokens: int, bandwidth: float
+) -> None:
+    """Time the decoding of a model in which query heads share a key head.
+
+    In a decode step, transformers 5.19 copies the keys and values for each query head, and 5.23 doesn't.
+    """
+    device, prompt_mask = prompt_ids.device, torch.ones_like(prompt_ids, dtype=torch.bool)
+    num_rows, context = len(prompt_ids) * num_samples, prompt_ids.shape[1] + new_tokens / 2
+    sampler = grpo.inference_copy(random_model(shape, device))
+    limit = num_rows * bandwidth / sum(decode_bytes(sampler, num_rows, context))
+    eos_ids = torch.tensor([shape["vocab_size"]], device=device)
+
+    def sample(new_tokens: int) -> None:
+        args = grpo.Args(max_new_tokens=new_tokens)
+        grpo.generate(args, sampler, prompt_ids, prompt_mask, num_samples, 1.0, eos_ids)
+
+    heads = f"{shape['num_attention_heads']} query and {shape['num_key_value_heads']} key heads"
+    label = (
+        f"generate, CUDA graph, {heads}, {num_rows} rows, transformers {transformers.__version__}"
+    )
+    report(label, sample, num_rows, new_tokens, limit, device)
+
+
 def time_rollout(script, args, source, examples, eos_ids: torch.Tensor) -> None:
     """Sample 8 responses to each example with the script's sampler, from a model or an engine, and print the speed."""
     # Nobody reads the texts.
@@ -191,7 +265,8 @@ def compare_rollouts(model, config, tiny: bool) -> None:
     for max_new_tokens, mean_tokens in sizes:
         eos_ids = torch.arange(config.vocab_size // mean_tokens, device=model.device)
         limits = dict(max_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens)
-        time_rollout(grpo, grpo.Args(**limits), grpo.inference_copy(model), examples, eos_ids)
+        args = grpo.choose_batch_sizes(grpo.Args(**limits), model.device)
+        time_rollout(grpo, args, grpo.inference_copy(model), examples, eos_ids)
 
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
@@ -210,7 +285,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--micro-batch-tokens", type=int, default=16384)
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: grpo.py's on this GPU")
     parser.add_argument(
         "--cudnn",
         action="store_true",
@@ -239,12 +314,18 @@ def main() -> None:
         num_hidden_layers=24, hidden_size=2048, num_attention_heads=32, intermediate_size=8192
     )
     shape |= dict(vocab_size=49152, num_key_value_heads=32, max_position_embeddings=8192)
+    # Qwen2.5-0.5B's, without the biases of its queries, keys and values.
+    grouped = dict(
+        num_hidden_layers=24, hidden_size=896, num_attention_heads=14, intermediate_size=4864
+    )
+    grouped |= dict(vocab_size=151936, num_key_value_heads=2, max_position_embeddings=8192)
     if options.tiny:
         B, G, P, R = 2, 4, 8, 40
         shape = dict(
             num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=64
         )
         shape |= dict(vocab_size=101, num_key_value_heads=2, max_position_embeddings=128)
+        grouped = shape | dict(num_key_value_heads=1)
     N = B * G
     torch.manual_seed(0)
     torch.backends.cuda.enable_cudnn_sdp(options.cudnn)
@@ -264,25 +345,18 @@ def main() -> None:
     bytes_per_second, kernel = attention_bandwidth(device, dtype, options.tiny)
     print(f"attention of one query: {bytes_per_second / 1e12:.2f} TB/s, {kernel}", flush=True)
 
-    peak_gb(device)
+    prompt_ids = torch.randint(shape["vocab_size"], (B, P), device=device)  # (B, P)
+    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
+    if not options.vllm:
+        report_grouped_queries(grouped, prompt_ids[:16], G, R, bandwidth)
 
     # ---- the model and its sampling copy, as in grpo.py's main, but without EOS, so every row runs to the end
-    config = LlamaConfig(
-        **shape,
-        tie_word_embeddings=True,
-        eos_token_id=None,
-        bos_token_id=None,
-        pad_token_id=None,
-        architectures=["LlamaForCausalLM"],  # vLLM reads it
-    )
-    with device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = random_model(shape, device)
+    config = model.config
     peak_gb(device)
     num_parameters = sum(p.numel() for p in model.parameters())
     # No token has this id.
     eos_ids = torch.tensor([config.vocab_size], device=device)
-    prompt_ids = torch.randint(config.vocab_size, (B, P), device=device)  # (B, P)
-    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)  # (B, P)
     if options.vllm:
         compare_rollouts(model, config, options.tiny)
         return
@@ -293,27 +367,12 @@ def main() -> None:
         f"{num_parameters / 1e6:.2f} M parameters; to hold and to copy them: {peak_gb(device):.1f} GB",
         flush=True,
     )
-    head_bytes = sampler.get_output_embeddings().weight.nbytes
-    trunk_bytes = sum(p.nbytes for p in sampler.base_model.layers.parameters())
-    kv_width = shape["num_key_value_heads"] * config.head_dim
-    # The keys and values of one token.
-    kv_bytes = 2 * shape["num_hidden_layers"] * kv_width * dtype.itemsize
-    mean_context = P + R / 2
-    limit = N * bandwidth / (trunk_bytes + head_bytes + N * mean_context * kv_bytes)
+    weight_bytes, kv_bytes = decode_bytes(sampler, N, P + R / 2)
+    limit = N * bandwidth / (weight_bytes + kv_bytes)
     print(
-        f"decoding limit: {limit:.0f} tokens/s ({(trunk_bytes + head_bytes) / 1e9:.3g} GB of weights and",
-        end=" ",
+        f"decoding limit: {limit:.0f} tokens/s ({weight_bytes / 1e9:.3g} GB of weights and", end=" "
     )
-    print(f"{N * mean_context * kv_bytes / 1e9:.3g} GB of keys and values per step)")
-
-    def report(label: str, function) -> None:
-        peak_gb(device)
-        function(min(R, 8))  # warm-up
-        rate = N * R / seconds(lambda: function(R), device, 2)
-        print(
-            f"{label}: {rate:.0f} tokens/s, {rate / limit:.0%} of the limit, peak {peak_gb(device):.1f} GB",
-            flush=True,
-        )
+    print(f"{kv_bytes / 1e9:.3g} GB of keys and values per step)")
 
     def plain(new_tokens: int, cuda_graph: bool):
         args = grpo.Args(max_new_tokens=new_tokens, cuda_graph=cuda_graph)
@@ -333,13 +392,24 @@ def main() -> None:
     print(f"a decode step without a graph: {1e3 * eager:.2f} ms", flush=True)
     times = captures(lambda: plain(R, True))
     if times:
-        mean = 1e3 * sum(times) / len(times)
-        print(f"{len(times)} recordings of a graph in {R} steps, {mean:.0f} ms each; ", end="")
-        before = held_gb(device)
+        # Not the mean: the first recording is slower.
+        median = 1e3 * statistics.median(times)
+        print(f"{len(times)} recordings of a graph in {R} steps, {median:.0f} ms in the median")
+        # Does recording lose memory? One row shows this, too, in less time.
         again = 2 if options.tiny else 500
-        for _ in range(again):
-            plain(2, True)
-        print(f"{before}; {again} recordings later {held_gb(device)}", flush=True)
+        for number in range(1 + again):
+            grpo.generate(
+                grpo.Args(max_new_tokens=2),
+                sampler,
+                prompt_ids[:1],
+                prompt_mask[:1],
+                1,
+                1.0,
+                eos_ids,
+            )
+            if number == 0:
+                print(f"a recording for one row: {held_gb(device)}; ", end="")
+        print(f"{again} recordings later {held_gb(device)}", flush=True)
     # More columns of padding than a block of keys has.
     padded_ids = torch.cat([torch.zeros_like(prompt_ids), prompt_ids], 1)  # (B, 2 * P)
     padded_mask = torch.cat([torch.zeros_like(prompt_mask), prompt_mask], 1)  # (B, 2 * P)
@@ -354,8 +424,8 @@ def main() -> None:
         f"{P} columns of padding: log-probabilities finite: {finite}, off by {off:.2g}", flush=True
     )
 
-    report("generate, CUDA graph", lambda new_tokens: plain(new_tokens, True))
-    report("generate, no graph", lambda new_tokens: plain(new_tokens, False))
+    report("generate, CUDA graph", lambda new_tokens: plain(new_tokens, True), N, R, limit, device)
+    report("generate, no graph", lambda new_tokens: plain(new_tokens, False), N, R, limit, device)
     samples = []
     for cuda_graph in (True, False):
         torch.manual_seed(0)
@@ -378,7 +448,12 @@ def main() -> None:
     rollout = grpo.Rollout(*prompts, *sampled, completions=[""] * N)
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
+        # As in grpo.py's load_model.
+        recompute = dict(use_reentrant=False, preserve_rng_state=False)
+        if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.23
+            model.activation_checkpointing_enable(recompute)
+        else:  # its old name
+            model.gradient_checkpointing_enable(recompute)
     model.train(options.gradient_checkpointing)
     matmul = torch.backends.cuda.matmul
     for reduced in (True, False):
@@ -389,10 +464,11 @@ def main() -> None:
         print(f"sampler against trainer, reduced bf16 sums {reduced}: {mean_gap:.2g} nats a token")
     matmul.allow_bf16_reduced_precision_reduction = True  # torch's default
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
-    args = grpo.Args(beta=0.0)
+    args = grpo.Args(beta=0.0, micro_batch_tokens=options.micro_batch_tokens)
+    args = grpo.choose_batch_sizes(args, device)
 
     def update() -> None:
-        for rows in grpo.micro_batches(torch.arange(N), [P + R] * N, options.micro_batch_tokens):
+        for rows in grpo.micro_batches(torch.arange(N), [P + R] * N, args.micro_batch_tokens):
             logprobs = grpo.compute_logprobs(model, rollout.select(rows), 1.0)  # (n, R)
             loss, _ = grpo.policy_loss(
                 args,
@@ -422,13 +498,16 @@ def main() -> None:
         end="",
     )
     print(
-        f"peak {peak_gb(device):.1f} GB, gradient checkpointing {'on' if options.gradient_checkpointing else 'off'}"
+        f"peak {peak_gb(device):.1f} GB, micro-batches of {args.micro_batch_tokens} tokens, gradient checkpointing "
+        f"{'on' if options.gradient_checkpointing else 'off'}"
     )
     if options.profile:
         profiled("an update", update, device)
     print(f"allocator: {held_gb(device)}", flush=True)
-    # This comes last, because it may run out of memory.
-    report("model.generate", transformers_generate)
+    # This comes last, because it may run out of memory. It doesn't need Adam's averages.
+    optimizer.state.clear()
+    torch.cuda.empty_cache()
+    report("model.generate", transformers_generate, N, R, limit, device)
 
 
 if __name__ == "__main__":

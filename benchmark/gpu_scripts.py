@@ -8,13 +8,15 @@ responses. So nearly all samples have the full 300 tokens, which is the most wor
 would find no group to learn from, so it samples only once. benchmark/records/gpu-scripts.jsonl gets one line for each
 run: its command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
 
-Then the benchmark kills grpo.py in its third step and resumes it. It stops another run there with SIGTERM and resumes
-that run, too. --memory-gb 41.5 skips this part, and gives a larger GPU only the memory that a program has on a 40 GB
-card.
+If grpo is among the scripts, the benchmark then kills a run of grpo.py in its third step and resumes it. It stops
+another run there with SIGTERM and resumes that run, too. --memory-gb 41.5 skips this part. It gives a larger GPU only
+the memory that a program has on a 40 GB card. Below 60 GB, the scripts also get the flags that such a card has by
+default, because they would choose them by the memory of the whole GPU.
 
-The interrupted runs and the scripts with a critic have half the layers, so that 60 GB of disk are enough. A checkpoint
-takes 12 to 16 bytes per parameter, 24 with a critic, and twice as much while a new one replaces the old one.
-grpo_multigpu.py isn't tested here. grpo_vllm.py runs only if --scripts names it.
+The models, the checkpoint, and the new checkpoint that replaces it need 62 GB of disk for self_distill.py, 56 GB for
+grpo_offpolicy.py, and at most 51 GB for each other script. The interrupted runs and the scripts with a critic have half
+the layers, so that they don't need more. TMPDIR chooses the disk. grpo_multigpu.py isn't tested here. grpo_vllm.py runs
+only if --scripts names it.
 """
 
 import argparse
@@ -80,14 +82,21 @@ def make_models(folder: Path, problems: Path, shape: dict) -> None:
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>"
     )
     torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for name in ("policy", "half", "judge"):
         layers = shape["num_hidden_layers"] // (1 if name == "policy" else 2)
         fields = shape | dict(num_hidden_layers=layers, max_position_embeddings=8192, num_labels=1)
         config = LlamaConfig(**fields, tie_word_embeddings=True)
         config.update(dict(eos_token_id=0, pad_token_id=0, bos_token_id=None))
         kind = AutoModelForSequenceClassification if name == "judge" else AutoModelForCausalLM
-        kind.from_config(config, dtype=torch.bfloat16).save_pretrained(folder / name)
+        # A GPU draws the weights in a second, and a CPU in many.
+        with device:
+            model = kind.from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    # The scripts need the memory of the GPU.
+    del model
+    torch.cuda.empty_cache()
 
 
 def own_flags(script: str, folder: Path) -> list[str]:
@@ -177,6 +186,9 @@ def main() -> None:
         common += ["--save-every", "0"]
         if options.tiny:
             common += ["--num-prompts", "2", "--max-new-tokens", "12"]
+        if options.memory_gb is not None and options.memory_gb < 60:
+            # grpo.py's defaults on such a card. The script sees the memory of the whole GPU.
+            common += ["--sampling-tokens", "49152", "--micro-batch-tokens", "2048"]
         common += shlex.split(options.flags)
         for script in options.scripts:
             command = [f"{script}.py", *common, "--num-steps", "3", "--run-name", script]
@@ -198,14 +210,14 @@ def main() -> None:
                         **provenance(),
                         "versions": args["versions"],
                     }
-                    record["dirty"] |= not record["commit"]
                     with RECORDS.open("a", encoding="utf-8") as file:
                         print(json.dumps(record | {"metrics": metrics}), file=file)
             else:
                 print(f"{script} failed:\n{(done.stdout + done.stderr)[-2000:]}", flush=True)
-            # A run takes 27 GB.
+            # The next run needs the disk.
             shutil.rmtree(folder / script, ignore_errors=True)
-        for number in (signal.SIGKILL, signal.SIGTERM) if options.memory_gb is None else ():
+        interrupt = "grpo" in options.scripts and options.memory_gb is None
+        for number in (signal.SIGKILL, signal.SIGTERM) if interrupt else ():
             name = signal.Signals(number).name
             command = ["grpo.py", *common, "--num-steps", "4", "--run-name", name]
             interrupted([*command, "--model", str(folder / "half")], folder / name, number)

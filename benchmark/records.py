@@ -33,18 +33,22 @@ def machine() -> dict:
 
 
 def provenance() -> dict:
-    """The commit, whether the code has changes that aren't committed, and the machine at this moment."""
+    """The commit, whether the code has changes that aren't committed, and the machine at this moment.
 
-    def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
+    Without git, or outside a repository, the commit is None, and the code counts as changed.
+    """
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", *arguments]
+        try:
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        except (FileNotFoundError, subprocess.CalledProcessError):
+            return None
         return done.stdout.strip()
 
+    commit = git("rev-parse", "--short", "HEAD")
     changes = git("status", "--porcelain", "--", "*.py", "utils", "assets")
-    return {
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(changes),
-        "machine": machine(),
-    }
+    return {"commit": commit, "dirty": commit is None or changes != "", "machine": machine()}
 
 
 def read(path: Path) -> list[dict]:

@@ -302,7 +302,8 @@ def test_the_benchmark_runs_on_cuda(runs):
     """benchmark/gpu.py measures all that it names. The numbers of an emulated GPU mean nothing."""
     status, recorded, _, text, _ = runs["gpu"]
     assert status == 0 and recorded > 3, text
-    assert " recordings of a graph in 40 steps" in text
+    assert " recordings of a graph in 40 steps" in text and "2 recordings later" in text
+    assert "4 query and 1 key heads" in text
     assert "8 columns of padding: log-probabilities finite: True" in text
 
 

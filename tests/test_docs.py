@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import re
+import shlex
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import ROOT, small_recipe
 from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, parent_of
+from torch.autograd import DeviceType
 
 import grpo
 
@@ -495,6 +497,91 @@ def test_a_record_has_the_state_of_the_machine():
 
     machine = records.provenance()["machine"]
     assert machine["cpu"] and machine["cores"] >= 1 and machine["load"] >= 0
+
+
+@pytest.mark.parametrize("missing", ["git", "repository"])
+def test_a_record_without_a_commit_counts_as_changed(monkeypatch, tmp_path, missing):
+    import records
+
+    if missing == "git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(records, "ROOT", tmp_path)
+    found = records.provenance()
+    assert found["commit"] is None and found["dirty"] is True and found["machine"]["cpu"]
+
+
+def test_the_longest_kernel_is_no_operator():
+    """An operator has the time of its kernels. A GPU's profile may have no kernel at all."""
+    import gpu
+
+    def event(key, device_type, on_cpu, on_device):
+        times = dict(self_cpu_time_total=on_cpu, self_device_time_total=on_device)
+        return types.SimpleNamespace(key=key, device_type=device_type, **times)
+
+    operators = [event("slow", DeviceType.CPU, 9, 0), event("attend", DeviceType.CPU, 1, 5)]
+    kernels = [event("copy", DeviceType.CUDA, 0, 1), event("attention", DeviceType.CUDA, 0, 4)]
+    assert gpu.longest_kernel(operators + kernels, on_gpu=True) == "attention"
+    assert gpu.longest_kernel(operators, on_gpu=True) == "the profiler recorded no kernel"
+    assert gpu.longest_kernel(operators, on_gpu=False) == "slow"
+
+
+def test_rollouts_are_compared_with_those_of_vllm(monkeypatch, capsys):
+    """gpu.py --vllm samples with grpo.py's sampler, too. This test leaves vLLM out."""
+    import gpu
+
+    core = types.SimpleNamespace(shutdown=lambda: None)
+    engine = types.SimpleNamespace(llm_engine=types.SimpleNamespace(engine_core=core))
+    monkeypatch.setattr(gpu.grpo_vllm, "import_vllm", lambda: None)
+    monkeypatch.setattr(gpu.grpo_vllm, "load_engine", lambda args, model: engine)
+    monkeypatch.setattr(gpu.grpo_vllm, "refresh_engine", lambda engine, model: None)
+    time_rollout = gpu.time_rollout
+    monkeypatch.setattr(
+        gpu, "time_rollout", lambda script, *rest: script is grpo and time_rollout(script, *rest)
+    )
+    shape = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8)
+    model = gpu.random_model(shape | dict(vocab_size=60), torch.device("cpu"))
+    gpu.compare_rollouts(model, model.config, tiny=True)
+    printed = capsys.readouterr().out
+    assert "grpo.py, at most 12 tokens" in printed and "grpo.py, at most 40 tokens" in printed
+
+
+@pytest.mark.parametrize(
+    "memory_gb, name, signals",
+    [(41.5, "grpo", 0), (70, "grpo", 0), (None, "grpo", 2), (None, "rloo", 0)],
+)
+def test_part_of_a_gpu_gets_the_flags_of_a_small_card(monkeypatch, memory_gb, name, signals):
+    """The flags are those that grpo.py chooses on a card of this size. Only grpo.py is interrupted, on a whole GPU."""
+    import gpu_scripts
+
+    commands, interrupted = [], []
+
+    def run(command, **options):
+        commands.append(shlex.split(command[-1]))
+        return types.SimpleNamespace(stdout="", stderr="")
+
+    argv = ["gpu_scripts.py", "--tiny", "--scripts", name]
+    argv += [] if memory_gb is None else ["--memory-gb", str(memory_gb)]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(gpu_scripts, "make_models", lambda *arguments: None)
+    monkeypatch.setattr(
+        gpu_scripts, "interrupted", lambda *arguments: interrupted.append(arguments)
+    )
+    monkeypatch.setattr(gpu_scripts.subprocess, "run", run)
+    gpu_scripts.main()
+    (command,) = commands
+    assert command[0] == f"{name}.py" and len(interrupted) == signals
+    flags = {flag: command[k + 1] for k, flag in enumerate(command) if flag.startswith("--")}
+    if memory_gb != 41.5:
+        assert "--sampling-tokens" not in flags and "--micro-batch-tokens" not in flags
+        return
+    card = types.SimpleNamespace(total_memory=memory_gb * 1e9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    chosen = grpo.choose_batch_sizes(grpo.Args(), torch.device("cuda"))
+    assert flags["--sampling-tokens"] == str(chosen.sampling_tokens)
+    assert flags["--micro-batch-tokens"] == str(chosen.micro_batch_tokens)
 
 
 def test_the_variants_have_three_recorded_seeds():
