@@ -71,6 +71,7 @@ from utils.data import cell_messages, cell_text, describe_answers
 from utils.masking import masked_sum
 from utils.restore import restore_afterwards
 from utils.rewards import (
+    FULL_FORMAT,
     accuracy_reward,
     apply_reward,
     check_parameters,
@@ -324,6 +325,8 @@ def main(args: Args) -> dict:
             print("warning: the data has changed since this run started")
     sampler = inference_copy(model) if model.device.type == "cuda" else model
     metrics_file, samples_file = open_run(args, run_dir, saved, model)
+    if updates_per_step == 1:
+        print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     signals = catch_signals()
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -790,12 +793,14 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     else:
         accuracy = mean_of(ACCURACY)
     format_scores = apply_reward(format_reward, examples, rollout.completions)
+    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": accuracy,
-        "eval/format": format_scores.count(0.4) / len(examples),  # 0.1 for each of four tags
+        "eval/format": format_scores.count(FULL_FORMAT) / len(examples),
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
+        "eval/eos_frac": is_eos.any(1).float().mean().item(),
     }
     if ACCURACY is accuracy_reward:
         metrics["eval/accuracy_lenient"] = mean_of(lenient_accuracy_reward)

@@ -1456,7 +1456,10 @@ def test_it_learns(script, tmp_path):
 
 @pytest.mark.scripts("grpo")
 def test_an_evaluation_by_hand(script, monkeypatch):
-    """One of four responses is right in its tags, three have all tags in order, all end with the right number."""
+    """One of four responses is right in its tags, three have all tags in order, all end with the right number.
+
+    Two have an EOS token. The last one has one only behind its end, where nothing counts.
+    """
     completions = [
         "<think>7+8=15</think><answer>85</answer>",
         "<think>7+8=15</think><answer>75</answer> 85",
@@ -1464,8 +1467,10 @@ def test_an_evaluation_by_hand(script, monkeypatch):
         "<answer>75</answer><think></think>85",
     ]
     mask = torch.arange(6) < torch.tensor([[5], [2], [6], [3]])  # (N, R)
+    ids = torch.zeros(4, 6, dtype=torch.long)  # (N, R)
+    ids[0, 4], ids[1, 1], ids[3, 5] = 2, 2, 2  # the EOS token
     nothing = torch.zeros(4, 1)
-    rollout = script.Rollout(nothing, nothing, nothing, mask, nothing, completions)
+    rollout = script.Rollout(nothing, nothing, ids, mask, nothing, completions)
     asked = []
 
     def sampled(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
@@ -1474,7 +1479,7 @@ def test_an_evaluation_by_hand(script, monkeypatch):
 
     monkeypatch.setattr(script, "sample_responses", sampled)
     example = {"prompt": "8+77=", "answer": "85", "columns": {}}
-    found = script.evaluate(script.Args(), None, None, [example] * 4, None)
+    found = script.evaluate(script.Args(), None, None, [example] * 4, torch.tensor([2]))
     assert asked == [(1, 0.0)]  # one response, greedy
     assert found == {
         "eval/reward_mean": pytest.approx(0.25 + 0.35),
@@ -1482,6 +1487,7 @@ def test_an_evaluation_by_hand(script, monkeypatch):
         "eval/format_reward": pytest.approx(0.35),
         "eval/accuracy": 0.25,
         "eval/response_len": 4.0,
+        "eval/eos_frac": 0.5,
         "eval/accuracy_lenient": 1.0,
         "eval/format": 0.75,
     }

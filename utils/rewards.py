@@ -32,6 +32,7 @@ import sys
 from fractions import Fraction
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
+FULL_FORMAT = len(TAGS) / 10  # what format_reward gives to a text with all tags in order
 # Rewards must be smaller, so that the sum of their squares fits into a 32-bit float.
 LARGEST = 1e18
 
