@@ -861,6 +861,15 @@ def test_a_log_is_never_lengthened(run, spawn, tmp_path):
     ] == [0, 0]
 
 
+@pytest.mark.scripts("grpo", "rloo")
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+def test_a_run_says_what_one_update_per_rollout_looks_like(script, run, capsys, num_minibatches):
+    """A loss near 0 and no clipped ratio look like a bug."""
+    run(num_steps=1, num_minibatches=num_minibatches)
+    said = "one update per rollout: clip_frac is 0" in capsys.readouterr().out
+    assert said == (num_minibatches == 1)
+
+
 @pytest.mark.scripts("grpo")
 def test_resuming_with_other_problems_is_said(script, run, tmp_path, capsys):
     """The script warns if the problems changed since the start: an edited file, or a template with today's date."""
