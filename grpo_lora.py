@@ -257,7 +257,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # An estimate of KL(pi || ref). Over samples of pi itself, its mean gradient is that of
+        # Over samples of pi, its mean is KL(pi || ref), but its mean gradient is that of
         # KL(ref || pi): docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
@@ -338,7 +338,7 @@ def main(args: Args) -> dict:
             print("warning: the data has changed since this run started")
     sampler = model  # also on a GPU, where grpo.py samples from a bf16 copy
     metrics_file, samples_file = open_run(args, run_dir, saved, model)
-    if updates_per_step == 1:
+    if updates_per_step == 1:  # so every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     signals = catch_signals()
     if not saved:
@@ -378,7 +378,7 @@ def main(args: Args) -> dict:
         model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
         # a little. The first minibatch takes them from the forward pass of its update (below). The
-        # other minibatches need them from before the weights change, so they are computed here.
+        # others need them from before the weights change, so they are computed here.
         parts = first_pass[1:]
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -783,7 +783,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order.
+    format is the share of responses with all four tags in order, and eos_frac of those that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
@@ -798,14 +798,14 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     else:
         accuracy = mean_of(ACCURACY)
     format_scores = apply_reward(format_reward, examples, rollout.completions)
-    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
+    ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": accuracy,
         "eval/format": format_scores.count(FULL_FORMAT) / len(examples),
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
-        "eval/eos_frac": is_eos.any(1).float().mean().item(),
+        "eval/eos_frac": ended.float().mean().item(),
     }
     if ACCURACY is accuracy_reward:
         metrics["eval/accuracy_lenient"] = mean_of(lenient_accuracy_reward)

@@ -423,7 +423,7 @@ def main(args: Args) -> dict:
         model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
         # a little. The first minibatch takes them from the forward pass of its update (below). The
-        # other minibatches need them from before the weights change, so they are computed here.
+        # others need them from before the weights change, so they are computed here.
         parts = first_pass[1:]
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
 
@@ -891,7 +891,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order.
+    format is the share of responses with all four tags in order, and eos_frac of those that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
@@ -906,14 +906,14 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     else:
         accuracy = mean_of(ACCURACY)
     format_scores = apply_reward(format_reward, examples, rollout.completions)
-    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
+    ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": accuracy,
         "eval/format": format_scores.count(FULL_FORMAT) / len(examples),
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
-        "eval/eos_frac": is_eos.any(1).float().mean().item(),
+        "eval/eos_frac": ended.float().mean().item(),
     }
     if ACCURACY is accuracy_reward:
         metrics["eval/accuracy_lenient"] = mean_of(lenient_accuracy_reward)

@@ -66,7 +66,7 @@ WORDS = {
     "rollout/response_len": "tokens of a response",
     "rollout/zero_std_frac": "groups with equal rewards, %",
     "rollout/logprob_gap": "gap to the trainer, nats",
-    "policy/clip_frac": "clipped, %",
+    "policy/clip_frac": "outside the clip range, %",
     "policy/approx_kl": "KL to the old policy, nats",
     "policy/entropy": "entropy, nats a token",
     "kl/ref": "KL to the reference, nats a token",

@@ -1467,7 +1467,7 @@ def test_it_learns(script, tmp_path):
 def test_an_evaluation_by_hand(script, monkeypatch):
     """One of four responses is right in its tags, three have all tags in order, all end with the right number.
 
-    Two have an EOS token. The last one has one only behind its end, where nothing counts.
+    Two have an EOS token.
     """
     completions = [
         "<think>7+8=15</think><answer>85</answer>",
@@ -1477,7 +1477,7 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     ]
     mask = torch.arange(6) < torch.tensor([[5], [2], [6], [3]])  # (N, R)
     ids = torch.zeros(4, 6, dtype=torch.long)  # (N, R)
-    ids[0, 4], ids[1, 1], ids[3, 5] = 2, 2, 2  # the EOS token
+    ids[0, 4], ids[1, 1] = 2, 2  # the EOS token
     nothing = torch.zeros(4, 1)
     rollout = script.Rollout(nothing, nothing, ids, mask, nothing, completions)
     asked = []

@@ -318,6 +318,7 @@ PAIRS = {
         "TOOL",
         "Turn",
         "cut_at_call",
+        "evaluate",
         "generate",
         "header",
         "main",

@@ -300,6 +300,18 @@ def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, monke
     assert tokenizer.decode(counted) == "<calc>1</calc><calc></calc>5</s>"
 
 
+def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch):
+    """The policy has ended one of two responses. In the other one, only the tool has written an EOS token."""
+    ids = torch.tensor([[5, EOS], [5, EOS]])  # (N, R)
+    mask = torch.tensor([[True, True], [True, False]])  # (N, R)
+    nothing = torch.zeros(2, 1)
+    rollout = grpo_tools.Rollout(nothing, nothing, ids, mask, mask, nothing, ["", ""], [[], []])
+    monkeypatch.setattr(grpo_tools, "sample_responses", lambda *args, **given: rollout)
+    examples = [{"prompt": "8+77=", "answer": "85", "columns": {}}] * 2
+    found = grpo_tools.evaluate(grpo_tools.Args(), None, None, examples, torch.tensor([EOS]))
+    assert found["eval/eos_frac"] == 0.5
+
+
 def test_the_tokens_trained_on_are_those_sampled(monkeypatch):
     """A text has several tokenizations. The policy samples one that differs from the tokenizer's."""
     special, letters = ["<pad>", "<unk>", "</s>"], list("<>/=+calc0123456789")
