@@ -11,8 +11,8 @@ it has bf16 autocast and recomputed activations. Both use GRPO with its std, tem
 term, one update per rollout, Adam, the same reward and the same number of threads. They draw from the same
 distribution, so their lengths differ only by chance. The runs alternate, and each run has a process to itself.
 
-In W4, the trainers differ in two more points. TRL samples with the float32 weights, which it rounds again at each use,
-and its keys and values are in float32, too. They take 39 GB for 16 x 8 samples, grpo.py's default batch. 32 x 8 samples
+In W4, the trainers differ in two points. TRL samples with the float32 weights, which it rounds again at each use, and
+its keys and values are in float32, too. These take 39 GB for 16 x 8 samples, grpo.py's default batch. 32 x 8 samples
 would need 77 GB, which an 80 GB GPU doesn't have beside the weights. And TRL attends with torch's defaults: on a Hopper
 GPU, torch tries cuDNN's attention first. grpo.py turns cuDNN's attention off.
 

@@ -5,9 +5,9 @@
     python benchmark/gpu.py --vllm           instead: rollouts of grpo_vllm.py beside those of grpo.py; needs vllm
     python benchmark/gpu.py --tiny           a tiny shape, also on a CPU: tests this file, measures nothing
 
-To decode a token, a GPU must read every weight once, and the keys and values of all rows. The limit is these bytes over
-the bandwidth of a device-to-device copy (read + write). generate runs all tokens of all rows here, because the EOS id
-is never drawn.
+In a decode step, which gives each row a token, a GPU must read every weight once, and the keys and values of all rows.
+So the step takes at least these bytes over the bandwidth of a device-to-device copy (read + write). The limit is the
+tokens per second of such a step. generate runs all tokens of all rows here, because no token has the EOS id.
 
 An update takes 6 FLOP per parameter and token (forward 2, backward 4). Recomputed activations, attention, and the head
 for tokens of prompts aren't counted. This number over the seconds is the FLOP/s, and MFU is its share of the peak.
@@ -15,10 +15,10 @@ for tokens of prompts aren't counted. This number over the seconds is the FLOP/s
 --vllm samples 16 x 8 responses of at most 300 tokens, and of at most 4,096, with both samplers. Their lengths are
 uneven: most responses end early, and a few reach the limit.
 
-The file answers more questions that need a GPU, the unknown ones first. Which kernel attends for one query, and how
-fast does it read? How fast does a model decode in which query heads share a key head? What does a decode step cost
-without a graph? What does recording a graph cost, in time and memory? Do the kernels ignore whole blocks of masked
-keys? Does a replayed graph compute the same as single steps? How far are sampler and trainer apart?
+The file answers more questions that need a GPU. Which kernel attends for one query, and how fast does it read keys and
+values? How fast is decoding if query heads share a key head? What does a decode step cost without a CUDA graph? What
+does recording a graph cost, in time and memory? Do the kernels ignore whole blocks of masked keys? Does a replayed
+graph compute the same as single steps? How far apart are the log-probabilities of sampler and trainer?
 """
 
 import argparse
@@ -98,7 +98,7 @@ def attention_bandwidth(device: torch.device, dtype: torch.dtype, tiny: bool) ->
     bias = torch.zeros(rows, 1, 1, columns, device=device, dtype=dtype)
 
     def attend():
-        # The start of one call would be a large part of its time.
+        # 20 calls, because launching a single one would take a large part of its time.
         for _ in range(20):
             torch.nn.functional.scaled_dot_product_attention(query[:, :, -1:], key, value, bias)
 
@@ -126,7 +126,7 @@ def captures(function) -> list[float]:
 
     class TimedGraph(graph):
         def __enter__(self):
-            # The recording waits for all earlier work. That time isn't part of it.
+            # A recording first waits for all earlier work. So wait here, before the clock starts.
             torch.cuda.synchronize()
             self.start = time.perf_counter()
             return super().__enter__()
@@ -214,10 +214,14 @@ def report_grouped_queries(
 
     In a decode step, transformers 5.19 copies the keys and values for each query head, and 5.23 doesn't.
     """
-    device, prompt_mask = prompt_ids.device, torch.ones_like(prompt_ids, dtype=torch.bool)
-    num_rows, context = len(prompt_ids) * num_samples, prompt_ids.shape[1] + new_tokens / 2
+    device = prompt_ids.device
+    prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
+    num_rows = len(prompt_ids) * num_samples
+    # The mean number of keys of a row, over the steps.
+    context = prompt_ids.shape[1] + new_tokens / 2
     sampler = grpo.inference_copy(random_model(shape, device))
     limit = num_rows * bandwidth / sum(decode_bytes(sampler, num_rows, context))
+    # No token has this id.
     eos_ids = torch.tensor([shape["vocab_size"]], device=device)
 
     def sample(new_tokens: int) -> None:
@@ -395,7 +399,7 @@ def main() -> None:
         # Not the mean: the first recording is slower.
         median = 1e3 * statistics.median(times)
         print(f"{len(times)} recordings of a graph in {R} steps, {median:.0f} ms in the median")
-        # Does recording lose memory? One row shows this, too, in less time.
+        # Does each recording leak memory? One row is enough to see this, and takes less time.
         again = 2 if options.tiny else 500
         for number in range(1 + again):
             grpo.generate(
@@ -410,7 +414,7 @@ def main() -> None:
             if number == 0:
                 print(f"a recording for one row: {held_gb(device)}; ", end="")
         print(f"{again} recordings later {held_gb(device)}", flush=True)
-    # More columns of padding than a block of keys has.
+    # The same prompts, with more columns of padding than a block of keys has.
     padded_ids = torch.cat([torch.zeros_like(prompt_ids), prompt_ids], 1)  # (B, 2 * P)
     padded_mask = torch.cat([torch.zeros_like(prompt_mask), prompt_mask], 1)  # (B, 2 * P)
     few = grpo.Args(max_new_tokens=min(R, 8), cuda_graph=False)
@@ -504,7 +508,7 @@ def main() -> None:
     if options.profile:
         profiled("an update", update, device)
     print(f"allocator: {held_gb(device)}", flush=True)
-    # This comes last, because it may run out of memory. It doesn't need Adam's averages.
+    # model.generate comes last, because it may run out of memory. Nothing needs Adam's averages any more.
     optimizer.state.clear()
     torch.cuda.empty_cache()
     report("model.generate", transformers_generate, N, R, limit, device)

@@ -9,9 +9,9 @@ would find no group to learn from, so it samples only once. benchmark/records/gp
 run: its command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
 
 If grpo is among the scripts, the benchmark then kills a run of grpo.py in its third step and resumes it. It stops
-another run there with SIGTERM and resumes that run, too. --memory-gb 41.5 skips this part. It gives a larger GPU only
-the memory that a program has on a 40 GB card. Below 60 GB, the scripts also get the flags that such a card has by
-default, because they would choose them by the memory of the whole GPU.
+another run there with SIGTERM and resumes that run, too. --memory-gb 41.5 skips this part, and gives each script only
+41.5 GB of a larger GPU, as much as a program has on a 40 GB card. The scripts choose their batch sizes by the memory of
+the whole GPU. So below 60 GB, the benchmark gives them the batch sizes that are the defaults on a small card.
 
 The models, the checkpoint, and the new checkpoint that replaces it need 62 GB of disk for self_distill.py, 56 GB for
 grpo_offpolicy.py, and at most 51 GB for each other script. The interrupted runs and the scripts with a critic have half
@@ -89,7 +89,7 @@ def make_models(folder: Path, problems: Path, shape: dict) -> None:
         config = LlamaConfig(**fields, tie_word_embeddings=True)
         config.update(dict(eos_token_id=0, pad_token_id=0, bos_token_id=None))
         kind = AutoModelForSequenceClassification if name == "judge" else AutoModelForCausalLM
-        # A GPU draws the weights in a second, and a CPU in many.
+        # Drawing the weights takes a second on a GPU, and many seconds on a CPU.
         with device:
             model = kind.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(folder / name)
