@@ -238,7 +238,7 @@ def test_a_program_that_is_interrupted_resumes_and_ends(tmp_path):
     assert lines[0].startswith("stopping after this step") and "to go on: python" in lines[1]
     assert len(lines) == 2, err
     expected = ("train data", "first prompt", "gold", "test data", "starting vllm", "grpo_vllm.py")
-    expected += ("settings", "before", "step", "    ")
+    expected += ("settings", "one update", "before", "step", "    ")
     assert [line for line in out.splitlines() if not line.startswith(expected)] == []
     with pytest.raises(ProcessLookupError):  # nothing is left of its process group
         os.killpg(process.pid, 0)
