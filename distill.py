@@ -299,9 +299,9 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
+    teacher = load_teacher(args, teacher_config, model.device)
     check_memory(args, model)
     args = choose_batch_sizes(args, model.device)
-    teacher = load_teacher(args, teacher_config, model.device)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -686,7 +686,8 @@ def compute_logprobs(model, rollout, temperature):
 def compute_reverse_kl(model, teacher, rollout, temperature):
     """KL_t (n, R) float32 at each token of the responses of n sequences; 0 where masked."""
     hidden = response_states(model, rollout)  # (T, D)
-    teacher_hidden = response_states(teacher, rollout)  # (T, the teacher's D)
+    with torch.no_grad():  # with gradient checkpointing, a copy's embeddings require gradients
+        teacher_hidden = response_states(teacher, rollout)  # (T, the teacher's D)
     head = model.get_output_embeddings()
     teacher_head = teacher.get_output_embeddings()
 
@@ -738,7 +739,7 @@ def micro_batches(sequences, lengths, max_tokens):
 def inference_copy(model):
     """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
 
-    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    Sampling mostly reads weights, keys and values, so half the bytes is nearly half the time.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":

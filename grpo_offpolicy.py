@@ -752,7 +752,7 @@ def inference_copy(model, dtype="auto"):
     """A copy of the model that is not trained, in this dtype. Its head is always in float32.
 
     dtype is a value of --sampler-dtype: auto means bfloat16 on a GPU and float32 on a CPU. Sampling
-    is bound by reading the weights, so half the bytes is nearly half the time.
+    mostly reads weights, keys and values, so half the bytes is nearly half the time.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if dtype == "auto" and model.device.type == "cuda":

@@ -808,7 +808,7 @@ def micro_batches(sequences, lengths, max_tokens):
 def inference_copy(model):
     """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
 
-    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    Sampling mostly reads weights, keys and values, so half the bytes is nearly half the time.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":

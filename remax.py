@@ -23,10 +23,11 @@ the whole response. In the authors' code it has that token's KL alone. Neither p
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing
 corrects for that: policy/clip_frac and policy/approx_kl say how far off-policy they are.
 
-The cost: the greedy responses need a second decode loop, after that of the samples. On a GPU a
-decode step takes about as long for few sequences as for many, because most of its time goes into
-reading the weights. So the rollout takes up to twice as long as with one loop for all responses.
-One loop would need a generate that mixes greedy and sampled rows.
+The cost: the greedy responses need a second decode loop, after that of the samples. On a GPU every
+decode step reads all weights, and the keys and values of its own sequences. So a second loop reads
+the weights once more. With few sequences, or with few key heads, this takes most of the time, and
+the rollout takes up to twice as long as with one loop for all responses. One loop would need a
+generate that mixes greedy and sampled rows.
 
 The metrics episodes, tokens and time/tokens_per_s count the greedy responses, too.
 
@@ -708,7 +709,7 @@ def micro_batches(sequences, lengths, max_tokens):
 def inference_copy(model):
     """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
 
-    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    Sampling mostly reads weights, keys and values, so half the bytes is nearly half the time.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":

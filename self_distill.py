@@ -353,10 +353,10 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
-    check_memory(args, model)
-    args = choose_batch_sizes(args, model.device)
     # In float32, also on a GPU: bf16 would round small changes of a running mean away.
     teacher = copy.deepcopy(model).requires_grad_(False).eval()
+    check_memory(args, model)
+    args = choose_batch_sizes(args, model.device)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -762,7 +762,8 @@ def compute_reverse_kl(model, teacher, rollout, teacher_rollout, temperature):
     Both rollouts have the same responses. teacher_rollout has the teacher's prompts.
     """
     hidden = response_states(model, rollout)  # (T, D)
-    teacher_hidden = response_states(teacher, teacher_rollout)  # (T, D)
+    with torch.no_grad():  # with gradient checkpointing, a copy's embeddings require gradients
+        teacher_hidden = response_states(teacher, teacher_rollout)  # (T, D)
     head = model.get_output_embeddings()
     teacher_head = teacher.get_output_embeddings()
 
@@ -814,7 +815,7 @@ def micro_batches(sequences, lengths, max_tokens):
 def inference_copy(model):
     """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
 
-    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    Sampling mostly reads weights, keys and values, so half the bytes is nearly half the time.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":

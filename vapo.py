@@ -411,10 +411,10 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
-    check_memory(args, model)
     args = choose_batch_sizes(args, model.device)
     reward_model = load_reward_model(args, tokenizer, model.device)
     value_model = load_value_model(args, config, reward_model, model.device)
+    check_memory(args, model, value_model)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -532,7 +532,9 @@ def main(args: Args) -> dict:
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int(response_lengths[minibatch][is_right[minibatch]].sum())
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
-                logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
+                # In the value pretraining the policy gets no gradient, and so Adam leaves it alone.
+                with torch.set_grad_enabled(step > args.value_warmup_steps):
+                    logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)
                 ppo_loss, stats = policy_loss(
                     args,
                     logprobs,
@@ -549,7 +551,6 @@ def main(args: Args) -> dict:
                     num_right_tokens=right_tokens,
                 )
                 loss = ppo_loss + nll_loss  # Eq. 10; lm_loss multiplies by mu
-                # In the value pretraining the policy gets no gradient, and so Adam leaves it alone.
                 if step > args.value_warmup_steps:
                     loss.backward()
                 total_loss += loss.detach()
@@ -917,7 +918,7 @@ def micro_batches(sequences, lengths, max_tokens):
 def inference_copy(model):
     """A copy of the model that is not trained. On a GPU it's in bf16, except for its head.
 
-    Sampling is bound by reading the weights, so half the bytes is nearly half the time.
+    Sampling mostly reads weights, keys and values, so half the bytes is nearly half the time.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -1256,10 +1257,11 @@ def resume_args(args):
         return Args(**saved["args"]), run_dir, saved
 
 
-def check_memory(args, model):
+def check_memory(args, model, value_model):
     """End the run if the GPU's memory is too small for the weights, their gradients and Adam."""
     if model.device.type == "cuda":
-        num_trained = sum(x.numel() for x in model.parameters() if x.requires_grad)
+        parameters = [*model.parameters(), *value_model.parameters()]
+        num_trained = sum(x.numel() for x in parameters if x.requires_grad)
         # A gradient takes 4 bytes and Adam's two averages take 8. Activations come on top.
         needed = torch.cuda.memory_allocated() + 12 * num_trained
         total = torch.cuda.get_device_properties(model.device).total_memory

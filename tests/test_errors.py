@@ -111,17 +111,22 @@ def test_mps_is_taken_with_a_warning(script, capsys):
 
 @pytest.mark.scripts("grpo", "ppo_rlhf")
 def test_a_model_that_the_gpu_cannot_train_is_refused_before_the_run(script, monkeypatch, capsys):
-    """A gradient and Adam's averages take 12 bytes per trained parameter, beside what the GPU holds already."""
+    """A gradient and Adam's averages take 12 bytes per trained parameter, beside what the GPU holds already.
+
+    ppo_rlhf.py trains two networks.
+    """
     weight = torch.zeros(10**6, requires_grad=True)
     parameters = [weight, torch.zeros(10**6)]
     model = SimpleNamespace(device=torch.device("cuda"), parameters=lambda: parameters)
     total = SimpleNamespace(total_memory=30e6)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 17e6)
-    script.check_memory(script.Args(model="large"), model)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 19e6)
+    networks = [model, model] if script.__name__ == "ppo_rlhf" else [model]
+    free = 30e6 - 12e6 * len(networks)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: free - 1e6)
+    script.check_memory(script.Args(model="large"), *networks)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: free + 1e6)
     with pytest.raises(SystemExit):
-        script.check_memory(script.Args(model="large"), model)
+        script.check_memory(script.Args(model="large"), *networks)
     error = capsys.readouterr().err
     assert error.startswith("error: --model large: training needs more than 0 GB") and (
         "the GPU has 0 GB; use grpo_lora.py or a smaller model" in error

@@ -3,6 +3,7 @@
 test_whole_step.py compares whole steps of main with float64.
 """
 
+import copy
 import json
 import math
 from types import SimpleNamespace
@@ -72,6 +73,24 @@ def test_the_equations_are_distills():
         results.append((loss.detach(), exact.detach(), gradient, *stats.values()))
     for mine, theirs in zip(*results, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_the_teacher_keeps_no_activations(doubled, monkeypatch):  # noqa: F811
+    """With gradient checkpointing the embeddings require gradients, also those of the teacher: a copy of the policy."""
+    model = tiny(1, 11, 8, True).train()
+    model.enable_input_require_grads()  # gradient checkpointing does this
+    teacher = copy.deepcopy(model).requires_grad_(False).eval()
+    rollout, states = make_rollout([[3, 4], [5]], [[6, 7, 2], [1, 2]]), []
+    response_states = self_distill.response_states
+    assert response_states(teacher, rollout).requires_grad
+
+    def watched(*args):
+        states.append(response_states(*args))
+        return states[-1]
+
+    monkeypatch.setattr(self_distill, "response_states", watched)
+    self_distill.compute_reverse_kl(model, teacher, rollout, rollout, 1.0).sum().backward()
+    assert [state.requires_grad for state in states] == [True, False]
 
 
 def test_the_kl_of_models_is_that_of_plain_forwards(doubled):  # noqa: F811

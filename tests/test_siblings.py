@@ -96,6 +96,7 @@ PAIRS = {
         "RECIPES",
         "adapt_beta",
         "check_args",
+        "check_memory",
         "check_scores",
         "compute_advantages",
         "compute_gae",

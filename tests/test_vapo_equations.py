@@ -199,8 +199,17 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
         states.append([{k: x.clone() for k, x in content[name].items()} for name in names])
         save(content, file)
 
+    has_graph, policy_loss = [], vapo.policy_loss
+
+    def watched_loss(args, logprobs, *rest, **given):
+        has_graph.append(logprobs.requires_grad)
+        return policy_loss(args, logprobs, *rest, **given)
+
     monkeypatch.setattr(torch, "save", watched_save)
+    monkeypatch.setattr(vapo, "policy_loss", watched_loss)
     metrics, _ = run(tmp_path, value_warmup_steps=2, num_minibatches=2, warmup_updates=0)
+    # Without a backward pass, a graph would stay in memory until the next one.
+    assert has_graph == [False] * 4 + [True] * 2
     start = vapo.AutoModelForCausalLM.from_pretrained(SMALL_MODEL).state_dict()
     policies, critics = zip(*states, strict=True)
     same_as_start = [all(torch.equal(state[k], start[k]) for k in start) for state in policies]
