@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 EMULATED = ROOT / "tests" / "emulated_cuda"
 SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
 LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 8 --eval-size 2 --max-new-tokens 20"
+LESS += " --gradient-checkpointing True"  # as with a real model
 # With short segments, 24 tokens suffice to drop finished rows, grow the cache and record the graph again.
 # The program "stop" sends a signal in the first step.
 VARIED = """import signal, sys
@@ -233,6 +234,7 @@ def runs(tmp_path_factory):
         commands[name] += [*small_flags(name), *LESS.split()]
     commands["eager"] += ["--no-cuda-graph"]
     commands["dapo"] += ["--max-resample", "1"]
+    commands["distill"] += ["--full-vocabulary"]  # self_distill.py runs the other loss
     commands["vapo"] += ["--value-warmup-steps", "0"]
     for name in ("graph", "eager", "stop"):
         commands[name] += [*small_flags("grpo"), *SMALL.split()]
