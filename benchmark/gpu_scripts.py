@@ -106,11 +106,11 @@ def own_flags(script: str, folder: Path) -> list[str]:
     if script == "ppo_rlhf":
         flags += ["--reward-model", str(folder / "judge")]
     elif script == "vapo":
-        flags += ["--value-warmup-steps", "0"]
+        flags += ["--value-warmup-steps", "1"]
     elif script == "dapo":
         flags += ["--max-resample", "0"]
     elif script == "distill":
-        flags += ["--teacher", str(folder / "policy")]
+        flags += ["--teacher", str(folder / "policy"), "--full-vocabulary"]
     return flags
 
 
