@@ -30,26 +30,28 @@ processes that still run 30 s later. If a step takes longer, start torchrun with
 --shutdown-timeout 600. At the end torchrun itself exits with status 1 and a traceback.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W;
-2 for the copy that samples and 2 for the reference (none with --beta 0). The head of each copy
-takes 4, even if the model's head shares the embedding's weight and takes none. In GB:
+2 for the copy that samples, and 4 for its head, even if the model's head shares the embedding's
+weight. The reference (none with --beta 0) takes 2 for its linear layers, and 4 for its embedding
+and head. In GB:
 
-    1.7 B on 2 x 24 GB     13.7 + 3.8 + 3.8 = 21.3      without the reference 17.5
-    8 B on 8 x 80 GB       16.1 + 17.1 + 17.1 = 50.3    (Llama 3's shape)
+    1.7 B on 2 x 24 GB     13.7 + 3.8 + 3.6 = 21.1      without the reference 17.5
+    8 B on 8 x 80 GB       16.1 + 17.1 + 18.2 = 51.3    (Llama 3's shape)
 
-While the model is loaded, a process holds 8 bytes per parameter on its GPU and 4 on the host. For a
-checkpoint, rank 0 holds 12 on the host. More GPU memory is needed for gathered weights: those of
-embedding, head and two layers at a time. They take 12 bytes per parameter: 4 in the buffer into
-which FSDP gathers them, 4 in the whole weights copied out of it, and 4 for their gradients. Keys
-and values (--sampling-tokens) and activations (--micro-batch-tokens) need memory, too. So 1.7 B on
-2 x 24 GB needs --beta 0 and fewer sampling tokens.
+While the model is loaded, a process holds up to 8.5 bytes per parameter on its GPU and 4 on the
+host. For a checkpoint, rank 0 holds 12 on the host. More GPU memory is needed for gathered weights:
+those of embedding, head and two layers at a time. They take 12 bytes per parameter: 4 in the buffer
+into which FSDP gathers them, 4 in the whole weights copied out of it, and 4 for their gradients.
+With --gradient-checkpointing False, autocast also keeps a whole copy of all layers in bf16 until
+the backward pass. Keys and values (--sampling-tokens) and activations (--micro-batch-tokens) need
+memory, too. So 1.7 B on 2 x 24 GB needs --beta 0 and fewer sampling tokens.
 
 Communication per process, in bytes per parameter, times (W - 1) / W: 4 for each forward pass of a
 micro-batch, 8 for each backward pass (weights again, then gradients), and 4 for the sampling copy
-in each step. Within a machine that is little. Between machines with 12 GB/s (100 Gbit/s), 8 B
-parameters take 8 s (8e9 * 12 bytes / 12e9 bytes per second) for each micro-batch of each process,
-so --micro-batch-tokens should be as large as the memory allows. Python objects are sent over gloo,
-which takes the network to which the host's name resolves. If that is the loopback, name another
-one: GLOO_SOCKET_IFNAME=eth0.
+in each step. Over NVLink that is little. Over PCIe it can take longer than the computation. Between
+machines with 12 GB/s (100 Gbit/s), 8 B parameters take 8 s (8e9 * 12 bytes / 12e9 bytes per second)
+for each micro-batch of each process. So --micro-batch-tokens should be as large as the memory
+allows. Python objects are sent over gloo, which takes the network to which the host's name
+resolves. If that is the loopback, name another one: GLOO_SOCKET_IFNAME=eth0.
 
 Departures from the paper: those of grpo.py.
 
@@ -60,7 +62,7 @@ micro-batch has n <= N sequences, with T response tokens in all. W is the number
     torchrun --nproc-per-node 8 grpo_multigpu.py --model SmolLM2-1.7B-Instruct
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \
         grpo_multigpu.py ...
-    torchrun --nproc-per-node 2 grpo_multigpu.py      assets/adder, on two CPU processes
+    torchrun --nproc-per-node 2 grpo_multigpu.py --device cpu     assets/adder, on two CPU processes
 """
 
 import copy
@@ -786,9 +788,19 @@ def own_micro_batches(args, sequences, lengths):
     weights from all. So a process that has one micro-batch less than others repeats the first one.
     """
     W = num_processes()
-    batches = []
-    for rows in micro_batches(sequences, lengths, args.micro_batch_tokens):
-        batches.append(MicroBatch(rows, is_repeat=False))
+    split = micro_batches(sequences, lengths, args.micro_batch_tokens)
+    # The last call of a process takes as long for a repeat as for new rows. So make the
+    # micro-batches as small as the same number of calls allows.
+    num_calls = math.ceil(len(split) / W)
+    max_tokens = args.micro_batch_tokens
+    longest = max(lengths[i] for i in sequences.tolist())
+    while W > 1 and max_tokens > longest:
+        max_tokens = int(0.97 * max_tokens)
+        smaller = micro_batches(sequences, lengths, max_tokens)
+        if len(smaller) > num_calls * W:
+            break
+        split = smaller
+    batches = [MicroBatch(rows, is_repeat=False) for rows in split]
     num_missing = -len(batches) % W  # with these, W divides the number of batches
     batches += [MicroBatch(batches[0].rows, is_repeat=True)] * num_missing
     return batches[process_rank() :: W]
@@ -1299,6 +1311,12 @@ def connect(args):
     Making the mesh also chooses this process's GPU, so it has to be done before anything is on one.
     """
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets it
+    if on_gpu and num_local > torch.cuda.device_count():
+        fail(
+            f"--nproc-per-node {num_local}: this machine has {torch.cuda.device_count()} GPUs; "
+            "start one process for each, or add --device cpu"
+        )
     backend = "gloo"
     if on_gpu and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"  # Python objects still go over gloo

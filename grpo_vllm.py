@@ -331,10 +331,10 @@ def main(args: Args) -> dict:
     test_data = load_data(args, tokenizer, "test")
     import_vllm()
     model, eos_ids = load_model(args, config, tokenizer)
-    check_memory(args, model)
     args = choose_batch_sizes(args, model.device)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
+    check_memory(args, model)
     engine = load_engine(args, model)
 
     G = args.num_generations

@@ -399,9 +399,9 @@ def main(args: Args) -> dict:
     args = choose_batch_sizes(args, model.device)
     reward_model = load_reward_model(args, tokenizer, model.device)
     value_model = load_value_model(args, config, reward_model, model.device)
-    check_memory(args, model, value_model)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
+    check_memory(args, model, value_model)
 
     G = args.num_generations
     N = args.num_prompts * G

@@ -261,7 +261,7 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
 def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
-    """Each sequence counts once. Processes repeat batches, so that all have the same number."""
+    """Each sequence counts once. Processes repeat batches, so that all have the same number, and no more."""
     lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 1], [], set()
     args = grpo_multigpu.Args(micro_batch_tokens=10)
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -271,8 +271,33 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
         assert all(batch.rows for batch in batches)
         real += [batch.rows for batch in batches if not batch.is_repeat]
         numbers.add(len(batches))
-    assert sorted(real) == sorted(grpo.micro_batches(torch.tensor(minibatch), lengths, 10))
-    assert numbers == {-(-len(real) // world)}
+    assert sorted(i for rows in real for i in rows) == sorted(minibatch)
+    assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= 10 for rows in real)
+    alone = grpo.micro_batches(torch.tensor(minibatch), lengths, 10)
+    assert numbers == {-(-len(alone) // world)}
+    if world == 1:
+        assert real == alone
+
+
+def test_micro_batches_are_as_small_as_the_number_of_calls_allows(monkeypatch):
+    """64 sequences of 10 tokens are seven micro-batches of at most 100 tokens. Four processes make eight equal ones."""
+    args = grpo_multigpu.Args(micro_batch_tokens=100)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        batches = grpo_multigpu.own_micro_batches(args, torch.arange(64), [10] * 64)
+        assert [(len(rows), is_repeat) for rows, is_repeat in batches] == [(8, False)] * 2
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch, capsys):
+    """Without this check, a process would fail with CUDA's "invalid device ordinal"."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(SystemExit) as stop:
+        grpo_multigpu.connect(grpo_multigpu.Args())
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --nproc-per-node 2: this machine has 1 GPUs;")
 
 
 def test_every_process_has_its_own_noise(several, tmp_path, data):
@@ -499,7 +524,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_memory_in_the_docstring_is_counted(name):
-    """Weights, gradients and averages are sharded. The two bf16 copies are whole, with heads in float32."""
+    """Weights, gradients and averages are sharded. The two copies are whole, and partly in bf16."""
     numbers = re.search(
         rf"{name} x \d+ GB +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = ([\d.]+)", grpo_multigpu.__doc__
     ).groups()
@@ -508,8 +533,11 @@ def test_the_memory_in_the_docstring_is_counted(name):
     head = model.get_output_embeddings().weight.numel()
     parameters, world = model.num_parameters(), int(name.split()[-1])
     tied = SHAPES[name]["tie_word_embeddings"]
-    copy = 2 * (parameters - (0 if tied else head)) + 4 * head
-    expected = (16 * parameters / world, copy, copy, 16 * parameters / world + 2 * copy)
+    sharded = 16 * parameters / world
+    sampler = 2 * (parameters - (0 if tied else head)) + 4 * head
+    layers = [x for x in model.base_model.modules() if isinstance(x, torch.nn.Linear)]
+    reference = 4 * parameters - 2 * sum(x.weight.numel() for x in layers)
+    expected = (sharded, sampler, reference, sharded + sampler + reference)
     assert [float(x) for x in numbers] == pytest.approx([x / 1e9 for x in expected], abs=0.051)
 
 

@@ -299,6 +299,7 @@ def main() -> None:
             sys.executable, [sys.executable, *sys.argv], os.environ | {"LD_PRELOAD": str(library)}
         )
     del os.environ["LD_PRELOAD"]
+    os.environ.pop("LOCAL_WORLD_SIZE", None)  # each process has a device of its own
     install(library)
     worst = 0
     for line in sys.argv[1:]:
