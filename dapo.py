@@ -415,8 +415,8 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The first minibatch takes them from the forward pass of its update (below). The
-        # others need them from before the weights change, so they are computed here.
+        # a little. The first minibatch takes them from the forward pass of its update (below). For
+        # the other minibatches they are computed here, before the weights change.
         parts = first_pass[1:]
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
 
@@ -833,7 +833,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order, and eos_frac of those that ended.
+    format is the share of responses with all four tags in order, eos_frac the share that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids

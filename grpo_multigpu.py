@@ -26,13 +26,13 @@ that they share. With as many processes as before, a resumed run on CPUs is bit-
 uninterrupted one. With another number of processes it samples with other noise.
 
 To stop a run with a checkpoint, press Ctrl-C. torchrun passes the signal on, and kills the
-processes that still run 30 s later. If a step takes longer, start torchrun with
+processes that still run 30 s later. If a step plus a checkpoint takes longer, start torchrun with
 --shutdown-timeout 600. At the end torchrun itself exits with status 1 and a traceback.
 
-Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W;
-2 for the copy that samples, and 4 for its head, even if the model's head shares the embedding's
-weight. The reference (none with --beta 0) takes 2 for its linear layers, and 4 for its embedding
-and head. In GB:
+Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W.
+The copy that samples takes 2, except its head, which takes 4 and shares no weight, even if that of
+the model does. The reference (none with --beta 0) takes 2 for its linear layers, and 4 for its
+embedding and head. In GB:
 
     1.7 B on 2 x 24 GB     13.7 + 3.8 + 3.6 = 21.1      without the reference 17.5
     8 B on 8 x 80 GB       16.1 + 17.1 + 18.2 = 51.3    (Llama 3's shape)
@@ -41,9 +41,9 @@ While the model is loaded, a process holds up to 8.5 bytes per parameter on its 
 host. For a checkpoint, rank 0 holds 12 on the host. More GPU memory is needed for gathered weights:
 those of embedding, head and two layers at a time. They take 12 bytes per parameter: 4 in the buffer
 into which FSDP gathers them, 4 in the whole weights copied out of it, and 4 for their gradients.
-With --gradient-checkpointing False, autocast also keeps a whole copy of all layers in bf16 until
-the backward pass. Keys and values (--sampling-tokens) and activations (--micro-batch-tokens) need
-memory, too. So 1.7 B on 2 x 24 GB needs --beta 0 and fewer sampling tokens.
+With --gradient-checkpointing False, what is saved for the backward pass includes a bf16 copy of all
+layers. Keys and values (--sampling-tokens) and activations (--micro-batch-tokens) need memory, too.
+So 1.7 B on 2 x 24 GB needs --beta 0 and fewer sampling tokens.
 
 Communication per process, in bytes per parameter, times (W - 1) / W: 4 for each forward pass of a
 micro-batch, 8 for each backward pass (weights again, then gradients), and 4 for the sampling copy
@@ -265,7 +265,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # Over samples of pi, its mean is KL(pi || ref), but its mean gradient is that of
+        # The mean of k3 over samples of pi is KL(pi || ref). The mean of its gradient is that of
         # KL(ref || pi): docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
@@ -407,8 +407,8 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The first minibatch takes them from the forward pass of its update (below). The
-        # others need them from before the weights change, so they are computed here.
+        # a little. The first minibatch takes them from the forward pass of its update (below). For
+        # the other minibatches they are computed here, before the weights change.
         parts = first_pass[1:]
         old_logprobs = rollout_logprobs(args, policy, rollout, total_lengths, parts)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -789,9 +789,9 @@ def own_micro_batches(args, sequences, lengths):
     """
     W = num_processes()
     split = micro_batches(sequences, lengths, args.micro_batch_tokens)
-    # The last call of a process takes as long for a repeat as for new rows. So make the
-    # micro-batches as small as the same number of calls allows.
-    num_calls = math.ceil(len(split) / W)
+    # A repeat takes time and adds nothing. So make the micro-batches smaller, by 3 % at a time, as
+    # long as no process needs more calls: then fewer are repeats.
+    num_calls = math.ceil(len(split) / W)  # of each process
     max_tokens = args.micro_batch_tokens
     longest = max(lengths[i] for i in sequences.tolist())
     while W > 1 and max_tokens > longest:
@@ -955,7 +955,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order, and eos_frac of those that ended.
+    format is the share of responses with all four tags in order, eos_frac the share that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids

@@ -225,7 +225,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = -surrogate  # (n,)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # Over samples of pi, its mean is KL(pi || ref), but its mean gradient is that of
+        # The mean of k3 over samples of pi is KL(pi || ref). The mean of its gradient is that of
         # KL(ref || pi): docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         seq_loss = seq_loss + args.beta * masked_mean(kl, mask, axis=1)
@@ -274,10 +274,10 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
+    check_memory(args, model)
     args = choose_batch_sizes(args, model.device)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
-    check_memory(args, model)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -344,8 +344,8 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The first minibatch takes them from the forward pass of its update (below). The
-        # others need them from before the weights change, so they are computed here.
+        # a little. The first minibatch takes them from the forward pass of its update (below). For
+        # the other minibatches they are computed here, before the weights change.
         parts = first_pass[1:]
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -760,7 +760,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order, and eos_frac of those that ended.
+    format is the share of responses with all four tags in order, eos_frac the share that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids

@@ -399,9 +399,9 @@ def main(args: Args) -> dict:
     args = choose_batch_sizes(args, model.device)
     reward_model = load_reward_model(args, tokenizer, model.device)
     value_model = load_value_model(args, config, reward_model, model.device)
+    check_memory(args, model, value_model)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
-    check_memory(args, model, value_model)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -967,7 +967,7 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order, and eos_frac of those that ended.
+    format is the share of responses with all four tags in order, eos_frac the share that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids

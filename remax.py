@@ -24,10 +24,10 @@ With --num-minibatches above 1 the later minibatches are off-policy, and nothing
 corrects for that: policy/clip_frac and policy/approx_kl say how far off-policy they are.
 
 The cost: the greedy responses need a second decode loop, after that of the samples. On a GPU every
-decode step reads all weights, and the keys and values of its own sequences. So a second loop reads
-the weights once more. With few sequences, or with few key heads, this takes most of the time, and
-the rollout takes up to twice as long as with one loop for all responses. One loop would need a
-generate that mixes greedy and sampled rows.
+decode step reads all weights, and the keys and values of its sequences. So each step of the second
+loop reads all weights again. If the weights are most of what a step reads (few sequences, or few
+key heads), the rollout takes up to twice as long as with one loop for all responses. One loop would
+need a generate that mixes greedy and sampled rows.
 
 The metrics episodes, tokens and time/tokens_per_s count the greedy responses, too.
 
@@ -282,10 +282,10 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
+    check_memory(args, model)
     args = choose_batch_sizes(args, model.device)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
-    check_memory(args, model)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -357,8 +357,8 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The first minibatch takes them from the forward pass of its update (below). The
-        # others need them from before the weights change, so they are computed here. With a
+        # a little. The first minibatch takes them from the forward pass of its update (below). For
+        # the other minibatches they are computed here, before the weights change. With a
         # reference, the KL in the returns needs all of them now.
         parts = first_pass if ref_model is not None else first_pass[1:]
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
@@ -775,7 +775,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order, and eos_frac of those that ended.
+    format is the share of responses with all four tags in order, eos_frac the share that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids

@@ -353,10 +353,10 @@ def main(args: Args) -> dict:
     train_data = load_data(args, tokenizer, "train")
     test_data = load_data(args, tokenizer, "test")
     model, eos_ids = load_model(args, config, tokenizer)
-    # In float32, also on a GPU: bf16 would round small changes of a running mean away.
-    teacher = copy.deepcopy(model).requires_grad_(False).eval()
     check_memory(args, model)
     args = choose_batch_sizes(args, model.device)
+    # In float32, also on a GPU: bf16 would round small changes of a running mean away.
+    teacher = copy.deepcopy(model).requires_grad_(False).eval()
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -422,8 +422,8 @@ def main(args: Args) -> dict:
         # mode, since load_config has removed the dropout.
         model.train(args.gradient_checkpointing)
         # The old log-probabilities come from the trainer, because the sampler's arithmetic differs
-        # a little. The first minibatch takes them from the forward pass of its update (below). The
-        # others need them from before the weights change, so they are computed here.
+        # a little. The first minibatch takes them from the forward pass of its update (below). For
+        # the other minibatches they are computed here, before the weights change.
         parts = first_pass[1:]
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, parts)  # (N, R)
 
@@ -762,7 +762,9 @@ def compute_reverse_kl(model, teacher, rollout, teacher_rollout, temperature):
     Both rollouts have the same responses. teacher_rollout has the teacher's prompts.
     """
     hidden = response_states(model, rollout)  # (T, D)
-    with torch.no_grad():  # with gradient checkpointing, a copy's embeddings require gradients
+    # Gradient checkpointing makes the embeddings require gradients, and a copy of the policy keeps
+    # this.
+    with torch.no_grad():
         teacher_hidden = response_states(teacher, teacher_rollout)  # (T, D)
     head = model.get_output_embeddings()
     teacher_head = teacher.get_output_embeddings()
@@ -892,7 +894,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order, and eos_frac of those that ended.
+    format is the share of responses with all four tags in order, eos_frac the share that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids

@@ -532,9 +532,11 @@ def main(args: Args) -> dict:
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int(response_lengths[minibatch][is_right[minibatch]].sum())
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
-                # In the value pretraining the policy gets no gradient, and so Adam leaves it alone.
+                # In the value pretraining the policy gets no gradient. So it needs no graph, and
+                # Adam leaves it alone.
+                part = rollout.select(rows)  # n sequences
                 with torch.set_grad_enabled(step > args.value_warmup_steps):
-                    logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)
+                    logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 ppo_loss, stats = policy_loss(
                     args,
                     logprobs,
@@ -554,7 +556,7 @@ def main(args: Args) -> dict:
                 if step > args.value_warmup_steps:
                     loss.backward()
                 total_loss += loss.detach()
-                values = compute_values(value_model, rollout.select(rows))  # (n, R)
+                values = compute_values(value_model, part)  # (n, R)
                 vf_loss, vf_stats = value_loss(
                     args,
                     values,
@@ -969,7 +971,7 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples: the mean of each reward and of ACCURACY.
 
     accuracy_reward reads the number in the answer tags, accuracy_lenient the last number anywhere.
-    format is the share of responses with all four tags in order, and eos_frac of those that ended.
+    format is the share of responses with all four tags in order, eos_frac the share that ended.
     """
     rollout = sample_responses(
         args, model, tokenizer, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids

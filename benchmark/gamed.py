@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
 
 
+# Without a name, the flags of grpo.Args are --num-steps etc., and not --args.num-steps.
 def train(weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")]) -> None:
     """GRPO with a third reward for the length of a response.
 

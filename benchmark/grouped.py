@@ -2,7 +2,7 @@
 
 In a decode step, transformers 5.19 copies the keys and values for each query head that shares them, and 5.23 doesn't.
 So run this program with each version, on an idle machine. The record in benchmark/records/grouped.jsonl has the
-shortest time of three rollouts for each number of key heads. It replaces the record of the same version.
+shortest time of three rollouts for each number of key heads. A new record replaces the one of the same version.
 """
 
 import sys
@@ -38,7 +38,7 @@ def rollout_seconds(key_heads: int) -> float:
     model = LlamaForCausalLM(config)
     prompt_ids = torch.randint(config.vocab_size, (PROMPTS, PROMPT_TOKENS))
     prompt_mask = torch.ones_like(prompt_ids, dtype=torch.bool)
-    no_eos = torch.tensor([config.vocab_size])
+    no_eos = torch.tensor([config.vocab_size])  # no token has this id
     args = grpo.Args(max_new_tokens=RESPONSE_TOKENS)
     seconds = []
     for _ in range(3):

@@ -186,7 +186,7 @@ def differences(page: str) -> dict[str, str]:
         changed = (ROOT / "grpo.py").read_text(encoding="utf-8").splitlines()
         _, *parts = re.split(r"^@@ -(\d+),(\d+) \+(\d+),(\d+) @@\n", block, flags=re.MULTILINE)
         hunks = [parts[i : i + 5] for i in range(0, len(parts), 5)]
-        added = 0  # lines, by the hunks before
+        added = 0  # lines added by earlier hunks
         for start, old_count, new_start, new_count, hunk in hunks:
             old = [line[1:] for line in hunk.splitlines() if line[:1] != "+"]
             new = [line[1:] for line in hunk.splitlines() if line[:1] != "-"]
@@ -536,9 +536,12 @@ def test_rollouts_are_compared_with_those_of_vllm(monkeypatch, capsys):
     monkeypatch.setattr(gpu.grpo_vllm, "load_engine", lambda args, model: engine)
     monkeypatch.setattr(gpu.grpo_vllm, "refresh_engine", lambda engine, model: None)
     time_rollout = gpu.time_rollout
-    monkeypatch.setattr(
-        gpu, "time_rollout", lambda script, *rest: script is grpo and time_rollout(script, *rest)
-    )
+
+    def without_vllm(script, *rest):
+        if script is grpo:
+            time_rollout(script, *rest)
+
+    monkeypatch.setattr(gpu, "time_rollout", without_vllm)
     shape = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8)
     model = gpu.random_model(shape | dict(vocab_size=60), torch.device("cpu"))
     gpu.compare_rollouts(model, model.config, tiny=True)

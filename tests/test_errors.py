@@ -121,10 +121,10 @@ def test_a_model_that_the_gpu_cannot_train_is_refused_before_the_run(script, mon
     total = SimpleNamespace(total_memory=30e6)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: total)
     networks = [model, model] if script.__name__ == "ppo_rlhf" else [model]
-    free = 30e6 - 12e6 * len(networks)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: free - 1e6)
+    most = 30e6 - 12e6 * len(networks)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: most - 1e6)
     script.check_memory(script.Args(model="large"), *networks)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: free + 1e6)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: most + 1e6)
     with pytest.raises(SystemExit):
         script.check_memory(script.Args(model="large"), *networks)
     error = capsys.readouterr().err

@@ -261,7 +261,7 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
 def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
-    """Each sequence counts once. Processes repeat batches, so that all have the same number, and no more."""
+    """Each sequence counts once. All processes make equally many calls, and no more than with full micro-batches."""
     lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 1], [], set()
     args = grpo_multigpu.Args(micro_batch_tokens=10)
     monkeypatch.setenv("WORLD_SIZE", str(world))

@@ -76,7 +76,7 @@ def test_the_equations_are_distills():
 
 
 def test_the_teacher_keeps_no_activations(doubled, monkeypatch):  # noqa: F811
-    """With gradient checkpointing the embeddings require gradients, also those of the teacher: a copy of the policy."""
+    """Gradient checkpointing makes the embeddings require gradients, also in the teacher, a copy of the policy."""
     model = tiny(1, 11, 8, True).train()
     model.enable_input_require_grads()  # gradient checkpointing does this
     teacher = copy.deepcopy(model).requires_grad_(False).eval()

@@ -208,7 +208,7 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
     monkeypatch.setattr(torch, "save", watched_save)
     monkeypatch.setattr(vapo, "policy_loss", watched_loss)
     metrics, _ = run(tmp_path, value_warmup_steps=2, num_minibatches=2, warmup_updates=0)
-    # Without a backward pass, a graph would stay in memory until the next one.
+    # A graph without a backward pass would hold the policy's activations while the critic learns.
     assert has_graph == [False] * 4 + [True] * 2
     start = vapo.AutoModelForCausalLM.from_pretrained(SMALL_MODEL).state_dict()
     policies, critics = zip(*states, strict=True)
