@@ -109,6 +109,26 @@ def test_mps_is_taken_with_a_warning(script, capsys):
     assert stop.value.code == 2 and "--device mps: not supported: " in error
 
 
+@pytest.mark.scripts("grpo", "ppo_rlhf", "vapo")
+def test_a_run_checks_the_memory_of_all_networks_that_it_trains(script, monkeypatch, tmp_path):
+    class Checked(BaseException):
+        pass
+
+    checked = []
+
+    def check_memory(args, *networks):
+        checked.extend(networks)
+        raise Checked
+
+    monkeypatch.setattr(script, "check_memory", check_memory)
+    fields = small_recipe(script) | dict(device="cpu", runs_dir=str(tmp_path))
+    with pytest.raises(Checked):
+        script.main(script.Args(**fields))
+    kinds = [type(network).__name__ for network in checked]
+    critic = ["LlamaForSequenceClassification"] if script.__name__ != "grpo" else []
+    assert kinds == ["LlamaForCausalLM", *critic]
+
+
 @pytest.mark.scripts("grpo", "ppo_rlhf")
 def test_a_model_that_the_gpu_cannot_train_is_refused_before_the_run(script, monkeypatch, capsys):
     """A gradient and Adam's averages take 12 bytes per trained parameter, beside what the GPU holds already.
