@@ -30,7 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 
-from utils.rewards import GOLD_READERS, MAX_TEXT, answer_block, parse_number, refuse
+from utils.rewards import GOLD_READERS, MAX_TEXT, answer_block, parse_number
 
 # Seconds of processor time for one comparison.
 SECONDS = 3
@@ -54,11 +54,11 @@ WORDS = re.compile("[A-Za-z]{3,}(?: [A-Za-z]+)*")
 
 
 # ==== the reward ====
-def math_reward(completions: list[str], answers: list[str]) -> list[float]:
+def math_reward(completions: list[str], answer: list[str], **columns) -> list[float]:
     """1.0 if the answer of the completion is the gold answer, else 0.0."""
     pairs = []
-    for completion, answer in zip(completions, answers, strict=True):
-        pairs.append((last_boxed(answer), final_answer(completion)))
+    for completion, gold in zip(completions, answer, strict=True):
+        pairs.append((last_boxed(gold), final_answer(completion)))
     # The samples of a group often agree, so each pair is compared once.
     different = list(dict.fromkeys(pairs))
     with ThreadPoolExecutor(len(PROCESSES)) as pool:
@@ -149,7 +149,7 @@ class Process:
         if self.process is not None:
             return
         if find_spec("math_verify") is None:
-            refuse(math_reward, "needs a package: pip install math-verify")
+            raise ModuleNotFoundError("math_reward needs a package: pip install math-verify")
         self.process = subprocess.Popen(
             [sys.executable, "-m", "utils.math_reward"],
             cwd=Path(__file__).resolve().parents[1],
@@ -158,7 +158,7 @@ class Process:
             start_new_session=True,  # Ctrl-C is for the run alone
         )
         if self.process.stdout.readline() != b"ready\n":
-            refuse(math_reward, "can't start math-verify; the lines above say why")
+            raise RuntimeError("math-verify doesn't start; the lines above say why")
 
     def ask(self, gold: str, text: str | None) -> bool:
         """Whether the text is the gold answer, or without a text whether the gold can be read."""

@@ -1,7 +1,8 @@
 """Rewards for answers that are one number. Standard library only.
 
-Every reward function takes `completions` and gold `answers`, two lists of N strings, and returns N
-floats. Lists of different lengths raise ValueError. No content of a text raises an error.
+Every reward function takes `completions` and the gold answers `answer`, two lists of N strings, and
+returns N floats. It gets all columns of the data set by keyword, as TRL's rewards do, and ignores
+the others. Lists of different lengths raise ValueError. No content of a text raises an error.
 
 Which text counts. `accuracy_reward` reads the answer block. The block exists only if there is
 exactly one <answer> and, after it, exactly one </answer>: with several blocks a policy could guess
@@ -26,46 +27,41 @@ skipped. Numbers are compared as exact fractions.
 follow other numbers, unless it is connected to one, as in "3 to 4".
 """
 
-import inspect
 import re
-import sys
 from fractions import Fraction
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
-FULL_FORMAT = len(TAGS) / 10  # what format_reward gives to a text with all tags in order
-# Rewards must be smaller, so that the sum of their squares fits into a 32-bit float.
-LARGEST = 1e18
 
 
 # ==== the rewards ====
-def accuracy_reward(completions: list[str], answers: list[str]) -> list[float]:
+def accuracy_reward(completions: list[str], answer: list[str], **columns) -> list[float]:
     """Strict: 1.0 if the only number of the answer block is the gold number, else 0.0."""
     rewards = []
-    for completion, answer in zip(completions, answers, strict=True):
-        gold = gold_number(answer)
+    for completion, gold_text in zip(completions, answer, strict=True):
+        gold = gold_number(gold_text)
         number = parse_number(answer_block(completion))
         rewards.append(float(gold is not None and number == gold))
     return rewards
 
 
-def lenient_accuracy_reward(completions: list[str], answers: list[str]) -> list[float]:
+def lenient_accuracy_reward(completions: list[str], answer: list[str], **columns) -> list[float]:
     """1.0 if the last number anywhere in the completion is the gold number, else 0.0."""
     rewards = []
-    for completion, answer in zip(completions, answers, strict=True):
-        gold = gold_number(answer)
+    for completion, gold_text in zip(completions, answer, strict=True):
+        gold = gold_number(gold_text)
         rewards.append(float(gold is not None and last_number(completion) == gold))
     return rewards
 
 
-def format_reward(completions: list[str], answers: list[str]) -> list[float]:
+def format_reward(completions: list[str], answer: list[str], **columns) -> list[float]:
     """0.1 for each of the four TAGS found in order: 0.0, 0.1, 0.2, 0.3 or 0.4.
 
     The search for a tag starts after the tag found before it. So a missing tag costs only its 0.1,
-    and a tag that comes too early or is repeated earns nothing. Neither `answers` nor the text
+    and a tag that comes too early or is repeated earns nothing. Neither `answer` nor the text
     between the tags matters.
     """
     rewards = []
-    for completion, _ in zip(completions, answers, strict=True):
+    for completion, _ in zip(completions, answer, strict=True):
         position = 0
         found = 0
         for tag in TAGS:
@@ -100,78 +96,6 @@ def has_gold(answer: str, functions: list) -> bool:
     """Whether all of the functions can read this gold answer."""
     readers = {GOLD_READERS[function] for function in functions if function in GOLD_READERS}
     return all(read(answer) is not None for read in readers)
-
-
-# ==== calling a reward ====
-# What a reward function can have besides the columns of the data set.
-FIELDS = ("prompts", "completions", "answers")
-
-
-def check_parameters(reward, columns) -> None:
-    """End the run with one line if the function names a parameter that it can't have."""
-    names = {*FIELDS, *columns}
-    for x in inspect.signature(reward).parameters.values():
-        is_named = x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)
-        if is_named and x.name not in names and x.default is x.empty:
-            refuse(reward, f"asks for {x.name}; it can have {', '.join(sorted(names))}")
-
-
-def apply_reward(reward, examples: list[dict], completions: list[str]) -> list[float]:
-    """The numbers that a reward function gives to N completions, N / len(examples) per example.
-
-    An example has a prompt, an answer and the columns of its row in the data set. The function gets
-    lists of N values by keyword. Its parameters name them: prompts, completions, answers, or
-    columns of the data set. With a **rest it gets all of them, so a reward written for TRL's plain
-    texts runs unchanged. The run ends with one line if the function names an unknown parameter, or
-    doesn't return N finite numbers.
-    """
-    check_parameters(reward, examples[0]["columns"])
-    per_example = len(completions) // len(examples)
-    rows = [row for row in examples for _ in range(per_example)]  # N
-    given = {}
-    for name in rows[0]["columns"]:
-        given[name] = [row["columns"][name] for row in rows]
-    given["prompts"] = [row["prompt"] for row in rows]
-    given["answers"] = [row["answer"] for row in rows]
-    given["completions"] = []
-    for prompt, text in zip(given["prompts"], completions, strict=True):
-        # A reasoning model's chat template may open the <think> that the completion closes.
-        opened = prompt.rstrip().endswith("<think>")
-        given["completions"].append("<think>" + text if opened else text)
-
-    parameters = inspect.signature(reward).parameters.values()
-    takes_all = any(x.kind is x.VAR_KEYWORD for x in parameters)
-    if not takes_all:
-        names = [x.name for x in parameters if x.kind is not x.VAR_POSITIONAL]
-        given = {name: values for name, values in given.items() if name in names}
-
-    returned = reward(**given)
-    try:
-        values = iter(returned)
-    except TypeError:
-        # Not a list, such as None or one number.
-        values = iter([])
-    # The body of a generator runs here, and an exception in it keeps its traceback.
-    values = list(values)
-    try:
-        numbers = [float(value) for value in values]
-    except (TypeError, ValueError, OverflowError):
-        # A value isn't a number.
-        numbers = []
-    if len(numbers) != len(completions) or not all(abs(x) < LARGEST for x in numbers):
-        text = " ".join(repr(returned).split())[:200]
-        refuse(
-            reward,
-            f"must return {len(completions)} finite numbers below {LARGEST:g}, one for each "
-            f"completion; it returned {text}",
-        )
-    return numbers
-
-
-def refuse(reward, why: str) -> None:
-    """End the run with one line, status 2 and no traceback."""
-    print(f"error: the reward {reward.__name__} {why}", file=sys.stderr)
-    sys.exit(2)
 
 
 # ==== reading a number ====

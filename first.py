@@ -1,4 +1,4 @@
-"""GRPO in a hundred lines. Run it with python docs/first.py: it takes a minute on two CPU cores.
+"""GRPO in a hundred lines. Run it with python first.py: it takes a minute on two CPU cores.
 
 A small model adds two numbers and forgets to carry. It learns to carry from rewards alone. For each
 of B questions q, the policy samples a group of G responses o_1 .. o_G, with rewards r_1 .. r_G. In
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-ASSETS = Path(__file__).resolve().parents[1] / "assets"  # found from any working directory
+ASSETS = Path(__file__).resolve().parent / "assets"  # found from any working directory
 MODEL, SEED = ASSETS / "adder", 1
 B, G, MAX_NEW_TOKENS, TEMPERATURE = 16, 8, 32, 1.0
 NUM_STEPS, NUM_UPDATES, LEARNING_RATE, CLIP_EPS = 40, 2, 5e-5, 0.2  # NUM_UPDATES in each step
@@ -85,7 +85,12 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        print(f"step {step}: mean reward {rewards.mean():.2f}; {rows[0]['question']}{texts[0]}")
+        # How far the last update's ratios are from 1, over the tokens that count.
+        logratio = (logprobs - old_logprobs)[response_mask == 1]  # (tokens,)
+        clip_frac = ((logratio.exp() - 1).abs() > CLIP_EPS).float().mean()
+        approx_kl = (0.5 * logratio**2).mean()
+        print(f"step {step}: mean reward {rewards.mean():.2f}, {clip_frac=:.4f}, {approx_kl=:.5f}")
+        print(f"    {rows[0]['question']}{texts[0]}")
 
     accuracy = rollout(model, tokenizer, test, do_sample=False)[0].mean()
     print(f"after: accuracy {accuracy:.3f}")
