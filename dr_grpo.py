@@ -298,14 +298,7 @@ def main(args: Args) -> dict:
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # ---- 2. reward and advantage
-        scores = {}  # name of the reward function -> (N,) float32
-        for name, values in apply_rewards(rollout.completions, batch).items():
-            scores[name] = torch.tensor(values, device=model.device)
-        rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
-        advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
-
-        # ---- 3. old and reference log-probabilities
+        # ---- 2. old and reference log-probabilities
         # The trainer computes them, because the sampler's arithmetic differs a little. They are
         # computed in the micro-batches of the updates, because bf16 rounds a sequence differently
         # in other micro-batches.
@@ -319,6 +312,13 @@ def main(args: Args) -> dict:
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, first_pass)
+
+        # ---- 3. reward and advantage
+        scores = {}  # name of the reward function -> (N,) float32
+        for name, values in apply_rewards(rollout.completions, batch).items():
+            scores[name] = torch.tensor(values, device=model.device)
+        rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
+        advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
         # Sums over the updates of this step, for the log.
