@@ -826,6 +826,23 @@ def load_model(args):
     if "/" not in name and not os.path.exists(name):
         name = f"HuggingFaceTB/{name}"
     tokenizer = AutoTokenizer.from_pretrained(name)
+    config = load_config(args, name)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        name, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"--model {name}: its files have no weights for {missing}")
+    model.to(device)
+    if args.gradient_checkpointing:
+        # No forward pass is random, so the random state needn't be kept.
+        model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
+    eos_ids = torch.tensor(find_eos_ids(model, tokenizer), dtype=torch.long, device=device)
+    return model, tokenizer, eos_ids
+
+
+def load_config(args, name):
+    """A model's configuration, with all dropout set to 0."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
     for part in (config, text_config):
@@ -840,18 +857,7 @@ def load_model(args):
                 f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
                 f"context or attention window of --model {name}; lower one of them"
             )
-    model, info = AutoModelForCausalLM.from_pretrained(
-        name, config=config, dtype=torch.float32, output_loading_info=True
-    )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"]))
-        raise ValueError(f"--model {name}: its files have no weights for {missing}")
-    model.to(device)
-    if args.gradient_checkpointing:
-        # No forward pass is random, so the random state needn't be kept.
-        model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
-    eos_ids = torch.tensor(find_eos_ids(model, tokenizer), dtype=torch.long, device=device)
-    return model, tokenizer, eos_ids
+    return config
 
 
 def find_eos_ids(model, tokenizer):

@@ -41,9 +41,10 @@ def small_recipe(script):
 
     Such a run costs a third of the script's bundled run, and loads at once.
     """
-    fields = {name: bundled for name, (_, bundled) in script.RECIPES.items()}
+    general = vars(script.Args())
+    fields = {name: x for name, x in vars(script.BUNDLED).items() if x != general[name]}
     fields["dataset"] = SMALL_TASK
-    if Path(script.Args.model).name in ("adder", "hinted"):
+    if Path(script.BUNDLED.model).name in ("adder", "hinted"):
         fields["model"] = SMALL_MODEL
     if "context_column" in fields:
         fields["context_column"] = "answer"  # these problems have no hints
