@@ -339,9 +339,8 @@ def main(args: Args) -> dict:
         for name, values in apply_rewards(rollout.completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
-        returns = compute_returns(
-            args, rewards, old_logprobs, ref_logprobs, response_mask
-        )  # (B, G)
+        # The returns (B, G) are the rewards with the KL to the reference taken off.
+        returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         # The moving average starts at the first step's mean return. A checkpoint saves state.
         average = state.get("rollout/return_average", returns.mean().item())
         state["rollout/return_average"] = update_average(average, returns)

@@ -322,9 +322,8 @@ def main(args: Args) -> dict:
         for name, values in apply_rewards(rollout.completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
-        returns = compute_returns(
-            args, rewards, old_logprobs, ref_logprobs, response_mask
-        )  # (B, G)
+        # The returns (B, G) are the rewards with the KL to the reference taken off.
+        returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         advantages = compute_advantages(args, returns).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
