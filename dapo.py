@@ -800,7 +800,7 @@ def apply_rewards(completions, examples):
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(completions):
             raise ValueError(
-                f"{reward.__name__} returned {len(values)} scores for {len(completions)} completions"
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = values
     return scores

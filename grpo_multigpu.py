@@ -13,16 +13,16 @@ The objective and its equations are those of grpo.py:
 Parent: grpo.py. Differences: (1) each of W processes samples for its share of the prompts, with its
 own noise. Then every process gets the whole rollout. Rank 0 computes the rewards for all, because a
 reward may be a paid model, or differ from call to call. Every process computes the same advantages.
-(2) The processes share the sequences of an update evenly. All have to call the sharded model equally
-often, so a process that has one micro-batch less repeats one with the weight 0. The loss is divided
-by the number of sequences in the whole minibatch, so the update doesn't depend on the number of
-processes, except for rounding. (3) Weights, gradients and Adam's averages are sharded: each process
-holds 1/W of them. A layer is whole only while it is computed. (4) The copy that samples and the
-reference are whole on every process, so that sampling needs no communication. (5) Rank 0 prints,
-logs, tracks, and saves whole checkpoints, which any number of processes can resume. Every process
-reads the checkpoint, so several machines need --runs-dir on a file system that they share. With as
-many processes as before, a resumed run on CPUs is bit-identical to an uninterrupted one. With
-another number of processes it samples with other noise.
+(2) The processes share the sequences of an update evenly. All have to call the sharded model
+equally often, so a process that has one micro-batch less repeats one with the weight 0. The loss is
+divided by the number of sequences in the whole minibatch, so the update doesn't depend on the
+number of processes, except for rounding. (3) Weights, gradients and Adam's averages are sharded:
+each process holds 1/W of them. A layer is whole only while it is computed. (4) The copy that
+samples and the reference are whole on every process, so that sampling needs no communication. (5)
+Rank 0 prints, logs, tracks, and saves whole checkpoints, which any number of processes can resume.
+Every process reads the checkpoint, so several machines need --runs-dir on a file system that they
+share. With as many processes as before, a resumed run on CPUs is bit-identical to an uninterrupted
+one. With another number of processes it samples with other noise.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W.
 The copy that samples takes 2, and the reference (none with --beta 0) takes 2; the head of either
@@ -904,7 +904,7 @@ def apply_rewards(completions, examples):
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(completions):
             raise ValueError(
-                f"{reward.__name__} returned {len(values)} scores for {len(completions)} completions"
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = values
     return scores

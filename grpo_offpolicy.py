@@ -469,8 +469,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
-        # A fresh engine has the trainer's weights up to rounding, so a large gap means that generate
-        # or compute_logprobs computes this kind of model wrongly.
+        # A fresh engine has the trainer's weights up to rounding, so a large gap means that
+        # generate or compute_logprobs computes this kind of model wrongly.
         is_fresh = (step - 1) % args.staleness == 0
         in_bf16 = model.device.type == "cuda" or engine_dtype == "bfloat16"
         tolerance = 0.1 if in_bf16 else 1e-3  # nats; bf16 rounds more
@@ -803,7 +803,7 @@ def apply_rewards(completions, examples):
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(completions):
             raise ValueError(
-                f"{reward.__name__} returned {len(values)} scores for {len(completions)} completions"
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = values
     return scores

@@ -900,15 +900,15 @@ def apply_rewards(completions, examples):
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(completions):
             raise ValueError(
-                f"{reward.__name__} returned {len(values)} scores for {len(completions)} completions"
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = values
     return scores
 
 
 # ==== the tool ====
-# The policy writes the text of a call, and a policy that is paid for odd inputs will find them. So a
-# fault of the tool becomes the answer ERROR.
+# The policy writes the text of a call, and a policy that is paid for odd inputs will find them. So
+# a fault of the tool becomes the answer ERROR.
 ERROR = "=error"
 MAX_CHARS = 500  # of a call, and of the tool's answer
 TOOL_SECONDS = 5.0  # for all calls of a turn, which run at the same time
@@ -955,7 +955,7 @@ TOOL = calculator  # a function from text to text
 def run_tool(calls):
     """TOOL's answer to each call: "=" and what it returns, at most MAX_CHARS characters.
 
-    The answer is ERROR if the call is longer, and if TOOL raises, takes too long or returns no text.
+    The answer is ERROR if the call is longer, or if TOOL raises, is late or returns no text.
     """
     answers = [ERROR] * len(calls)
 

@@ -519,7 +519,7 @@ def load_engine(args, model):
         gpu_memory_utilization=args.engine_memory,
         max_model_len=args.max_prompt_tokens + args.max_new_tokens,
         enforce_eager=device == "cpu",
-        # A weight that the trainer doesn't hand over stays random, and the check in main notices it.
+        # A weight that the trainer doesn't hand over stays random, and main's check notices it.
         load_format="dummy",
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",  # after the temperature is applied
@@ -729,7 +729,7 @@ def apply_rewards(completions, examples):
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(completions):
             raise ValueError(
-                f"{reward.__name__} returned {len(values)} scores for {len(completions)} completions"
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = values
     return scores

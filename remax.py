@@ -332,8 +332,8 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # The returns (B, G) are the rewards with the KL to the reference taken off.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        # b(q): the sum of the rewards, in the same order as above, because another order could round
-        # differently.
+        # b(q): the sum of the rewards, in the same order as above, because another order could
+        # round differently.
         greedy_rewards = torch.zeros(len(batch), device=model.device)  # (B,) float32
         for values in apply_rewards(greedy_rollout.completions, batch).values():
             greedy_rewards += torch.tensor(values, device=model.device)
@@ -756,7 +756,7 @@ def apply_rewards(completions, examples):
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(completions):
             raise ValueError(
-                f"{reward.__name__} returned {len(values)} scores for {len(completions)} completions"
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = values
     return scores
