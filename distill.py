@@ -839,6 +839,13 @@ def load_teacher(args, model, tokenizer):
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"--teacher {name}: its files have no weights for {missing}")
     teacher.to(model.device).requires_grad_(False).eval()
+    # compute_logprobs applies the head itself, so the logits must not be capped or scaled.
+    ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
+    hidden = teacher.base_model(ids).last_hidden_state  # (1, 5, D)
+    if not torch.equal(teacher(ids).logits, teacher.get_output_embeddings()(hidden)):
+        raise ValueError(
+            f"--teacher {name}: not supported, because its logits are capped or scaled"
+        )
     return inference_copy(teacher) if model.device.type == "cuda" else teacher
 
 

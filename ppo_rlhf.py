@@ -171,6 +171,8 @@ class Args:
     """weight of the value loss; little effect: Adam's step doesn't depend on the loss's scale"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
+    value_init: Literal["reward_model", "policy"] = "reward_model"
+    """start of the value network; without a reward model, the policy with a head of zeros"""
 
 
 # The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
@@ -1060,8 +1062,8 @@ def load_reward_model(args, tokenizer, device):
 
 
 def load_value_model(args, model, reward_model):
-    """The value network: a copy of the reward model, or without one the policy with a new head."""
-    if reward_model is not None:
+    """The value network: a copy of the reward model, or the policy with a head of zeros."""
+    if reward_model is not None and args.value_init == "reward_model":
         return copy.deepcopy(reward_model)
     config = load_config(args, model.name_or_path)
     config.num_labels = 1

@@ -3,13 +3,15 @@
 test_whole_step.py compares whole steps of main with float64.
 """
 
+import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
 from conftest import ROOT
-from test_errors import refuse  # noqa: F401
+from patched import load_patched
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -21,6 +23,8 @@ from transformers import (
 
 import distill
 import grpo
+
+full_vocabulary = load_patched("full_vocabulary")
 
 ADDER, TEACHER = ROOT / "assets" / "adder", ROOT / "assets" / "adder-teacher"
 
@@ -45,8 +49,10 @@ def test_the_advantage_by_hand():
 def test_the_reverse_kl_by_hand():
     """For (0.5, 0.5) and (0.25, 0.75): 0.5 log 2 + 0.5 log(2 / 3) = 0.1438. The forward KL would be 0.1308."""
     logprobs, ref_logprobs = torch.tensor([[[0.5, 0.5]], [[0.25, 0.75]]]).double().log()
-    assert distill.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx([0.143841036])
-    assert distill.reverse_kl(logprobs, logprobs).tolist() == [0.0]
+    assert full_vocabulary.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx(
+        [0.143841036]
+    )
+    assert full_vocabulary.reverse_kl(logprobs, logprobs).tolist() == [0.0]
 
 
 def test_the_reverse_kl_is_the_sum_over_the_vocabulary():
@@ -55,7 +61,9 @@ def test_the_reverse_kl_is_the_sum_over_the_vocabulary():
         math.fsum(math.exp(p) * (p - q) for p, q in zip(*rows, strict=True))
         for rows in zip(logprobs.tolist(), ref_logprobs.tolist(), strict=True)
     ]
-    assert distill.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx(slow, rel=1e-12)
+    assert full_vocabulary.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx(
+        slow, rel=1e-12
+    )
 
 
 def test_the_mean_of_the_sampled_gradient_is_that_of_the_whole_vocabulary():
@@ -77,8 +85,8 @@ def test_the_mean_of_the_sampled_gradient_is_that_of_the_whole_vocabulary():
         given = drawn, old, ref_logprobs[places][None], advantages, mask
         loss, _ = distill.policy_loss(distill.Args(), *given, num_seqs=1)
         expected += old.sum().exp() * torch.autograd.grad(loss, logits)[0]
-    kl = distill.reverse_kl(logits.log_softmax(1), ref_logprobs)[None]  # (1, R)
-    loss = distill.full_vocabulary_loss(kl, mask, num_seqs=1)
+    kl = full_vocabulary.reverse_kl(logits.log_softmax(1), ref_logprobs)[None]  # (1, R)
+    loss = full_vocabulary.full_vocabulary_loss(kl, mask, num_seqs=1)
     assert loss.item() == pytest.approx(kl.mean().item())
     exact = torch.autograd.grad(loss, logits)[0]
     assert exact.abs().max() > 0.1
@@ -117,7 +125,7 @@ def test_the_kl_of_models_is_that_of_plain_forwards(doubled, more):
         torch.tensor([[6, 7, 2], [1, 2, 0]]),
         torch.tensor([[True] * 3, [True, True, False]]),
     )
-    kl = distill.compute_reverse_kl(model, teacher, rollout, temperature)  # (2, 3)
+    kl = full_vocabulary.compute_reverse_kl(model, teacher, rollout, temperature)  # (2, 3)
     assert kl.shape == (2, 3) and kl[1, 2] == 0
     gradients = torch.autograd.grad(kl.sum(), list(model.parameters()))
     total = 0.0
@@ -141,7 +149,7 @@ def test_the_full_vocabulary_loss_by_hand():
     """Average each response's KL over its tokens. Divide the sum by the number of sequences in the minibatch."""
     kl = torch.tensor([[1.0, 2.0, 6.0], [4.0, 8.0, 0.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    assert distill.full_vocabulary_loss(kl, mask, num_seqs=4).item() == (3 + 6) / 4
+    assert full_vocabulary.full_vocabulary_loss(kl, mask, num_seqs=4).item() == (3 + 6) / 4
 
 
 def test_the_log_probabilities_are_grpos(doubled):
@@ -162,7 +170,7 @@ def test_the_kl_is_computed_in_chunks(monkeypatch):
     mask = torch.ones(5, 4, dtype=torch.bool)
     rollout = make_rollout(torch.full((5, 1), 3), mask[:, :1], torch.full((5, 4), 4), mask)
     with torch.no_grad():
-        distill.compute_reverse_kl(model, model, rollout, 1.0)
+        full_vocabulary.compute_reverse_kl(model, model, rollout, 1.0)
     assert max(shape[0] for shape in seen) == 8 and sum(shape[0] for shape in seen) == 40
 
 
@@ -179,11 +187,10 @@ def small(tmp_path):
     return SMALL | dict(dataset=str(tmp_path / "few.jsonl"), runs_dir=str(tmp_path))
 
 
-@pytest.mark.parametrize("full_vocabulary", [False, True])
-def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path, full_vocabulary):
+def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path):
     """The run has one sample per prompt. A resumed run loads the teacher again: the checkpoint doesn't contain it."""
-    given = small | dict(full_vocabulary=full_vocabulary)
-    distill.main(distill.Args(**given, run_name="whole"))
+    given = small | dict(save_every=1)
+    distill.main(bundled(**given, run_name="whole"))
     write = distill.save_checkpoint
 
     class Killed(Exception):
@@ -195,7 +202,7 @@ def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path, full_vocabulary
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(distill, "save_checkpoint", killed)
-        distill.main(distill.Args(**given, run_name="killed"))
+        distill.main(bundled(**given, run_name="killed"))
     distill.main(distill.Args(resume=str(tmp_path / "killed")))
     ends = [
         torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
@@ -210,20 +217,29 @@ def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path, full_vocabulary
 
 def test_equal_rewards_are_no_reason_to_warn(small, capsys):
     """With one sample per prompt, every group has equal rewards, but distillation doesn't need different rewards."""
-    metrics = distill.main(distill.Args(**small))
+    metrics = distill.main(bundled(**small))
     assert metrics["rollout/zero_std_frac"] == 1.0 and metrics["optim/grad_norm"] > 0
     assert "warning" not in capsys.readouterr().out
 
 
 def test_a_student_that_is_the_teacher_has_nothing_to_learn(small):
-    metrics = distill.main(distill.Args(**small | dict(num_steps=1), teacher=str(ADDER)))
+    metrics = distill.main(bundled(**small | dict(num_steps=1), teacher=str(ADDER)))
     assert abs(metrics["kl/ref"]) < 1e-6 and metrics["optim/grad_norm"] < 1e-4
 
 
 # ---- errors
 
 
-def test_a_teacher_with_another_vocabulary(refuse, tmp_path):  # noqa: F811
+def bundled(**given):
+    return dataclasses.replace(distill.BUNDLED, **given)
+
+
+def refuse(words, **given):
+    with pytest.raises(Exception, match=re.escape(words)):
+        distill.main(bundled(device="cpu", **given))
+
+
+def test_a_teacher_with_another_vocabulary(tmp_path):
     """If the teacher's ids differ, it would score the wrong tokens without an error."""
     folder = tmp_path / "teacher"
     AutoModelForCausalLM.from_pretrained(ADDER).save_pretrained(folder)
@@ -234,10 +250,10 @@ def test_a_teacher_with_another_vocabulary(refuse, tmp_path):  # noqa: F811
     vocab["1"], vocab["2"] = vocab["2"], vocab["1"]
     file.write_text(json.dumps(content))
     line = f"--teacher {folder}: must have the vocabulary of --model {ADDER}"
-    refuse(distill, line, teacher=str(folder))
+    refuse(line, teacher=str(folder))
 
 
-def test_a_teacher_with_a_narrower_head(refuse, tmp_path):  # noqa: F811
+def test_a_teacher_with_a_narrower_head(tmp_path):
     """The student's padded head could sample a token for which the teacher has no probability."""
     folder = str(tmp_path / "student")
     model = AutoModelForCausalLM.from_pretrained(ADDER)
@@ -245,26 +261,26 @@ def test_a_teacher_with_a_narrower_head(refuse, tmp_path):  # noqa: F811
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
     given = dict(model=folder, teacher=str(TEACHER), max_prompt_tokens=64)
-    refuse(distill, f"--teacher {TEACHER}: must have the vocabulary of --model {folder}", **given)
+    refuse(f"--teacher {TEACHER}: must have the vocabulary of --model {folder}", **given)
 
 
-def test_a_teacher_that_is_not_there(refuse, tmp_path):  # noqa: F811
+def test_a_teacher_that_is_not_there(tmp_path):
     folder = str(tmp_path / "nowhere")
-    refuse(distill, f"--teacher {folder}", "not on this disk, so a hub id", teacher=folder)
+    refuse(folder, teacher=folder)
 
 
-def test_a_teacher_without_all_its_weights(refuse, tmp_path):  # noqa: F811
+def test_a_teacher_without_all_its_weights(tmp_path):
     """Random weights in place of the missing ones would teach nonsense without an error."""
     folder = tmp_path / "teacher"
     model = AutoModelForCausalLM.from_pretrained(ADDER)
     weights = {name: x for name, x in model.state_dict().items() if "layers.0.mlp" not in name}
     model.save_pretrained(folder, state_dict=weights)
     AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
-    line = f"--teacher {folder}, --device auto: not supported: no weights for model.layers.0.mlp."
-    refuse(distill, line, teacher=str(folder))
+    line = f"--teacher {folder}: its files have no weights for model.layers.0.mlp."
+    refuse(line, teacher=str(folder))
 
 
-def test_a_teacher_with_capped_logits(refuse, tmp_path):  # noqa: F811
+def test_a_teacher_with_capped_logits(tmp_path):
     """distill.py applies only the teacher's head. A capped model's head alone doesn't give the log-probabilities."""
     folder = tmp_path / "teacher"
     tokenizer = AutoTokenizer.from_pretrained(ADDER)
@@ -272,18 +288,17 @@ def test_a_teacher_with_capped_logits(refuse, tmp_path):  # noqa: F811
     fields |= dict(num_hidden_layers=1, num_key_value_heads=1, vocab_size=len(tokenizer) + 8)
     Gemma2ForCausalLM(Gemma2Config(**fields)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    line = f"--teacher {folder}, --device auto: not supported: its logits are capped or scaled"
-    refuse(distill, line, teacher=str(folder))
+    line = f"--teacher {folder}: not supported, because its logits are capped or scaled"
+    refuse(line, teacher=str(folder))
 
 
-def test_a_teacher_with_a_shorter_context(refuse, tmp_path):  # noqa: F811
+def test_a_teacher_with_a_shorter_context(tmp_path):
     folder = tmp_path / "teacher"
     model = AutoModelForCausalLM.from_pretrained(ADDER)
     model.config.max_position_embeddings = 60
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(ADDER).save_pretrained(folder)
-    words = "more than the 60 tokens", f"window of --teacher {folder}; lower one"
-    refuse(distill, *words, teacher=str(folder))
+    refuse("more than the 60 tokens", teacher=str(folder))
 
 
 def test_the_bundled_teacher_is_small_and_has_the_tokenizer_of_the_student():

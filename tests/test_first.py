@@ -1,4 +1,4 @@
-"""docs/first.py computes what grpo.py computes, it learns, and it is as short as docs/algorithms.md says."""
+"""first.py computes what grpo.py computes, and it learns."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ from transformers.generation.utils import GenerationMixin
 import grpo
 from utils.rewards import accuracy_reward
 
-PATH = ROOT / "docs" / "first.py"
+PATH = ROOT / "first.py"
 ROWS = [
     {"question": "2+9=", "answer": "11"},
     {"question": "47+38=", "answer": "85"},
@@ -173,7 +173,3 @@ def test_it_learns(first, capsys, tmp_path, monkeypatch):
     before, after = re.findall(r": accuracy (\S+)", capsys.readouterr().out)
     assert float(after) > float(before) + 0.2
     assert not list(tmp_path.iterdir())
-
-
-def test_it_has_at_most_a_hundred_lines():
-    assert len(PATH.read_text(encoding="utf-8").splitlines()) <= 100

@@ -515,30 +515,6 @@ def test_the_value_network_gets_its_gradient_from_the_states_that_count():
 # ---- the controller of the KL coefficient
 
 
-@pytest.mark.parametrize(
-    ("kl", "factor"),
-    [
-        (6.0, 1.0),  # on target
-        (6.6, math.exp(0.1 * 50 / 1000)),
-        (5.4, math.exp(-0.1 * 50 / 1000)),
-        # The controller limits an error of 900 % to 20 %.
-        (60.0, math.exp(0.2 * 50 / 1000)),
-        (0.0, math.exp(-0.2 * 50 / 1000)),
-    ],
-)
-def test_adapted_beta_by_hand(kl, factor):
-    args = ppo_rlhf.Args(kl_target=6.0, kl_horizon=1000)
-    assert ppo_rlhf.adapt_beta(args, 0.3, kl, 50) == pytest.approx(0.3 * factor)
-
-
-def test_beta_stays_positive_whatever_the_horizon_is():
-    # In a step of 100 horizons beta shrinks by exp(-20) and then grows back by exp(20). Beta stays positive.
-    args = ppo_rlhf.Args(kl_target=6.0, kl_horizon=1)
-    down = ppo_rlhf.adapt_beta(args, 0.3, 0.0, 100)
-    assert down == pytest.approx(0.3 * math.exp(-20)) and down > 0
-    assert ppo_rlhf.adapt_beta(args, down, 60.0, 100) == pytest.approx(0.3)
-
-
 # ---- main
 
 
@@ -588,15 +564,17 @@ def test_each_response_is_scored_by_the_judge_at_its_last_token(tmp_path, monkey
     assert set(ended) == {True, False}, "some responses must be cut and some not"
 
 
-def test_the_rules_are_not_asked_where_a_reward_model_scores(tmp_path, monkeypatch):
-    def rule(completions, answers):
-        raise AssertionError("a rule was asked")
+def test_the_rules_only_say_what_is_right_where_a_reward_model_scores(tmp_path, monkeypatch):
+    def rule(completions, answer, **columns):
+        return [0.25] * len(completions)
 
     monkeypatch.setattr(ppo_rlhf, "REWARDS", [rule])
     (metrics,) = run(tmp_path / "judge")
     assert "rollout/score" in metrics and "rollout/rule" not in metrics
-    with pytest.raises(AssertionError, match="a rule was asked"):
-        run(tmp_path / "rules", reward_model="")
+    assert metrics["rollout/accuracy"] == 0.25
+    (metrics,) = run(tmp_path / "rules", reward_model="", missing_eos_penalty=0.0)
+    assert "rollout/score" not in metrics and metrics["rollout/rule"] == 0.25
+    assert metrics["rollout/reward_mean"] == 0.25
 
 
 def test_the_values_move_and_the_old_ones_stay(tmp_path, monkeypatch):
@@ -609,27 +587,6 @@ def test_the_values_move_and_the_old_ones_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_rlhf, "value_loss", recorded)
     run(tmp_path, num_iterations=3, value_learning_rate=1e-2)
     assert moved[0] < 1e-5 and moved[-1] > 1e-2
-
-
-def test_one_sequence_with_normalized_scores_is_not_nan(tmp_path):
-    (metrics,) = run(tmp_path, num_prompts=1, normalize_scores=True)
-    finite = {name for name, value in metrics.items() if value is not None}
-    # One reward has no std.
-    assert metrics.keys() - finite == {"rollout/reward_std"}
-    assert metrics["optim/skipped"] == 0
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_a_score_that_is_no_number_to_learn_from_is_refused(tmp_path, capsys, bad):
-    judge = LlamaForSequenceClassification.from_pretrained(SMALL_JUDGE)
-    judge.score.weight.data.fill_(bad)
-    judge.save_pretrained(tmp_path / "judge")
-    AutoTokenizer.from_pretrained(SMALL_JUDGE).save_pretrained(tmp_path / "judge")
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        run(tmp_path, reward_model=str(tmp_path / "judge"), value_init="policy")
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith(f"error: --reward-model {tmp_path / 'judge'}")
 
 
 def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch):
@@ -660,15 +617,3 @@ def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch)
     monkeypatch.setattr(ppo_rlhf, "compute_values", twice)
     run(tmp_path, reward_model=str(judge), gradient_checkpointing=True)
     assert True in calls
-
-
-def test_the_coefficient_that_is_logged_is_the_one_of_its_step(tmp_path):
-    """With a horizon of one step each error multiplies beta by exp(-0.2) or exp(0.2). The first step's KL is 0."""
-    given = dict(num_steps=3, beta=0.05, kl_horizon=4, learning_rate=1e-3, num_prompts=4)
-    for target, sign in ((1e9, -1), (1e-9, 1)):
-        metrics = run(tmp_path / str(sign), kl_target=target, **given)
-        expected = [0.05, 0.05 * math.exp(-0.2), 0.05 * math.exp(-0.2 + sign * 0.2)]
-        assert [record["kl/beta"] for record in metrics] == pytest.approx(expected)
-    metrics = run(tmp_path / "fixed", kl_target=None, **given)
-    assert [record["kl/beta"] for record in metrics] == [0.05] * 3
-    assert metrics[-1]["kl/response"] != 0

@@ -14,12 +14,11 @@ from conftest import read_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from utils.data import cell_text, describe_answers
+import grpo
 from utils.math_reward import is_right, last_boxed
 from utils.rewards import (
     RULES,
     accuracy_reward,
-    apply_reward,
     format_reward,
     gold_number,
     last_number,
@@ -199,146 +198,63 @@ def test_lists_of_different_lengths_are_an_error(reward):
 # ---- scoring a batch
 
 
-def examples(*prompts, answer="18"):
-    return [
-        {"prompt": x, "answer": answer, "columns": {"question": x, "level": 3}} for x in prompts
-    ]
+@pytest.fixture
+def score(monkeypatch):
+    """The scores that grpo.apply_rewards gets from this reward function, two responses to each prompt."""
+
+    def call(reward, completions, *prompts):
+        columns = [{"question": x, "answer": "18", "level": 3} for x in prompts]
+        rows = [
+            {"prompt": x, "columns": c, "answer": "18"}
+            for x, c in zip(prompts, columns, strict=True)
+        ]
+        monkeypatch.setattr(grpo, "REWARDS", [reward])
+        return grpo.apply_rewards(completions, rows)[reward.__name__]
+
+    return call
 
 
-def test_a_reward_is_given_what_it_names():
-    """A reward gets its arguments by keyword, like in TRL. A reward with only two lists also works."""
+def test_a_reward_gets_all_columns_as_trl_passes_them(score):
     seen = {}
 
     def trl_style(completions, level, **rest):
         seen.update(rest)
         return [len(text) + x for text, x in zip(completions, level, strict=True)]
 
-    rows = examples("a", "b")
-    assert apply_reward(trl_style, rows, ["x", "xx", "", "xxx"]) == [4, 5, 3, 6]
-    assert seen == {"prompts": ["a", "a", "b", "b"], "answers": ["18"] * 4, "question": [*"aabb"]}
-    assert apply_reward(lambda completions, answers: [True, 0], rows, ["", ""]) == [1.0, 0.0]
-    assert apply_reward(accuracy_reward, rows, ["<answer>18</answer>", ""]) == [1.0, 0.0]
-    # No list is passed by position.
-    assert apply_reward(lambda completions, *answers: [0, len(answers)], rows, ["", ""]) == [0, 0]
+    assert score(trl_style, ["x", "xx", "", "xxx"], "a", "b") == [4.0, 5.0, 3.0, 6.0]
+    assert seen == {"answer": ["18"] * 4, "question": [*"aabb"]}
+    assert score(accuracy_reward, ["<answer>18</answer>", ""], "a", "b") == [1.0, 0.0]
 
 
-def test_a_tag_that_the_prompt_has_opened_counts():
+def test_a_tag_that_the_prompt_has_opened_counts(score):
     """Reasoning models' templates end in <think>, so the completion needs only the closing tag.
 
     A second <think> earns no more. For the other prompt the opening tag is missing.
     """
-    rows = examples("q<think>\n", "q")
     text = "so 18</think><answer>18</answer>"
-    assert apply_reward(format_reward, rows, [text, text]) == [0.4, 0.3]
-    assert apply_reward(format_reward, rows[:1], ["<think>" + text]) == [0.4]
+    assert score(format_reward, [text, text], "q<think>\n", "q") == [0.4, 0.3]
+    assert score(format_reward, ["<think>" + text], "q<think>\n") == [0.4]
 
 
-BAD_VALUES = [
-    [1.0],
-    [1.0] * 4,
-    1.0,
-    None,
-    [[1.0], [1.0]],
-    ["a", "b"],
-    [1.0, None],
-    [None, None],
-    iter([1.0]),
-    torch.tensor(1.0),
-    np.float64(1.0),
-    np.array([1.0, np.nan]),
-    [1.0, float("inf")],
-    [1.0, float("nan")],
-    # Its square is inf in 32 bits.
-    [1.0, 1e19],
-    [1.0, 10**400],
-    # This tensor prints as several lines.
-    torch.tensor([[[1.0, 2.0], [3.0, 4.0]]] * 3),
-]
-
-
-@pytest.mark.parametrize("values", BAD_VALUES)
-def test_a_reward_that_does_not_give_a_number_each_is_named(values, capsys):
-    def strange(completions, answers):
-        return values
-
-    with pytest.raises(SystemExit) as stop:
-        apply_reward(strange, examples("a", "b"), ["", ""])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.startswith("error: the reward strange must return 2 ")
-    assert error.count("\n") == 1
-
-
-def test_a_reward_that_asks_for_a_column_that_is_not_there(capsys):
-    def strange(completions, tests, difficulty=1, **rest):
-        return [0.0 for _ in completions]
-
-    with pytest.raises(SystemExit) as stop:
-        apply_reward(strange, examples("a", "b"), ["", ""])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1
-    assert error.startswith("error: the reward strange asks for tests; it can have answers, ")
-
-
-def faulty(completions, answers):
-    return [float(text) for text in completions]
-
-
-def faulty_generator(completions, answers):
-    for text in completions:
-        yield float(text)
-
-
-def faulty_map(completions, answers):
-    return map(float, completions)
-
-
-@pytest.mark.parametrize("reward", [faulty, faulty_generator, faulty_map])
-def test_a_fault_in_a_reward_keeps_its_traceback(reward):
-    with pytest.raises(ValueError, match="could not convert"):
-        apply_reward(reward, examples("a"), ["x"])
-
-
+# tests/test_errors.py has the values that are refused.
 GOOD_VALUES = [
     [1, 0],
     [True, False],
-    (1.0, 0.0),
     iter([1.0, 0.0]),
-    np.array([1.0, 0.0]),
     np.array([1, 0], dtype=np.int8),
-    [np.float32(1), np.int64(0)],
     torch.tensor([1.0, 0.0]),
-    torch.tensor([1, 0]),
     [torch.tensor(1.0), torch.tensor(0)],
     [Fraction(1), Decimal(0)],
 ]
 
 
 @pytest.mark.parametrize("values", GOOD_VALUES, ids=range(len(GOOD_VALUES)))
-def test_numbers_of_any_kind_are_floats(values):
-    given = apply_reward(lambda completions: values, examples("a", "b"), ["", ""])
-    assert given == [1.0, 0.0] and all(type(x) is float for x in given)
+def test_numbers_of_any_kind_are_floats(score, values):
+    def reward(completions, **columns):
+        return values
 
-
-CELLS = [("18", "18"), (18, "18"), (10**18 + 1, "1000000000000000001"), (0.5, "0.5"), (85.0, "85")]
-# A file stored the second number in 32 bits. The third number has lost digits.
-CELLS += [(0.1, "0.1"), (0.10000000149011612, ""), (1.2345678901234568e17, "")]
-# From 2**53 on, a float stands for several integers: 10**24 + 1 is read as this float, too.
-CELLS += [(float(10**24 + 1), ""), (-1e24, ""), (float(2**53 + 1), ""), (1e15, "1e+15")]
-CELLS += [(None, ""), (True, ""), (["18"], ""), ({"a": 1}, ""), (b"18", "")]
-
-
-@pytest.mark.parametrize("cell, text", CELLS)
-def test_a_cell_is_the_text_that_was_written_or_none(cell, text):
-    assert cell_text(cell) == text
-
-
-def test_how_gold_answers_are_read_is_described():
-    answers = ["#### 3 1/2", "24\\text{ cm}^2", "3:5", "7"]
-    text = describe_answers(answers, [accuracy_reward, format_reward])
-    assert text == "gold answers: '#### 3 1/2' is 7/2, '24\\\\text{ cm}^2' is 24, '3:5' is None"
-    # Without a function that reads them, the answers are shown as they are.
-    text = describe_answers(answers, [format_reward])
-    assert text == "gold answers: '#### 3 1/2', '24\\\\text{ cm}^2', '3:5'"
+    found = score(reward, ["", ""], "a", "b")
+    assert found == [1.0, 0.0] and all(type(x) is float for x in found)
 
 
 # For math_reward: a formula that is the answer in spite of the text beside it, or isn't the answer.

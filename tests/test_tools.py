@@ -14,11 +14,11 @@ from conftest import ROOT
 from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from utils.tools import ERROR, calculator, run_tool
 
 import grpo_tools
 from utils import tools
 from utils.rewards import accuracy_reward, format_reward
-from utils.tools import ERROR, calculator, run_tool
 
 CALLER = ROOT / "assets" / "caller"
 EOS = 2

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import SMALL_JUDGE, SMALL_MODEL, small_recipe
+from conftest import SMALL_MODEL, small_recipe
 from test_ppo_equations import counted, ragged, same, slow_gae
 
 import ppo_rlhf
@@ -221,21 +221,9 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
     assert [record["optim/grad_norm"] > 0 for record in metrics[1:]] == [False, False, True]
 
 
-def test_a_score_that_is_not_finite_is_refused(tmp_path, capsys):
-    judge = vapo.transformers.AutoModelForSequenceClassification.from_pretrained(SMALL_JUDGE)
-    judge.score.weight.data.fill_(math.nan)
-    judge.save_pretrained(tmp_path / "judge")
-    vapo.AutoTokenizer.from_pretrained(SMALL_JUDGE).save_pretrained(tmp_path / "judge")
-    with pytest.raises(SystemExit) as stop:
-        run(tmp_path, reward_model=str(tmp_path / "judge"), value_init="policy")
-    assert stop.value.code == 2
-    assert f"error: --reward-model {tmp_path / 'judge'}" in capsys.readouterr().err
-
-
-def test_a_run_in_which_the_policy_never_moves_says_so(tmp_path, capsys):
-    for steps, warned in ((1, True), (0, False)):
-        run(tmp_path / str(steps), num_steps=1, value_warmup_steps=steps)
-        assert ("warning: --value-warmup-steps" in capsys.readouterr().out) == warned
+def test_a_run_in_which_the_policy_never_moves_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--value-warmup-steps must be below --num-steps"):
+        run(tmp_path, num_steps=1, value_warmup_steps=1)
 
 
 def test_the_advantages_follow_from_what_is_written(tmp_path):
@@ -260,7 +248,7 @@ def test_the_advantages_follow_from_what_is_written(tmp_path):
 
 
 def test_with_equal_rewards_there_is_nothing_to_explain(tmp_path):
-    """All responses are cut, so all returns are 0. The explained variance is null, not a ratio of rounding errors."""
+    """All responses are cut, so all returns are 0. The explained variance is no ratio of rounding errors."""
     metrics, samples = run(tmp_path, num_steps=2, value_warmup_steps=1, max_new_tokens=2)
     assert len({reward for sample in samples for reward in sample["rewards"]}) == 1
-    assert [record["value/explained_var"] for record in metrics[1:]] == [None, None]
+    assert not any(math.isfinite(record["value/explained_var"]) for record in metrics[1:])
