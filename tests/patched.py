@@ -1,4 +1,4 @@
-"""A module of a patch of variants/, for the tests of patches whose parent isn't in test_variants.py."""
+"""The module of a patch of variants/, for the tests of patches that test_variants.py leaves out."""
 
 import importlib.util
 import subprocess
@@ -7,14 +7,18 @@ from pathlib import Path
 
 from conftest import ROOT
 
+FOLDERS = []  # removed when the tests end
+
 
 def load_patched(name: str):
     patch = ROOT / "variants" / f"{name}.diff"
     parent = patch.read_text(encoding="utf-8").split()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, f"{name}.py")
-        subprocess.run(["patch", "-s", "--fuzz=0", "-o", path, ROOT / parent, patch], check=True)
-        spec = importlib.util.spec_from_file_location(name, path)
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+    FOLDERS.append(tempfile.TemporaryDirectory())
+    folder = Path(FOLDERS[-1].name)
+    (folder / "assets").symlink_to(ROOT / "assets")
+    path = folder / f"{name}.py"
+    subprocess.run(["patch", "-s", "--fuzz=0", "-o", path, ROOT / parent, patch], check=True)
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
