@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import datasets
 import huggingface_hub
@@ -32,10 +31,8 @@ SMALL = dict(
     num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
 )
 # Settings for a model that is as small as the bundled one but has another path.
-OTHER_MODEL = dict(system_prompt="", max_prompt_tokens=64, gradient_checkpointing=False)
+OTHER_MODEL = dict(instructions="", max_prompt_tokens=64, gradient_checkpointing=False)
 
-# For any other model than the bundled one, distill.py needs another teacher, by default from the hub.
-NO_TEACHER = pytest.mark.scripts(*[script for script in SCRIPTS if script != "distill"])
 # The heads of the story model have 8 dimensions. vLLM has no such kernel for a CPU.
 SAMPLES_STORIES = [script for script in SCRIPTS if script not in ("distill", *NEEDS_VLLM)]
 
@@ -74,34 +71,6 @@ def read_jsonl(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-class Loaded(Exception):
-    """Ends a run as soon as it loads the training data. By then the script has resolved the arguments."""
-
-
-@pytest.fixture
-def start(monkeypatch):
-    """Run main until it loads the training data. Return the resolved arguments and, on request, the examples."""
-
-    def call(script, examples=False, **given):
-        seen = []
-
-        def stop(args, tokenizer, split):
-            seen[:] = [args, original(args, tokenizer, split) if examples else None]
-            raise Loaded
-
-        args = script.Args(**given)
-        with monkeypatch.context() as patch:
-            original = script.load_data
-            patch.setattr(script, "load_data", stop)
-            with pytest.raises(Loaded):
-                script.main(args)
-        # main must not change the caller's Args.
-        assert args == script.Args(**given)
-        return seen
-
-    return call
-
-
 # ---- models and recipes
 
 
@@ -119,7 +88,7 @@ def test_hub_cache(script, tmp_path):
         model="TinyAdder", dataset="assets/addition/train.jsonl", num_steps=1, num_prompts=2
     )
     flags |= dict(
-        num_generations=2, max_prompt_tokens=64, max_new_tokens=8, eval_size=4, system_prompt=""
+        num_generations=2, max_prompt_tokens=64, max_new_tokens=8, eval_size=4, instructions=""
     )
     flags |= dict(runs_dir=tmp_path / "runs", run_name="run")
     flags = [part for k, v in flags.items() for part in (f"--{k.replace('_', '-')}", str(v))]
@@ -137,138 +106,80 @@ def test_hub_cache(script, tmp_path):
     ]
     assert sorted(written) == sorted([run.parent, run, cache])
     args = json.loads((run / "args.json").read_text(encoding="utf-8"))
-    assert (
-        args["model"] == "HuggingFaceTB/TinyAdder"
-        and args["versions"]["transformers"] == transformers.__version__
-    )
-    for name, value in {
-        "learning_rate": 1e-5,
-        "beta": 0.04,
-        "temperature": 0.9,
-        "warmup_updates": 10,
-    }.items():
-        assert args[name] == script.RECIPES[name][0] == value
-    # The user's flags override the recipe.
-    assert args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["system_prompt"] == ""
+    # The defaults for any model, except where a flag was given.
+    for name, value in {"learning_rate": 1e-5, "beta": 0.04, "temperature": 0.9}.items():
+        assert args[name] == getattr(script.Args(), name) == value
+    assert args["max_new_tokens"] == 8 and args["num_steps"] == 1 and args["instructions"] == ""
     # One line before the training and one for its only step.
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
 
 
-@pytest.mark.parametrize("model", ["assets/adder", str(ADDER), f"{ADDER}/../adder/"])
-def test_bundled_recipe(script, start, model, tmp_path, monkeypatch):
-    """Any spelling of the bundled model's path gets its recipe. An absolute or default path works in any directory."""
-    monkeypatch.chdir(ROOT if model == "assets/adder" else tmp_path)
-    model = model.replace("adder", Path(script.Args.model).name)
-    for given in (dict(model=model), dict()):
-        args, _ = start(script, **given)
-        assert {name: getattr(args, name) for name in script.RECIPES} == {
-            k: v[1] for k, v in script.RECIPES.items()
-        }
-        data = "hinted" if script.__name__ == "self_distill" else "addition"
-        assert args.system_prompt == "" and args.dataset == str(ROOT / "assets" / data)
-
-
-@pytest.mark.scripts("grpo")
-def test_bundled_recipe_behind_a_link(script, tmp_path, monkeypatch):
-    """A copy of a script may find its assets through a link."""
-    (tmp_path / "assets").symlink_to(ROOT / "assets")
-    monkeypatch.setattr(script.Args, "model", str(tmp_path / "assets" / "adder"))
-    given = script.Args(model=script.Args.model, runs_dir=str(tmp_path))
-    args, _, _ = script.resolve_args(given)
-    assert args.max_new_tokens == script.RECIPES["max_new_tokens"][1]
-
-
-@NO_TEACHER
-def test_other_recipe(script, start, tmp_path, monkeypatch):
-    """A folder gets the recipe for other models, with or without "/" in its name, even a copy of the bundled model."""
-    monkeypatch.chdir(tmp_path)
-    copy_adder(tmp_path / "mine", max_position_embeddings=2048)
-    for model in ("mine", "./mine", str(tmp_path / "mine")):
-        args, _ = start(script, model=model)
-        assert args.model == str(tmp_path / "mine")
-        assert {name: getattr(args, name) for name in script.RECIPES} == {
-            k: v[0] for k, v in script.RECIPES.items()
-        }
-        assert args.system_prompt == script.SYSTEM_PROMPT and args.dataset == "openai/gsm8k:main"
-
-
-def test_recipes_are_of_fields_that_are_none(script):
-    """Only some fields may stay None without a recipe. A recipe can't set a field that has another default."""
-    nothing = {field.name for field in dataclasses.fields(script.Args) if field.default is None}
-    assert nothing - set(script.RECIPES) <= {
-        "run_name",
-        "sampling_tokens",
-        "micro_batch_tokens",
-        "resume",
-        "eval_dataset",
-        "kl_target",
-    }
-    assert set(script.RECIPES) <= nothing
-
-
-@pytest.mark.parametrize("model", [str(ADDER), "mine"])
-def test_given_flags_win(script, start, model, tmp_path, monkeypatch):
-    """The user's flags override the recipe, even if they turn a feature off: 0, False and "" are not None."""
-    monkeypatch.chdir(tmp_path)
-    copy_adder(tmp_path / "mine")
-    given = dict(
-        dataset="mine.jsonl", max_prompt_tokens=9, max_new_tokens=5, temperature=0.7, num_steps=3
-    )
-    given |= dict(
-        warmup_updates=1, gradient_checkpointing=True, eval_every=7, beta=0.5, learning_rate=3e-6
-    )
-    given |= dict(system_prompt="think", overlong_cache=3, value_learning_rate=2e-6, gae_alpha=0.5)
-    judge = str(tmp_path / "judge")
-    given |= dict(teacher=str(ADDER), value_warmup_steps=1, reward_model=judge)
-    given |= dict(context_column="x", context_template="{context}{question}", max_teacher_tokens=9)
-    shutil.copytree(ROOT / "assets" / "adder-judge", tmp_path / "judge")
-    off = dict(
-        warmup_updates=0,
-        gradient_checkpointing=False,
-        eval_every=0,
-        beta=0.0,
-        system_prompt="",
-        reward_model="",
-    )
-    assert set(script.RECIPES) <= set(given)
-    for chosen in (given, given | off):
-        chosen = {name: value for name, value in chosen.items() if name in script.RECIPES}
-        args, _ = start(script, model=model, **chosen)
-        assert {name: getattr(args, name) for name in chosen} == chosen
-
-
-def copy_adder(folder, **config):
-    """Copy the bundled model without its weights to another folder and change its configuration."""
-    shutil.copytree(ADDER, folder, ignore=shutil.ignore_patterns("*.safetensors"))
-    content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(content | config), encoding="utf-8")
-
-
 @pytest.mark.scripts("grpo")
 def test_hub_data_sets(script, monkeypatch):
-    """A data set is a hub id, or id:config if it has several configurations.
-
-    The script reads the splits train and test, and only the test split of an --eval-dataset.
-    """
-    asked, answers = [], {("openai/gsm8k", "main"): "34", ("owner/other",): "56"}
+    """A data set is a hub id, or id:config if it has several configurations."""
+    asked = []
 
     def load(*names):
         asked.append(names)
-        rows = [
-            datasets.Dataset.from_list([{"question": "1+2=", "answer": x}]) for x in answers[names]
-        ]
-        return datasets.DatasetDict(zip(["train", "test"], rows, strict=True))
+        rows = {"train": "34", "test": "56"}
+        splits = {
+            split: datasets.Dataset.from_list([{"question": "1+2=", "answer": x}])
+            for split, x in rows.items()
+        }
+        return datasets.DatasetDict(splits)
 
     monkeypatch.setattr(script.datasets, "load_dataset", load)
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    given = dict(dataset="openai/gsm8k:main", max_prompt_tokens=9)
-    read = []
-    for args in (script.Args(**given), script.Args(**given, eval_dataset="owner/other")):
-        for split in ("train", "test"):
-            [example] = script.load_data(args, tokenizer, split)
-            assert example["prompt"] == "1+2="
-            read.append(example["answer"])
-    assert asked == [("openai/gsm8k", "main")] * 3 + [("owner/other",)] and read == list("3436")
+    for name in ("openai/gsm8k:main", "owner/other"):
+        args = script.Args(dataset=name, max_prompt_tokens=9, instructions="")
+        found = [[x["answer"] for x in split] for split in script.load_data(args, tokenizer)]
+        assert found == [["34"], ["56"]]
+    assert asked == [("openai/gsm8k", "main"), ("owner/other",)]
+
+
+FORMATS = ["jsonl", "json", "csv", "parquet"]
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_formats(tmp_path, suffix):
+    """All formats load the same examples, under any column names. The last tenth is held out."""
+    import grpo
+
+    rows = datasets.Dataset.from_list([{"q": f"{i}+1=", "a": i + 1} for i in range(20)])
+    path = tmp_path / f"data.{suffix}"
+    write = dict(jsonl=rows.to_json, json=rows.to_json, csv=rows.to_csv, parquet=rows.to_parquet)
+    write[suffix](path)
+    args = grpo.Args(dataset=str(path), question_column="q", answer_column="a", instructions="")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    train, test = grpo.load_data(args, tokenizer)
+    pairs = [(x["prompt"], x["answer"]) for x in train + test]
+    assert pairs == [(f"{i}+1=", str(i + 1)) for i in range(20)] and len(test) == 2
+
+
+def test_a_folder_with_two_splits(tmp_path):
+    """The test file is held out, and --eval-size says how much of it is used."""
+    import grpo
+
+    for split, count in (("train", 7), ("test", 5)):
+        lines = [json.dumps({"question": f"{i}+1=", "answer": split[0]}) for i in range(count)]
+        lines = [line.replace('"t"', str(count)) for line in lines]
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
+    args = grpo.Args(dataset=str(tmp_path), eval_size=3, instructions="")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    train, test = grpo.load_data(args, tokenizer)
+    assert [x["answer"] for x in train] == ["7"] * 7 and [x["answer"] for x in test] == ["5"] * 3
+
+
+def test_long_prompts_are_skipped_and_counted(tmp_path, capsys):
+    import grpo
+
+    lines = [json.dumps({"question": "1" * (i + 1) + "=", "answer": "1"}) for i in range(20)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    given = dict(dataset=str(tmp_path / "data.jsonl"), instructions="", max_prompt_tokens=11)
+    train, test = grpo.load_data(grpo.Args(**given), tokenizer)
+    assert [len(x["prompt_ids"]) for x in train] == list(range(2, 12)) and test == []
+    assert "8 longer than --max-prompt-tokens, 0 without" in capsys.readouterr().out
 
 
 # ---- prompts
@@ -307,20 +218,19 @@ def first_prompt(script, tmp_path):
 
     def call(tokenizer, **given):
         args = script.Args(dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=200, **given)
-        return script.load_data(args, tokenizer, "train")[0]
+        return script.load_data(args, tokenizer)[0][0]
 
     return call
 
 
 @pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("system", ["", "think first"])
-def test_chat_template(first_prompt, tmp_path, system):
+@pytest.mark.parametrize("instructions", ["", "think first"])
+def test_chat_template(first_prompt, tmp_path, instructions):
+    """The instructions stand in the user's message, because some templates take no system message."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
-    example = first_prompt(tokenizer, system_prompt=system)
-    assert (
-        example["prompt"]
-        == "!" + (f"[system:{system}]" if system else "") + "[user:12+34=][assistant:"
-    )
+    example = first_prompt(tokenizer, instructions=instructions)
+    question = f"{instructions}\n\n12+34=" if instructions else "12+34="
+    assert example["prompt"] == f"![user:{question}][assistant:"
     # The template already writes BOS. Tokenizing with special tokens would add a second BOS.
     assert example["prompt_ids"] == tokenizer(example["prompt"], add_special_tokens=False).input_ids
     assert example["prompt_ids"].count(tokenizer.bos_token_id) == 1
@@ -328,33 +238,20 @@ def test_chat_template(first_prompt, tmp_path, system):
 
 
 @pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("system", ["", "think first"])
-def test_no_chat_template(first_prompt, tmp_path, system):
+@pytest.mark.parametrize("instructions", ["", "think first"])
+def test_no_chat_template(first_prompt, tmp_path, instructions):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    example = first_prompt(tokenizer, system_prompt=system)
-    assert example["prompt"] == (f"{system}\n12+34=\n" if system else "12+34=")
+    example = first_prompt(tokenizer, instructions=instructions)
+    assert example["prompt"] == (f"{instructions}\n\n12+34=" if instructions else "12+34=")
     # The prompt starts with exactly one BOS.
     assert tokenizer.decode(example["prompt_ids"]) == "!" + example["prompt"]
     assert tokenizer.eos_token_id not in example["prompt_ids"]
 
 
-NO_SYSTEM = (
-    "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "<{{ m['role'] }}:{{ m['content'] }}>{% endfor %}"
-)
-# This template drops a system message without an error.
-SILENT = NO_SYSTEM.replace("{{ raise_exception('no system') }}{% endif %}", "{% else %}") + ""
-SILENT = SILENT.replace("{% endfor %}", "{% endif %}{% endfor %}")
-
-
-@pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("template", [NO_SYSTEM, SILENT], ids=["refuses", "drops"])
-def test_a_template_without_a_system_message_gets_the_instructions_in_the_users(
-    first_prompt, tmp_path, template
-):
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
-    assert first_prompt(tokenizer, system_prompt="think")["prompt"] == "<user:think\n\n12+34=>"
-    assert first_prompt(tokenizer, system_prompt="")["prompt"] == "<user:12+34=>"
+def test_every_script_asks_for_the_tags(script):
+    """The rewards read the answer between tags, so the default instructions name all four."""
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        assert tag in script.Args().instructions
 
 
 MESSAGES = [{"role": "user", "content": "12+34="}]
@@ -362,13 +259,12 @@ MESSAGES = [{"role": "user", "content": "12+34="}]
 
 @pytest.mark.scripts("grpo")
 def test_a_column_of_chat_messages(first_prompt, tmp_path):
-    """Most chat data sets have a column of messages. If a row has a system message, the script adds no second one."""
+    """Most chat data sets have a column of messages. The instructions stand before the last one."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"question": MESSAGES, "answer": 46}) + "\n" + path.read_text()[:0])
-    path.write_text(path.read_text() * 10)
-    expected = "![system:think][user:12+34=][assistant:"
-    assert first_prompt(tokenizer, system_prompt="think")["prompt"] == expected
+    path.write_text((json.dumps({"question": MESSAGES, "answer": 46}) + "\n") * 10)
+    expected = "![user:think\n\n12+34=][assistant:"
+    assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
     several = [
         {"role": "system", "content": "add"},
         *MESSAGES,
@@ -376,16 +272,21 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
         *MESSAGES,
     ]
     path.write_text((json.dumps({"question": several, "answer": 46}) + "\n") * 10)
-    expected = "![system:add][user:12+34=][assistant:?][user:12+34=][assistant:"
-    assert first_prompt(tokenizer, system_prompt="think")["prompt"] == expected
+    expected = "![system:add][user:12+34=][assistant:?][user:think\n\n12+34=][assistant:"
+    assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
+    # A model without a template can't continue a chat of several messages.
+    with pytest.raises(ValueError, match="chat_template"):
+        first_prompt(make_tokenizer(tmp_path / "plain"))
 
 
 @pytest.mark.scripts("grpo")
 def test_all_columns_reach_the_rewards(first_prompt, tmp_path):
+    """`answer` is the gold answer as a text, whatever its column is called."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    row = {"question": "12+34=", "answer": "46", "level": 3, "tests": ["a", "b"]}
+    row = {"question": "12+34=", "gold": 46, "level": 3, "tests": ["a", "b"]}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
-    assert first_prompt(tokenizer, system_prompt="")["columns"] == row
+    columns = first_prompt(tokenizer, answer_column="gold")["columns"]
+    assert columns == row | {"answer": "46"}
 
 
 CHATML = (
@@ -404,7 +305,7 @@ def test_the_token_that_ends_a_turn_ends_a_response(script, tmp_path, template, 
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "</s>"], special_tokens=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
-    found = set(script.find_eos_ids(script.Args(), model, tokenizer))
+    found = set(script.find_eos_ids(model, tokenizer))
     assert found == {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))}
 
 
@@ -421,35 +322,6 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
     given = args, model, tokenizer, [{"prompt_ids": [5]}], 1, 1.0, torch.tensor([eos])
     assert script.sample_responses(*given).completions == ["<mark>12"]
-
-
-@NO_TEACHER
-@pytest.mark.parametrize("template", [TEMPLATE, None])
-def test_default_system_prompt(script, start, tmp_path, template):
-    """Any model except the bundled one gets instructions about the tags, with or without a chat template.
-
-    --system-prompt replaces these instructions. The test reads a file: the prompt doesn't depend on the data's source.
-    """
-    # The default system prompt is long.
-    copy_adder(tmp_path / "model", max_position_embeddings=2048)
-    make_tokenizer(tmp_path / "model", template)
-    (tmp_path / "rows.jsonl").write_text('{"question": "12+34=", "answer": "46"}\n' * 10)
-    given = dict(
-        model=str(tmp_path / "model"), dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=1500
-    )
-    if template is None:
-        expected = f"{script.SYSTEM_PROMPT}\n12+34=\n", "12+34="
-    else:
-        expected = (
-            f"![system:{script.SYSTEM_PROMPT}][user:12+34=][assistant:",
-            "![user:12+34=][assistant:",
-        )
-    assert all(
-        tag in script.SYSTEM_PROMPT for tag in ("<think>", "</think>", "<answer>", "</answer>")
-    )
-    for system, prompt in zip(({}, {"system_prompt": ""}), expected, strict=True):
-        _, examples = start(script, examples=True, **given, **system)
-        assert {example["prompt"] for example in examples} == {prompt}
 
 
 # ---- a real model and real data, if this machine has them
@@ -483,14 +355,15 @@ def test_stories(script, tmp_path):
 def test_gsm8k(script, tmp_path, capsys):
     """All 7,473 training answers and 1,319 test answers have a number, and the script counts the long prompts."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
-    args = script.Args(dataset=str(SHARED / "data" / "gsm8k"), max_prompt_tokens=300)
-    for split, count in (("train", 7473), ("test", 1319)):
-        examples = script.load_data(args, tokenizer, split)
+    args = script.Args(dataset=str(SHARED / "data" / "gsm8k"), max_prompt_tokens=450)
+    splits = script.load_data(args, tokenizer)
+    printed = capsys.readouterr().out
+    for split, examples, count in zip(("train", "test"), splits, (7473, 1319), strict=True):
         pattern = (
-            rf"{split} data: (\d+) problems; skipped: (\d+) longer than .*, 0 without a question"
+            rf"{split} data: (\d+) problems; skipped: (\d+) longer than .*, 0 without a readable"
         )
-        usable, too_long = map(int, re.search(pattern, capsys.readouterr().out).groups())
-        assert usable + too_long == count and usable > 0.9 * count and too_long > 0
+        usable, too_long = map(int, re.search(pattern, printed).groups())
+        assert usable + too_long == count and usable > 0.8 * count and too_long > 0
         assert len(examples) == (usable if split == "train" else args.eval_size)
 
 

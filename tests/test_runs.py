@@ -4,36 +4,25 @@ A killed or interrupted run is a real process. The tests fork it from their own 
 """
 
 import dataclasses
-import fcntl
-import functools
-import gc
-import io
 import json
 import multiprocessing
 import os
 import random
 import re
 import resource
-import runpy
-import shlex
 import shutil
 import signal
 import sys
-import termios
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-import transformers
-import tyro
 import wandb
-from conftest import ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine, small_flags, small_recipe
+from conftest import ROOT, SMALL_TASK, skip_without_engine, small_recipe
 from scripts import NEEDS_VLLM, OWN_STATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 # Each script gets only the fields that it has. Most of these affect the state that one step passes to the next.
 MANY_UPDATES = dict(
@@ -43,8 +32,6 @@ MANY_UPDATES = dict(
     staleness=3,
     sampler_dtype="bfloat16",
     baseline="moving_average",
-    kl_target=0.5,
-    kl_horizon=50,
 )
 SMALL = dict(
     num_prompts=4,
@@ -70,14 +57,10 @@ def make_args(script, **given):
     return script.Args(**{name: value for name, value in given.items() if name in known})
 
 
-def refuse_constant(text):
-    raise ValueError(f"{text} is not JSON")
-
-
 def read_jsonl(path: Path) -> list[dict]:
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n") or not text
-    return [json.loads(line, parse_constant=refuse_constant) for line in text.splitlines()]
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def read_checkpoint(folder: Path) -> dict:
@@ -318,17 +301,6 @@ def test_groups_that_teach_nothing_are_counted(script, finished, run):
     assert min(shares) < 1 and cut["rollout/zero_std_frac"] == 1
 
 
-def test_a_mean_over_no_tokens_is_null(tmp_path, data):
-    """dapo.py leaves out the responses that were cut. Here all of them were cut."""
-    script = __import__("dapo")
-    given = dict(overlong_filter=True, overlong_cache=1, max_new_tokens=6, max_resample=0)
-    given |= dict(num_steps=1, dataset=data, runs_dir=str(tmp_path), run_name="run")
-    script.main(make_args(script, **given))
-    record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert record["rollout/eos_frac"] == 0 and record["policy/loss"] == 0
-    assert record["policy/entropy"] is None and record["policy/clip_frac"] is None
-
-
 def test_equal_to_the_greedy_response_to_the_last_bit(tmp_path, data, monkeypatch):
     """remax.py adds up the baseline in the same order as the rewards, even with many reward functions."""
     script = __import__("remax")
@@ -411,9 +383,8 @@ def set_trap(
 
     SIGXFSZ sets a limit on file sizes instead. The kernel then kills the process in the middle of a write.
     """
-    elsewhere = {name: (os, name) for name in ("replace", "fsync")}
-    elsewhere |= {
-        "flock": (fcntl, "flock"),
+    elsewhere = {
+        "replace": (os, "replace"),
         "save": (torch, "save"),
         "optimizer": (torch.optim.Adam, "step"),
     }
@@ -475,16 +446,17 @@ def ended(process) -> int:
 
 
 KILL = [signal.SIGKILL]
-# Each entry: a trap that kills the run, and the step of the newest checkpoint. The run saves after steps 1, 2, 4, 6.
+# Each entry: a trap that kills the run, and the step of the newest checkpoint. The run saves after steps 2, 4, 6.
 KILLS = [
     # The checkpoint was just renamed to its final name.
-    (dict(where="replace", call=2, signals=KILL, match="checkpoint", after=True), 2),
+    (dict(where="replace", call=1, signals=KILL, match="checkpoint", after=True), 2),
     # During an update of step 3.
     (dict(where="optimizer", call=1, signals=KILL, after=True), 2),
     # At the beginning of a rollout.
     (dict(where="sample_responses", call=1, signals=KILL), 2),
-    # Before the resumed run shortens the logs.
-    (dict(where="flock", call=1, signals=KILL, after=True), 2),
+    # Before and after the resumed run shortens the logs.
+    (dict(where="open_logs", call=1, signals=KILL), 2),
+    (dict(where="open_logs", call=1, signals=KILL, after=True), 2),
     # After the metrics are logged, before the checkpoint is written.
     (dict(where="save", call=1, signals=KILL), 2),
     # Halfway through writing the checkpoint.
@@ -516,7 +488,7 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     for _ in range(3 if thorough else 1):
         size = log.stat().st_size
         process = spawn(resume=True)
-        while "settings by model" not in log.read_text()[size:] and process.is_alive():
+        while "first prompt" not in log.read_text()[size:] and process.is_alive():
             time.sleep(0.01)
         process.join(draw.uniform(0, 0.6))
         process.kill()
@@ -529,64 +501,6 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     )
 
 
-# (function, number of the call, signals that the call sends)
-SIGNALS = [
-    ("policy_loss", 2, [signal.SIGINT]),
-    ("policy_loss", 2, [signal.SIGINT, signal.SIGINT]),
-    # At the start of step 2's rollout; the evaluation makes the first call.
-    ("sample_responses", 3, [signal.SIGTERM]),
-    # While the run writes the checkpoint of step 2.
-    ("fsync", 2, [signal.SIGTERM]),
-    # A closed terminal sends this signal.
-    ("policy_loss", 2, [signal.SIGHUP]),
-]
-
-
-@pytest.mark.scripts("grpo")
-@pytest.mark.parametrize(
-    "where, call, signals", SIGNALS, ids=[f"{where}-{len(s)}" for where, _, s in SIGNALS]
-)
-def test_signals(script, spawn, finished, tmp_path, where, call, signals):
-    """At the first signal the script finishes the step, saves and prints how to resume. The second stops it at once."""
-    folder, log = tmp_path / "run", tmp_path / "run.log"
-    status = ended(spawn(where=where, call=call, signals=signals))
-    assert "Traceback" not in log.read_text() and "stopping after this step" in log.read_text()
-    command = re.search(r"to go on: (.+)", log.read_text())
-    if len(signals) == 2:
-        assert (
-            status == -signals[-1] and command is None and not (folder / "checkpoint.pt").exists()
-        )
-        return
-    assert status == 128 + signals[-1]
-    steps = [record["step"] for record in read_jsonl(folder / "metrics.jsonl")]
-    saved = read_checkpoint(folder)["metrics"]["step"]
-    assert saved == steps[-1] and 1 <= saved < 6
-    script_path = str(ROOT / f"{script.__name__}.py")
-    assert shlex.split(command[1]) == ["python", script_path, "--resume", str(folder)]
-    assert not (folder / "model").exists()
-    assert ended(spawn(resume=True)) == 0, log.read_text()
-    assert_same_runs(folder, finished)
-
-
-@pytest.mark.scripts("grpo")
-def test_a_signal_during_the_last_step_costs_nothing(run, watch, capsys):
-    """The run is complete: the script saves the model and doesn't ask the user to resume."""
-    steps = []
-
-    def during_the_last_step(*args):
-        steps.append(1)
-        if len(steps) == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    watch("policy_loss", during_the_last_step)
-    folder = run(num_steps=2)
-    assert (folder / "model" / "model.safetensors").exists()
-    assert read_checkpoint(folder)["metrics"]["step"] == 2
-    printed = capsys.readouterr()
-    assert "stopping after this step" in printed.err and "--resume" not in printed.err
-    assert "after: accuracy" in printed.out
-
-
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize(("every", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])])
 def test_when_it_evaluates(run, every, steps):
@@ -596,269 +510,15 @@ def test_when_it_evaluates(run, every, steps):
 
 
 @pytest.mark.scripts("grpo")
-@pytest.mark.parametrize(("every", "steps"), [(0, [1, 5]), (2, [1, 2, 4, 5])])
+@pytest.mark.parametrize(("every", "steps"), [(0, [5]), (2, [2, 4, 5])])
 def test_when_it_saves(run, watch, every, steps):
-    """The script saves after the first and the last step, and at multiples of --save-every."""
+    """The script saves after the last step, and at multiples of --save-every."""
     saved = []
     watch(
         "save_checkpoint", lambda args, run_dir, trained, state, *rest: saved.append(state["step"])
     )
     run(num_steps=5, save_every=every)
     assert saved == steps
-
-
-@pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("name", ["a run", "today's run"])
-def test_the_command_that_resumes_can_be_pasted(run, watch, tmp_path, monkeypatch, capsys, name):
-    """The command has full paths, also if --runs-dir is a relative one."""
-    monkeypatch.chdir(tmp_path)
-    watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(SystemExit):
-        run(name, num_steps=2, runs_dir=".")
-    command = capsys.readouterr().err.split("to go on: ")[1]
-    assert shlex.split(command) == [
-        "python",
-        str(ROOT / "grpo.py"),
-        "--resume",
-        str(tmp_path / name),
-    ]
-
-
-@pytest.mark.scripts("grpo")
-def test_a_run_resumes_in_another_folder(script, data, finished, tmp_path, monkeypatch):
-    """Its paths were relative when it began. In the other folder, the same names are something else."""
-    shutil.copytree(SMALL_MODEL, tmp_path / "here" / "policy")
-    shutil.copytree(data, tmp_path / "here" / "question")
-    (tmp_path / "there" / "policy").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "here")
-    given = dict(model="policy", dataset="question", runs_dir="runs", run_name="run")
-    script.main(make_args(script, **given, eval_dataset="question", **MANY_UPDATES))
-    before = (tmp_path / "here" / "runs" / "run" / "metrics.jsonl").read_text()
-    shutil.rmtree("runs/run/model")
-    monkeypatch.chdir(tmp_path / "there")
-    script.main(script.Args(resume="../here/runs/run"))
-    run = tmp_path / "here" / "runs" / "run"
-    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run, finished)]
-    assert weights[0] == weights[1] and (run / "metrics.jsonl").read_text() == before
-    args = json.loads((run / "args.json").read_text())
-    # The name of a column stays what it is, although a folder of this name exists.
-    assert args["question_column"] == "question"
-
-
-def test_paths_that_exist_are_made_absolute(script, tmp_path, monkeypatch):
-    """These are all flags that name a local file or folder, except the folder of the runs."""
-    names = {"model", "dataset", "eval_dataset", "reward_model", "teacher"}
-    assert set(script.PATHS) == names & {x.name for x in dataclasses.fields(script.Args)}
-    (tmp_path / "mine").mkdir()
-    monkeypatch.chdir(tmp_path)
-    for given, expected in (("mine", str(tmp_path / "mine")), ("an/id", "an/id")):
-        args = script.resolve_args(script.Args(**dict.fromkeys(script.PATHS, given)))[0]
-        assert {getattr(args, name) for name in script.PATHS} == {expected}
-
-
-@pytest.mark.scripts("grpo")
-def test_resuming_with_an_edited_script_is_said(script, run, tmp_path, monkeypatch, capsys):
-    """The run keeps the new text, too, and goes on with it."""
-    edited = tmp_path / "grpo.py"
-    edited.write_text((ROOT / "grpo.py").read_text())
-    monkeypatch.setattr(script, "SCRIPT", edited)
-    folder = run(num_steps=1)
-    for text, said in ((edited.read_text(), False), (edited.read_text() + "# edited\n", True)):
-        edited.write_text(text)
-        script.main(script.Args(resume=str(folder)))
-        copies = {path.name: path.read_text() for path in folder.glob("*.py")}
-        out = capsys.readouterr().out
-        assert ("warning: grpo.py has changed since this run started" in out) == said
-        assert ("grpo-from-step-2.py" in out) == said
-        assert copies.pop("grpo.py") == text.removesuffix("# edited\n")
-        assert copies == ({"grpo-from-step-2.py": text} if said else {})
-
-
-# ---- several runs in one process
-
-
-SIGNAL_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def state_of_the_process():
-    """The handlers of signals, and what transformers and datasets print."""
-    return [
-        *[signal.getsignal(number) for number in SIGNAL_NUMBERS],
-        transformers.logging.get_verbosity(),
-        transformers.logging.is_progress_bar_enabled(),
-        datasets.are_progress_bars_disabled(),
-    ]
-
-
-@pytest.mark.scripts("grpo", "grpo_vllm")
-@pytest.mark.parametrize("end", ["finished", "refused", "failed", "stopped"])
-def test_a_run_gives_back_what_it_has_changed(script, run, watch, end):
-    """A notebook goes on after the run: Ctrl-C interrupts a cell, and libraries print again."""
-
-    def fail(*args):
-        if end == "stopped":
-            os.kill(os.getpid(), signal.SIGINT)
-        elif end == "failed":
-            raise ValueError("a mistake in a reward")
-
-    watch("policy_loss", fail)
-    levels = [(transformers.logging.INFO, True, False), (transformers.logging.WARNING, False, True)]
-    state = state_of_the_process()
-    try:
-        for verbosity, shows_bars, hides_bars in levels:
-            transformers.logging.set_verbosity(verbosity)
-            for library, shown in ((transformers.logging, shows_bars), (datasets, not hides_bars)):
-                set_bars(library, shown)
-            before = state_of_the_process()
-            assert before[3:] == [verbosity, shows_bars, hides_bars]
-            kinds = {"finished": (), "failed": (ValueError,)}.get(end, (SystemExit,))
-            with suppress(*kinds):
-                run(f"run-{verbosity}", num_steps=0 if end == "refused" else 2)
-                assert not kinds
-            assert state_of_the_process() == before
-    finally:
-        transformers.logging.set_verbosity(state[3])
-        set_bars(transformers.logging, state[4])
-        set_bars(datasets, not state[5])
-
-
-def set_bars(library, shown):
-    """Turn the progress bars of transformers.logging or of datasets on or off."""
-    ending = "s" if library is datasets else ""
-    getattr(library, f"{'enable' if shown else 'disable'}_progress_bar{ending}")()
-
-
-@pytest.mark.scripts("grpo")
-def test_a_run_in_a_thread(run):
-    """Python lets only the main thread set handlers of signals. So a run in another thread sets none."""
-    with ThreadPoolExecutor(1) as pool:
-        folder = pool.submit(run, num_steps=1).result()
-    assert (folder / "model" / "model.safetensors").exists()
-
-
-@pytest.mark.scripts("grpo")
-def test_a_process_that_nohup_has_started_outlives_its_terminal(run, watch):
-    """A process that ignores a signal when it starts keeps ignoring this signal."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        watch("policy_loss", lambda *args: os.kill(os.getpid(), signal.SIGHUP))
-        assert (run(num_steps=2) / "model").exists()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-def as_a_program(flags: list[str], readable: int, writable: int) -> None:
-    """The body of a forked process: python grpo.py with these flags, into a pipe that takes only ASCII."""
-    os.close(readable)
-    write_to(writable, encoding="ascii")
-    sys.argv = ["grpo.py", *flags]
-    runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
-
-
-def test_a_closed_pipe_ends_no_run(data, tmp_path):
-    """With `| tee log`, Ctrl-C ends tee before the script. The run then loses its output and nothing else.
-
-    A character that the terminal can't print doesn't end the run either.
-    """
-    fields = dict(num_steps=30, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4)
-    fields |= dict(eval_every=0, dataset=data, runs_dir=tmp_path, run_name="rün", device="cpu")
-    flags = small_flags("grpo")
-    for name, value in fields.items():
-        flags += [f"--{name}".replace("_", "-"), str(value)]
-    readable, writable = os.pipe()
-    process = FORK.Process(target=as_a_program, args=(flags, readable, writable), daemon=True)
-    process.start()
-    os.close(writable)
-    with open(readable, "rb") as printed:
-        # The output is not held back in a buffer.
-        assert b"train data" in printed.readline()
-        while b"r\\xfcn" not in printed.readline():
-            assert process.is_alive()
-    log, deadline = tmp_path / "rün" / "metrics.jsonl", time.monotonic() + WAIT
-    while not log.is_file() or log.read_text().count("\n") < 3:
-        assert process.is_alive() and time.monotonic() < deadline
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGINT)
-    assert ended(process) == 128 + signal.SIGINT
-    assert read_checkpoint(tmp_path / "rün")["metrics"]["step"] == read_jsonl(log)[-1]["step"] >= 2
-
-
-def with_a_closed_output(flags: list[str], numbers: list[int]) -> None:
-    """The body of a forked process: python grpo.py with these flags, started with >&- or 2>&-."""
-    for number in numbers:
-        os.close(number)
-        setattr(sys, {1: "stdout", 2: "stderr"}[number], None)
-    sys.argv = ["grpo.py", *flags]
-    runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
-
-
-def test_a_closed_output_ends_no_run(data, tmp_path):
-    """Python has no sys.stdout or sys.stderr if the process began without it."""
-    flags = small_flags("grpo") + ["--num-steps", "1", "--dataset", data, "--device", "cpu"]
-    flags += ["--runs-dir", str(tmp_path), "--run-name", "run", "--eval-size", "4"]
-    process = FORK.Process(target=with_a_closed_output, args=(flags, [1, 2]), daemon=True)
-    process.start()
-    assert ended(process) == 0
-    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
-    # A file that took the number of the closed output would get what others print.
-    steps = [record["step"] for record in read_jsonl(tmp_path / "run" / "metrics.jsonl")]
-    assert steps == [0, 1]
-
-
-def print_into_nothing() -> None:
-    readable, writable = os.pipe()
-    os.close(readable)
-    write_to(writable, encoding="ascii", buffering=1)
-    sys.stdout = __import__("grpo").PipeSafeStream(sys.stdout)
-    print("ü\n")
-
-
-def test_a_pipe_that_is_closed_before_a_letter_that_it_does_not_know():
-    process = FORK.Process(target=print_into_nothing, daemon=True)
-    process.start()
-    assert ended(process) == 0
-
-
-@pytest.mark.scripts("grpo")
-def test_two_processes_do_not_write_one_run(script, run, tmp_path, capsys):
-    """A locked run can be neither resumed nor started again. A run that ended without a checkpoint may start again."""
-    run(num_steps=1)
-    (tmp_path / "new").mkdir()
-    (tmp_path / "new" / "metrics.jsonl").write_text("what a run wrote that was killed at once\n")
-    for folder in ("run", "new"):
-        with open(tmp_path / folder / "metrics.jsonl", "a") as log:
-            fcntl.flock(log, fcntl.LOCK_EX)
-            with pytest.raises(SystemExit) as stop:
-                if folder == "new":
-                    run("new", num_steps=1)
-                script.main(script.Args(resume=str(tmp_path / "run")))
-        error = capsys.readouterr().err
-        assert stop.value.code == 2 and "another process is writing it" in error, error
-    run("new", num_steps=1)
-    assert [record["step"] for record in read_jsonl(tmp_path / "new" / "metrics.jsonl")] == [0, 1]
-    with pytest.raises(SystemExit) as stop:
-        run("new", num_steps=1)
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and "--run-name new: exists" in error and "--resume" in error
-
-
-@pytest.mark.scripts("grpo")
-def test_default_names_never_collide(script, monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda form: "now")
-    folders = [script.resolve_args(script.Args())[1] for _ in range(9)]
-    assert len(set(folders)) == 9 and all("grpo__adder__1__now" in x.name for x in folders)
-
-
-@pytest.mark.scripts("grpo")
-def test_a_log_is_never_lengthened(run, spawn, tmp_path):
-    """If a log is shorter than the checkpoint recorded, resuming must not fill it up with zeros."""
-    run(num_steps=1)
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    (tmp_path / "run" / "samples.jsonl").unlink()
-    assert ended(spawn(resume=True)) == 0
-    assert [
-        (tmp_path / "run" / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl")
-    ] == [0, 0]
 
 
 @pytest.mark.scripts("grpo", "rloo")
@@ -868,21 +528,6 @@ def test_a_run_says_what_one_update_per_rollout_looks_like(script, run, capsys, 
     run(num_steps=1, num_minibatches=num_minibatches)
     said = "one update per rollout: clip_frac is 0" in capsys.readouterr().out
     assert said == (num_minibatches == 1)
-
-
-@pytest.mark.scripts("grpo")
-def test_resuming_with_other_problems_is_said(script, run, tmp_path, capsys):
-    """The script warns if the problems changed since the start: an edited file, or a template with today's date."""
-    rows = [{"question": f"{a}+{a}=", "answer": str(2 * a)} for a in range(10, 40)]
-    path = tmp_path / "rows.jsonl"
-    for number in (0, 1):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows[number:]))
-        if number == 0:
-            run(num_steps=1, dataset=str(path))
-        script.main(script.Args(resume=str(tmp_path / "run")))
-        assert ("the data has changed since this run started" in capsys.readouterr().out) == (
-            number == 1
-        )
 
 
 @pytest.mark.scripts("grpo", "grpo_lora")
@@ -895,68 +540,6 @@ def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
     assert_same_runs(folder, finished)
     for name in ("metrics.jsonl", "args.json"):
         assert (folder / name).read_text() == (finished / name).read_text()
-
-
-@pytest.mark.scripts("grpo")
-def test_checkpoint_reaches_the_disk_before_its_name(run, tmp_path, monkeypatch):
-    """The script forces the new checkpoint to disk while the old one still exists, and renames the new one later."""
-    path, events, fsync, replace = tmp_path / "run" / "checkpoint.pt", [], os.fsync, os.replace
-
-    def watch_fsync(file):
-        fsync(file)
-        old = torch.load(path)["metrics"]["step"] if path.exists() else None
-        found = os.fstat(file.fileno())
-        events.append(("fsync", found.st_ino, found.st_size, old))
-
-    def watch_replace(source, target):
-        if Path(target) == path:
-            events.append(("replace", os.stat(source).st_ino, os.stat(source).st_size))
-        replace(source, target)
-
-    monkeypatch.setattr(os, "fsync", watch_fsync)
-    monkeypatch.setattr(os, "replace", watch_replace)
-    run(num_steps=2, save_every=1)
-    status = path.stat()
-    assert events[-2:] == [
-        ("fsync", status.st_ino, status.st_size, 1),
-        ("replace", status.st_ino, status.st_size),
-    ]
-    assert torch.load(path)["metrics"]["step"] == 2
-
-
-class ShortWrites(io.RawIOBase):
-    """A file whose write takes at most 1000 bytes per call, like the kernel's, which takes at most 2 GiB."""
-
-    def __init__(self, path):
-        self.file = open(path, "wb", buffering=0)
-
-    def writable(self):
-        return True
-
-    def seekable(self):
-        return True
-
-    def write(self, data):
-        return self.file.write(memoryview(data).cast("B")[:1000])
-
-    def seek(self, *where):
-        return self.file.seek(*where)
-
-    def fileno(self):
-        return self.file.fileno()
-
-
-@pytest.mark.scripts("grpo")
-def test_a_tensor_of_more_than_2_gib_is_saved_whole(script, run, monkeypatch):
-    """If the system cuts a write short, the checkpoint must still be readable."""
-
-    def short_open(path, mode="r", buffering=-1, **options):
-        if "checkpoint" not in str(path):
-            return open(path, mode, buffering, **options)
-        return ShortWrites(path) if buffering == 0 else io.BufferedWriter(ShortWrites(path))
-
-    monkeypatch.setattr(script, "open", short_open, raising=False)
-    assert read_checkpoint(run(num_steps=1))["metrics"]["step"] == 1
 
 
 # ---- failures during a run
@@ -983,8 +566,8 @@ def watch(script, monkeypatch):
 
 
 @pytest.mark.scripts("grpo")
-def test_full_disk(script, watch, run, finished, tmp_path, capsys):
-    """A limit on file sizes imitates a full disk. The script prints one line, and the user can resume the run."""
+def test_full_disk(script, watch, run, finished, tmp_path):
+    """A limit on file sizes imitates a full disk. The run ends, and can be resumed from its last checkpoint."""
     steps = []
 
     def before_sampling(args, *rest):
@@ -995,36 +578,32 @@ def test_full_disk(script, watch, run, finished, tmp_path, capsys):
 
     watch("sample_responses", before_sampling)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises((OSError, RuntimeError)):
         run(**MANY_UPDATES)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    error = capsys.readouterr().err.splitlines()[-1]
-    # torch hides the system's reason behind a line of its own source.
-    assert stop.value.code == 2
-    assert re.match("error: .*run/checkpoint.tmp: .*File too large$", error), error
-    # The exception keeps the locked log open.
-    del stop
-    gc.collect()
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 2
     script.main(make_args(script, resume=str(tmp_path / "run")))
     assert_same_runs(tmp_path / "run", finished)
 
 
-@pytest.mark.scripts("grpo", "grpo_lora")
-def test_a_disk_that_is_full_at_the_end(script, run, monkeypatch, capsys):
-    save = script.save_checkpoint
+@pytest.mark.parametrize("flags", [dict(beta=0.0), dict(num_minibatches=2)])
+@pytest.mark.scripts("grpo", "ppo_rlhf")
+def test_gradient_checkpointing_computes_every_layer_twice(script, run, monkeypatch, flags):
+    """It saves memory only in training mode, and no number changes without it. So count the layers' calls."""
+    calls = []
+    forward = LlamaMLP.forward
 
-    def save_the_last(*args):
-        save(*args)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, resource.RLIM_INFINITY))
+    def counted(self, x):
+        calls.append(torch.is_grad_enabled())
+        return forward(self, x)
 
-    monkeypatch.setattr(script, "save_checkpoint", save_the_last)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.raises(SystemExit) as stop:
-        run(num_steps=1)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and re.match("error: .*run/model: ", error), error
+    monkeypatch.setattr(LlamaMLP, "forward", counted)
+    counts = []
+    for checkpointing in (False, True):
+        calls.clear()
+        run(f"{checkpointing}", num_steps=1, gradient_checkpointing=checkpointing, **flags)
+        counts.append(sum(calls))
+    assert counts[0] > 0 and counts[1] == 2 * counts[0]
 
 
 @pytest.fixture
@@ -1063,149 +642,17 @@ def test_a_gradient_that_is_not_finite_is_skipped(script, run, spoil, factor):
         assert all(tensor.isfinite().all() for tensor in after.values())
 
 
-@pytest.mark.scripts("grpo")
-def test_the_third_in_a_row_stops_the_run(run, spoil, tmp_path, capsys):
-    states = spoil([3, 4, 5], float("nan"))
-    with pytest.raises(SystemExit) as stop:
-        run(save_every=1)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("error: --learning-rate") and "three" in error
-    saved = read_checkpoint(tmp_path / "run")
-    assert saved["metrics"]["step"] == 4
-    assert_same(dict(saved["model"]), states[1])  # the state after step 2
-
-
-# ---- custom rewards
-
-
-@pytest.mark.scripts("grpo")
-def test_rewards_may_be_any_numbers(script, run, monkeypatch):
-    """Reward functions may return integers or booleans, as simple ones often do."""
-
-    def length(completions, answers):
-        return [-len(text) for text in completions]
-
-    def has_tag(completions, answers):
-        return ["<answer>" in text for text in completions]
-
-    monkeypatch.setattr(script, "REWARDS", [length, has_tag])
-    folder = run(num_steps=1)
-    record = read_jsonl(folder / "metrics.jsonl")[1]
-    assert record["rollout/length"] + record["rollout/has_tag"] == pytest.approx(
-        record["rollout/reward_mean"]
-    )
-    for sample in read_jsonl(folder / "samples.jsonl"):
-        assert sample["rewards"] == [
-            -len(text) + ("<answer>" in text) for text in sample["completions"]
-        ]
-
-
 # ---- the output of a run
 
 
 @pytest.mark.scripts("grpo")
 def test_what_is_said(run, capsys):
-    """The run prints the accuracy before and after, samples, and a warning that responses of two tokens are cut off."""
+    """The run prints the accuracy before and after, and samples, and says how many responses end."""
     run(max_new_tokens=2, num_steps=3)
     out = capsys.readouterr().out
     assert "before: accuracy" in out and "after: accuracy" in out
-    assert re.search(r"\nstep 3: reward=.*, acc=.*, len=2, kl=.*, skip=0, eval=0\n", out)
-    warning = r"warning: most responses are cut off; 0 of \d+ had answered"
-    assert len(re.findall(warning, out)) == 3
+    assert re.search(r"\nstep 3: reward=.*, acc=.*, len=2, eos=0\n", out)
     assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
-
-
-@pytest.mark.scripts("grpo", "distill", "ppo_rlhf")
-def test_going_on_from_a_run(script, run, tmp_path, capsys, monkeypatch):
-    """The line "settings by model" holds the flags that a run from the trained model needs.
-
-    The new run is named after the old one, not after its folder "model".
-    """
-    monkeypatch.chdir(tmp_path)
-    folder = run("first", num_steps=1, beta=0.02)
-    (line,) = re.findall("^settings by model: (.*)$", capsys.readouterr().out, re.MULTILINE)
-    parse = functools.partial(tyro.cli, script.Args)
-    again = parse(args=["--model", str(folder / "model"), *shlex.split(line)])
-    args, run_dir, _ = script.resolve_args(again)
-    before = json.loads((folder / "args.json").read_text())
-    assert {name: before[name] for name in script.RECIPES} == {
-        name: getattr(args, name) for name in script.RECIPES
-    }
-    assert args.system_prompt == ""
-    assert run_dir.name.startswith(f"{script.__name__}__first__1__2")
-
-
-@pytest.mark.scripts("grpo")
-def test_instructions_are_printed_once(script, run, capsys):
-    run(num_steps=1, system_prompt="Add the two numbers.", max_prompt_tokens=100)
-    first, rest = capsys.readouterr().out.split("\ngold answers")
-    assert "first prompt: 'Add the two numbers.\\n" in first
-    assert "Add the two numbers." not in rest.split("\nstep 1: ")[1]
-    assert re.search(r"\n    '\.\.\.\\n\d+\+\d+=\\n' -> '.*', reward", rest)
-
-
-class Terminal(io.StringIO):
-    """Standard error as a terminal of 80 columns. tqdm asks the file descriptor for the width."""
-
-    def __init__(self):
-        super().__init__()
-        self.ends = os.openpty()
-        termios.tcsetwinsize(self.ends[1], (25, 80))
-
-    def isatty(self):
-        return True
-
-    def fileno(self):
-        return self.ends[1]
-
-
-@pytest.mark.scripts("grpo")
-def test_the_progress_bar_fits_80_columns(run, watch, monkeypatch):
-    """The last step shows all its metrics, and the line after a stop begins below the bar."""
-    steps = []
-
-    def in_step_3(*args):
-        steps.append(1)
-        if len(steps) == 3:
-            os.kill(os.getpid(), signal.SIGINT)
-
-    watch("policy_loss", in_step_3)
-    terminal = Terminal()
-    monkeypatch.setattr(sys, "stderr", terminal)
-    with pytest.raises(SystemExit):
-        run(num_steps=200, eval_every=0)
-    text = terminal.getvalue()
-    for end in terminal.ends:
-        os.close(end)
-    lines = re.split(r"[\r\n]+", text)
-    bars = [line for line in lines if "reward=" in line]
-    assert max(len(line) for line in bars) <= 80
-    # tqdm counts steps of less than a tenth of a second later, so the number may be below 2.
-    bar = r"[012]/200 \|.*\| .*, reward=[\d.]+, acc=[\d.]+, len=[\d.]+, kl=[\de.-]+, skip=0 *"
-    assert re.fullmatch(bar, bars[-1])
-    assert re.search(r"\nstopped after step 3; to go on: python .*\n$", text)
-
-
-@pytest.mark.scripts("grpo")
-def test_a_model_whose_sampler_and_trainer_disagree_stops_at_the_first_step(
-    script, run, monkeypatch, capsys
-):
-    compute_logprobs = script.compute_logprobs
-    monkeypatch.setattr(script, "compute_logprobs", lambda *args: 1.5 * compute_logprobs(*args))
-    with pytest.raises(SystemExit) as stop:
-        run(num_steps=2)
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("error: --model") and "not supported" in error
-
-
-@pytest.mark.parametrize(("cache", "warned"), [(8, False), (9, True)])
-def test_an_overlong_cache_that_punishes_every_response(tmp_path, data, capsys, cache, warned):
-    script = __import__("dapo")
-    given = dict(max_new_tokens=9, overlong_cache=cache, num_steps=1, max_resample=0, dataset=data)
-    script.main(make_args(script, runs_dir=str(tmp_path), run_name="run", **given))
-    assert (
-        "warning: --overlong-cache 9 punishes every response" in capsys.readouterr().out
-    ) == warned
 
 
 @pytest.fixture
@@ -1237,41 +684,6 @@ def test_track_without_a_network(run, wandb_settings):
 
 
 @pytest.mark.scripts("grpo")
-def test_track_without_an_account(run, wandb_settings, capsys):
-    """One line tells the user what to do, and the script doesn't train."""
-    wandb_settings()
-    with pytest.raises(SystemExit) as stop:
-        run(num_steps=1, track=True)
-    wandb.teardown()
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert (
-        stop.value.code == 2
-        and error.startswith("error: --track")
-        and "WANDB_MODE=offline" in error
-    )
-
-
-@pytest.mark.scripts("grpo")
-def test_a_tracked_run_that_is_stopped_has_not_finished(run, watch, monkeypatch, wandb_settings):
-    """W&B reads a run's status from sys.exit. If a script raises SystemExit directly, W&B calls the run finished."""
-    wandb_settings(MODE="offline")
-    # W&B replaces sys.exit; monkeypatch restores the original afterwards.
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    tracked = []
-
-    def stop(*args):
-        tracked.append(wandb.run)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    watch("policy_loss", stop)
-    with pytest.raises(SystemExit):
-        run(num_steps=2, track=True)
-    assert wandb.run is None
-    wandb.teardown()
-    assert tracked[0]._exit_code == 128 + signal.SIGTERM
-
-
-@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("track", [True, False])
 def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track):
     """In one process, the second run must not write into the first one's W&B run. The first one has failed."""
@@ -1293,30 +705,6 @@ def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track
     if track:
         assert tracked[1].name == "two" and tracked[1]._exit_code == 0
     assert len(list(two.rglob("offline-run-*"))) == track
-
-
-@pytest.mark.scripts("grpo")
-def test_a_users_own_wandb_run_stays_open(run, watch, wandb_settings, tmp_path):
-    """A run without --track neither ends a W&B run that somebody else has started, nor logs into it."""
-    wandb_settings(MODE="offline")
-    own = wandb.init(dir=tmp_path)
-    with pytest.raises(SystemExit):
-        run(num_steps=0)
-    assert wandb.run is own
-    run(num_steps=1)
-    assert wandb.run is own and own.step == 0
-    own.finish()
-    wandb.teardown()
-
-
-@pytest.mark.scripts("grpo")
-def test_track_with_settings_that_wandb_refuses(run, wandb_settings, capsys):
-    wandb_settings(MODE="offline", PROJECT="me/project")
-    with pytest.raises(SystemExit) as stop:
-        run(num_steps=1, track=True)
-    wandb.teardown()
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert stop.value.code == 2 and error.startswith("error: --track") and "project" in error
 
 
 @pytest.mark.scripts("grpo", "gspo")
