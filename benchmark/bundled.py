@@ -49,7 +49,7 @@ def in_place(script: str):
 
 
 SUMS = (
-    "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 60 --learning-rate 5e-5"
+    "--model assets/sums --dataset assets/sums --instructions= --num-steps 60 --learning-rate 5e-5"
 )
 TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 

@@ -265,16 +265,16 @@ def compare_rollouts(model, config, tiny: bool) -> None:
     sizes = [(12, 6), (40, 12)] if tiny else [(300, 170), (4096, 1450)]
     prompts = torch.randint(config.vocab_size, (num_prompts, prompt_tokens)).tolist()
     examples = [{"prompt_ids": prompt} for prompt in prompts]
-    grpo_vllm.import_vllm()
     for max_new_tokens, mean_tokens in sizes:
         eos_ids = torch.arange(config.vocab_size // mean_tokens, device=model.device)
         limits = dict(max_prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens)
-        args = grpo.choose_batch_sizes(grpo.Args(**limits), model.device)
+        args = grpo.Args(**limits)
         time_rollout(grpo, args, grpo.inference_copy(model), examples, eos_ids)
 
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
-            args = grpo_vllm.Args(**limits, model=folder)
+            args = grpo_vllm.Args(**limits)
+            model.name_or_path = folder  # vLLM reads the configuration there
             engine = grpo_vllm.load_engine(args, model)
         elapsed = seconds(lambda e=engine: grpo_vllm.refresh_engine(e, model), model.device, 3)
         print(f"hand-over of the weights: {elapsed:.2f} s", flush=True)
@@ -289,7 +289,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8, help="samples per prompt")
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--micro-batch-tokens", type=int, help="default: grpo.py's on this GPU")
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument(
         "--cudnn",
         action="store_true",
@@ -453,11 +453,7 @@ def main() -> None:
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
         # As in grpo.py's load_model.
-        recompute = dict(use_reentrant=False, preserve_rng_state=False)
-        if hasattr(model, "activation_checkpointing_enable"):  # since transformers 5.23
-            model.activation_checkpointing_enable(recompute)
-        else:  # its old name
-            model.gradient_checkpointing_enable(recompute)
+        model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
     model.train(options.gradient_checkpointing)
     matmul = torch.backends.cuda.matmul
     for reduced in (True, False):
@@ -469,7 +465,6 @@ def main() -> None:
     matmul.allow_bf16_reduced_precision_reduction = True  # torch's default
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6, fused=True)
     args = grpo.Args(beta=0.0, micro_batch_tokens=options.micro_batch_tokens)
-    args = grpo.choose_batch_sizes(args, device)
 
     def update() -> None:
         for rows in grpo.micro_batches(torch.arange(N), [P + R] * N, args.micro_batch_tokens):

@@ -24,7 +24,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from records import FOLDER, ROOT, provenance, read_run
+from records import FOLDER, ROOT, provenance
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -110,7 +109,7 @@ def own_flags(script: str, folder: Path) -> list[str]:
     elif script == "dapo":
         flags += ["--max-resample", "0"]
     elif script == "distill":
-        flags += ["--teacher", str(folder / "policy"), "--full-vocabulary"]
+        flags += ["--teacher", str(folder / "policy")]
     return flags
 
 
@@ -130,8 +129,8 @@ def last_metrics(run: Path) -> dict:
     return json.loads((run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
 
 
-def interrupted(command: list[str], run: Path, number: int) -> None:
-    """Start a run, send the signal in its third step, resume the run, and print how both ended."""
+def interrupted(command: list[str], run: Path) -> None:
+    """Start a run, kill it in its third step, resume the run, and print how both ended."""
     metrics, log = run / "metrics.jsonl", run.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(launch(command, None), cwd=ROOT, stdout=file, stderr=file)
@@ -139,18 +138,16 @@ def interrupted(command: list[str], run: Path, number: int) -> None:
             not metrics.exists() or len(metrics.read_text().splitlines()) < 3
         ):
             time.sleep(0.1)
-        process.send_signal(number)
+        process.kill()
         status = process.wait()
     if not metrics.exists():
-        print(f"{signal.Signals(number).name}: the run failed\n{log.read_text()[-2000:]}")
+        print(f"killed: the run failed\n{log.read_text()[-2000:]}")
         return
     stopped_at = last_metrics(run)["step"]
     resumed = subprocess.run(
         launch([command[0], "--resume", str(run)], None), cwd=ROOT, capture_output=True, text=True
     )
-    print(
-        f"{signal.Signals(number).name}: status {status} after step {stopped_at}; resumed: ", end=""
-    )
+    print(f"killed: status {status} after step {stopped_at}; resumed: ", end="")
     print(f"status {resumed.returncode}, step {last_metrics(run)['step']}", flush=True)
     if resumed.returncode:
         print((resumed.stdout + resumed.stderr)[-2000:])
@@ -186,9 +183,9 @@ def main() -> None:
         common += ["--save-every", "0"]
         if options.tiny:
             common += ["--num-prompts", "2", "--max-new-tokens", "12"]
-        if options.memory_gb is not None and options.memory_gb < 60:
-            # grpo.py's defaults on such a card. The script sees the memory of the whole GPU.
-            common += ["--sampling-tokens", "49152", "--micro-batch-tokens", "2048"]
+        if options.memory_gb is None and not options.tiny:
+            # For a GPU of 60 GB or more. The defaults fit on 40 GB.
+            common += ["--sampling-tokens", "131072", "--micro-batch-tokens", "8192"]
         common += shlex.split(options.flags)
         for script in options.scripts:
             command = [f"{script}.py", *common, "--num-steps", "3", "--run-name", script]
@@ -202,13 +199,11 @@ def main() -> None:
                     f"{script:20}" + "".join(f"{metrics[name]:10.3g}" for name in SHOWN), flush=True
                 )
                 if not options.tiny:
-                    _, args = read_run(folder / script)
                     record = {
                         "command": shlex.join(command).replace(f"{folder}/", ""),
                         "memory_gb": options.memory_gb,
                         "gpu": device,
                         **provenance(),
-                        "versions": args["versions"],
                     }
                     with RECORDS.open("a", encoding="utf-8") as file:
                         print(json.dumps(record | {"metrics": metrics}), file=file)
@@ -217,11 +212,11 @@ def main() -> None:
             # The next run needs the disk.
             shutil.rmtree(folder / script, ignore_errors=True)
         interrupt = "grpo" in options.scripts and options.memory_gb is None
-        for number in (signal.SIGKILL, signal.SIGTERM) if interrupt else ():
-            name = signal.Signals(number).name
-            command = ["grpo.py", *common, "--num-steps", "4", "--run-name", name]
-            interrupted([*command, "--model", str(folder / "half")], folder / name, number)
-            shutil.rmtree(folder / name, ignore_errors=True)
+        if interrupt:
+            command = ["grpo.py", *common, "--num-steps", "4", "--run-name", "killed"]
+            command += ["--save-every", "1", "--model", str(folder / "half")]
+            interrupted(command, folder / "killed")
+            shutil.rmtree(folder / "killed", ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -41,9 +41,9 @@ SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
 # The first five steps train only the value network.
 VAPO = "vapo.py --num-steps 25"
-FREE = "--model runs/hesitant --dataset runs/hesitant --system-prompt= --temperature 1 --max-new-tokens 128"
+FREE = "--model runs/hesitant --dataset runs/hesitant --instructions= --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
-SUMS = "--model assets/sums --dataset assets/sums --system-prompt= --num-steps 40"
+SUMS = "--model assets/sums --dataset assets/sums --instructions= --num-steps 40"
 SUMS += " --learning-rate 5e-5 --gradient-checkpointing False --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
@@ -313,7 +313,7 @@ LESSONS = {
         "A teacher is better than a reward where samples are few",
         {
             "distilled, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1",
-            "whole vocabulary, 16": f"distill.py {FEW} --num-prompts 16 --num-generations 1 --full-vocabulary",
+            "whole vocabulary, 16": f"full_vocabulary.py {FEW} --num-prompts 16 --num-generations 1",
             "GRPO, 16": f"grpo.py {FEW} --num-prompts 2",
             "GRPO, 16, at 1e-4": f"grpo.py {FEW.replace('3e-4', '1e-4')} --num-prompts 2",
             "distilled, 128": "distill.py --num-steps 40 --learning-rate 3e-4",
@@ -331,7 +331,7 @@ LESSONS = {
         {
             "a rule": "self_distill.py",
             "the answer": "self_distill.py --context-column answer",
-            "a right response": "self_distill.py --context group",
+            "a right response": "sdpo_context.py",
         },
         [Panel(STEPS, ACCURACY), Panel(STEPS, "kl/ref"), Panel(STEPS, "rollout/response_len")],
         USUAL

@@ -1,13 +1,13 @@
 """pass@k on held-out problems: the chance that at least one of k samples is right.
 
     python benchmark/passk.py runs/NAME runs/OTHER --samples 128 --problems 200
-    python benchmark/passk.py --model assets/sums --dataset assets/sums --system-prompt=    a model before training
+    python benchmark/passk.py --model assets/sums --dataset assets/sums --instructions=    a model before training
     python benchmark/passk.py --lesson    make the missing records of the lesson on pass@k, and its table and picture
     python benchmark/passk.py --draw      the table and the picture alone
 
 The program samples n responses to each of the first held-out problems, with the functions of grpo.py. A run's args.json
 says the data set, the prompt, the temperature and the lengths. With --model, these settings are the defaults of grpo.py
-unless a flag says otherwise. If c of the n responses are right (ACCURACY of grpo.py), pass@k of the problem is
+unless a flag says otherwise. If c of the n responses are right (the first reward of grpo.py), pass@k of the problem is
 
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
@@ -46,13 +46,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import build_sums  # noqa: E402
 
 import grpo  # noqa: E402
-from utils.rewards import apply_reward  # noqa: E402
 
 # What a run's args.json says about its held-out problems and about sampling.
-SETTINGS = ["dataset", "eval_dataset", "question_column", "answer_column", "system_prompt"]
+SETTINGS = ["dataset", "question_column", "answer_column", "instructions"]
 SETTINGS += ["max_prompt_tokens", "max_new_tokens", "temperature"]
 # The flags that give a setting to a model without a run.
-FLAGS = ["dataset", "system_prompt", "max_prompt_tokens", "max_new_tokens", "temperature"]
+FLAGS = ["dataset", "instructions", "max_prompt_tokens", "max_new_tokens", "temperature"]
 KINDS = {"max_prompt_tokens": int, "max_new_tokens": int, "temperature": float}
 
 # ==== the estimator ====
@@ -87,17 +86,23 @@ def mean_and_error(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
 
 
+def fail(message: str) -> None:
+    """End with one line and status 2."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
 # ==== sampling ====
 
 
 def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
     """The number of right responses to each held-out problem. args.eval_size is the number of problems."""
-    config, tokenizer = grpo.load_config(args)
-    examples = grpo.load_data(args, tokenizer, "test")
+    model, tokenizer, eos_ids = grpo.load_model(args)
+    _, examples = grpo.load_data(args, tokenizer)
     if len(examples) < args.eval_size:
-        grpo.fail(f"--problems {args.eval_size}: there are {len(examples)} held-out problems")
-    model, eos_ids = grpo.load_model(args, config, tokenizer)
-    args = grpo.choose_batch_sizes(args, model.device)
+        raise ValueError(
+            f"--problems {args.eval_size}: there are {len(examples)} held-out problems"
+        )
     sampler = grpo.inference_copy(model) if model.device.type == "cuda" else model
     right = []
     for number, example in enumerate(tqdm(examples, desc=args.model, disable=None)):
@@ -106,14 +111,13 @@ def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
         rollout = grpo.sample_responses(
             args, sampler, tokenizer, [example], samples, args.temperature, eos_ids
         )
-        scores = apply_reward(grpo.ACCURACY, [example], rollout.completions)
+        scores = grpo.apply_rewards(rollout.completions, [example])[grpo.REWARDS[0].__name__]
         right.append(sum(score == 1 for score in scores))
     return right
 
 
 def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
     """Sample, and return the record."""
-    args, _, _ = grpo.resolve_args(args)
     start = time.perf_counter()
     right = count_right(args, samples, seed)
     settings = {setting: getattr(args, setting) for setting in SETTINGS}
@@ -136,9 +140,9 @@ def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
 def args_of_run(folder: Path, device: str, problems: int) -> grpo.Args:
     """grpo.py's Args for the model that a run has trained, with the run's settings."""
     if not (folder / "args.json").is_file() or not (folder / "model").is_dir():
-        grpo.fail(f"{folder}: give the folder of a finished run, with args.json and model/")
+        fail(f"{folder}: give the folder of a finished run, with args.json and model/")
     if (folder / "grpo_tools.py").is_file():
-        grpo.fail(f"{folder}: a run of grpo_tools.py; this program samples without a tool")
+        fail(f"{folder}: a run of grpo_tools.py; this program samples without a tool")
     saved = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     settings = {name: saved[name] for name in SETTINGS}
     return grpo.Args(model=str(folder / "model"), device=device, eval_size=problems, **settings)
@@ -168,7 +172,7 @@ BUILD_TEACHER = f"tools/build_sums_teacher.py {TEACHER}"
 # A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
 COPY = "right_samples.py"
 RIGHT_ALONE = "REWARDS = [accuracy_reward]"
-SUMS = "--model assets/sums --dataset assets/sums --system-prompt="
+SUMS = "--model assets/sums --dataset assets/sums --instructions="
 TRAINING = f"{SUMS} --num-steps 40 --learning-rate 1.5e-4 --gradient-checkpointing False"
 TRAINING += " --eval-every 0 --eval-size 200 --device cpu --save-every 0"
 # arm: command of the training, without its seed
@@ -211,9 +215,8 @@ def chances(args: grpo.Args) -> list[float]:
     It is computed, not counted: exp of the sum of the log-probabilities of the solution's tokens at args.temperature. A
     sample with another text may be right, too, so the chance of a right sample is at least as high.
     """
-    config, tokenizer = grpo.load_config(args)
-    examples = grpo.load_data(args, tokenizer, "test")
-    model, _ = grpo.load_model(args, config, tokenizer)
+    model, tokenizer, _ = grpo.load_model(args)
+    _, examples = grpo.load_data(args, tokenizer)
     found = []
     for example in examples:
         numbers = [int(number) for number in example["prompt"].removesuffix("=").split("+")]
@@ -268,7 +271,6 @@ def make_record(arm: str, seed: int, source: dict) -> dict:
         "dataset": str(ROOT / "assets/sums"),
     }
     args = grpo.Args(device="cpu", eval_size=PROBLEMS, **settings)
-    args, _, _ = grpo.resolve_args(args)
     return about | record | {"chances": chances(args)} | source
 
 
@@ -422,18 +424,18 @@ def main() -> None:
 
     given = {name: getattr(flags, name) for name in FLAGS if getattr(flags, name) is not None}
     if bool(flags.runs) == bool(flags.model):
-        grpo.fail("give folders of runs, or a model with --model, and not both")
+        fail("give folders of runs, or a model with --model, and not both")
     if given and not flags.model:
-        grpo.fail(f"--{next(iter(given)).replace('_', '-')}: only with --model; a run has its own")
+        fail(f"--{next(iter(given)).replace('_', '-')}: only with --model; a run has its own")
     if min(flags.k) < 1:
-        grpo.fail(f"--k {min(flags.k)}: must be at least 1")
+        fail(f"--k {min(flags.k)}: must be at least 1")
     if flags.samples < max(flags.k):
-        grpo.fail(
+        fail(
             f"--samples {flags.samples}: pass@{max(flags.k)} needs at least {max(flags.k)} samples "
             "of each problem; raise --samples or lower --k"
         )
     if flags.problems < 2:
-        grpo.fail(f"--problems {flags.problems}: a standard error needs at least 2")
+        fail(f"--problems {flags.problems}: a standard error needs at least 2")
     if flags.model:
         args = grpo.Args(model=flags.model, device=flags.device, eval_size=flags.problems, **given)
         models = {flags.model: args}

@@ -10,6 +10,7 @@ docs/lessons.md. It takes four minutes on one core.
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +20,6 @@ from records import FOLDER, ROOT, fill, provenance, read, table, write
 sys.path.insert(0, str(ROOT))
 
 import grpo  # noqa: E402
-from utils.rewards import apply_reward  # noqa: E402
 
 OUT, PAGE = FOLDER / "variance.jsonl", ROOT / "docs" / "lessons.md"
 QUESTIONS, SAMPLES, MOMENTS = 512, 8, (0, 20, 40)
@@ -27,17 +27,16 @@ BASELINES = ["none", "mean of all", "mean of the others", "greedy response", "be
 
 
 def rewards_of(examples, completions):
-    return sum(torch.tensor(apply_reward(f, examples, completions)) for f in grpo.REWARDS)
+    return sum(
+        torch.tensor(scores) for scores in grpo.apply_rewards(completions, examples).values()
+    )
 
 
 def measure(folder, steps: int) -> dict:
     """Variance and signal of the gradient estimate for each baseline, for the policy in this folder."""
-    args, _, _ = grpo.resolve_args(grpo.Args(device="cpu"))
-    args.model = str(folder)
-    config, tokenizer = grpo.load_config(args)
-    examples = grpo.load_data(args, tokenizer, "train")[:QUESTIONS]
-    model, eos_ids = grpo.load_model(args, config, tokenizer)
-    args = grpo.choose_batch_sizes(args, model.device)
+    args = replace(grpo.BUNDLED, device="cpu", model=str(folder))
+    model, tokenizer, eos_ids = grpo.load_model(args)
+    examples = grpo.load_data(args, tokenizer)[0][:QUESTIONS]
     torch.manual_seed(1)
     sample = partial(grpo.sample_responses, args, model, tokenizer, examples, eos_ids=eos_ids)
     rollout = sample(num_samples=SAMPLES, temperature=1.0)
@@ -70,7 +69,7 @@ def measure(folder, steps: int) -> dict:
 
     record = {"steps": steps, **provenance(), "responses": len(R), "mean_reward": R.mean().item()}
     record["right"] = (
-        torch.tensor(apply_reward(grpo.accuracy_reward, examples, rollout.completions))
+        torch.tensor(grpo.apply_rewards(rollout.completions, examples)["accuracy_reward"])
         .mean()
         .item()
     )

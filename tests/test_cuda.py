@@ -26,16 +26,16 @@ SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tok
 LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 8 --eval-size 2 --max-new-tokens 20"
 LESS += " --gradient-checkpointing True"  # as with a real model
 # With short segments, 24 tokens suffice to drop finished rows, grow the cache and record the graph again.
-# The program "stop" sends a signal in the first step.
-VARIED = """import signal, sys
+# The program "stop" is interrupted in the second step.
+VARIED = """import sys
 sys.path.insert(0, {root!r})
 import grpo, tyro
 grpo.SEGMENT["cuda"] = 8
 calls, sample_responses = [], grpo.sample_responses
 def stopped(*args, **kwargs):
     calls.append(args)
-    if len(calls) == 2:
-        signal.raise_signal(signal.SIGTERM)
+    if len(calls) == 3:
+        raise KeyboardInterrupt
     return sample_responses(*args, **kwargs)
 if "stop" in sys.argv[0]:
     grpo.sample_responses = stopped
@@ -61,10 +61,10 @@ os.environ |= alone
 shutil.rmtree("grpo_multigpu/model")  # which one process will write, from the checkpoint
 """
 # Most operations use bf16 for speed. Those that need the accuracy use float32.
-PRECISION = """import sys, types
+PRECISION = """import sys
 sys.path.insert(0, {root!r})
 import grpo, torch, transformers
-model = transformers.AutoModelForCausalLM.from_pretrained(grpo.Args.model)
+model = transformers.AutoModelForCausalLM.from_pretrained(grpo.BUNDLED.model)
 torch.manual_seed(0)
 prompt, response = torch.randint(3, 20, (2, 4, 8))
 mask, zeros = torch.ones_like(prompt, dtype=torch.bool), torch.zeros(4, 8)
@@ -81,24 +81,17 @@ assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{tor
 assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
 assert {{x.dtype for x in model.parameters()}} == {{x.dtype for x in copied.buffers()}} == {{torch.float32}}
 ref_model = grpo.reference_copy(model)
-for memory, expected in ((24e9, (49152, 2048)), (80e9, (131072, 8192))):
-    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(total_memory=memory)
-    args = grpo.choose_batch_sizes(grpo.Args(), model.device)
-    assert (args.sampling_tokens, args.micro_batch_tokens) == expected
-args = grpo.choose_batch_sizes(grpo.Args(sampling_tokens=5, micro_batch_tokens=6), model.device)
-assert (args.sampling_tokens, args.micro_batch_tokens) == (5, 6)
 assert {{x.dtype for x in ref_model.base_model.layers.parameters() if x.ndim == 2}} == {{torch.bfloat16}}
 with torch.no_grad():
     assert torch.equal(grpo.compute_logprobs(ref_model, rollout, 1.0), rounded)
 """
 # grpo_lora.py keeps weights in bf16, the head and adapters in float32, and no tensor twice.
 # Sampling and training agree.
-ADAPTERS = """import sys
+ADAPTERS = """import dataclasses, sys
 sys.path.insert(0, {root!r})
-import grpo_lora, torch, transformers
-args = grpo_lora.Args(device="cuda", gradient_checkpointing=False, max_new_tokens=8)
-config = transformers.AutoConfig.from_pretrained(args.model)
-ref_model, eos_ids = grpo_lora.load_model(args, config, transformers.AutoTokenizer.from_pretrained(args.model))
+import grpo_lora, torch
+args = dataclasses.replace(grpo_lora.BUNDLED, device="cuda", max_new_tokens=8)
+ref_model, _, eos_ids = grpo_lora.load_model(args)
 model = grpo_lora.add_adapters(args, ref_model)
 trained = [x for x in model.parameters() if x.requires_grad]
 frozen = [x for x in model.base_model.parameters() if not x.requires_grad]
@@ -234,10 +227,9 @@ def runs(tmp_path_factory):
         commands[name] += [*small_flags(name), *LESS.split()]
     commands["eager"] += ["--no-cuda-graph"]
     commands["dapo"] += ["--max-resample", "1"]
-    commands["distill"] += ["--full-vocabulary"]  # self_distill.py runs the other loss
     commands["vapo"] += ["--value-warmup-steps", "0"]
     for name in ("graph", "eager", "stop"):
-        commands[name] += [*small_flags("grpo"), *SMALL.split()]
+        commands[name] += [*small_flags("grpo"), *SMALL.split(), "--save-every", "1"]
     for name in (*OWN_TENSORS, "grpo_multigpu", "graph", "eager", "stop"):
         commands[name] += ["--runs-dir", folder, "--run-name", name]
     commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
@@ -268,8 +260,7 @@ def metrics(folder: Path) -> list[dict]:
 @pytest.mark.parametrize("name", ["graph", *OWN_TENSORS, "grpo_multigpu"])
 def test_script_trains_on_cuda(runs, name):
     status, recorded, replayed, text, folder = runs[name]
-    script = "grpo" if name == "graph" else name
-    assert status == 0 and f"{script}.py on cuda" in text, text
+    assert status == 0, text
     assert recorded >= 3 and replayed > recorded, (recorded, replayed)
     rows = metrics(folder)
     assert [row["step"] for row in rows] == ([0, 1, 2] if name == "graph" else [0, 1])
@@ -309,10 +300,8 @@ def test_the_benchmark_runs_on_cuda(runs):
     assert "8 columns of padding: log-probabilities finite: True" in text
 
 
-def test_signal_and_resume_on_cuda(runs):
-    assert runs["stop"][0] == 128 + 15 and runs["resumed"][0] == 0, (
-        runs["stop"][3] + runs["resumed"][3]
-    )
+def test_interrupted_and_resumed_on_cuda(runs):
+    assert runs["stop"][0] > 0 and runs["resumed"][0] == 0, runs["stop"][3] + runs["resumed"][3]
     whole, resumed = metrics(runs["graph"][4]), metrics(runs["stop"][4])
     for one, other in zip(whole, resumed, strict=True):
         assert all(one[name] == other[name] for name in one if not name.startswith("time/"))

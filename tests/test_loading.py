@@ -285,7 +285,7 @@ def test_all_columns_reach_the_rewards(first_prompt, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     row = {"question": "12+34=", "gold": 46, "level": 3, "tests": ["a", "b"]}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
-    columns = first_prompt(tokenizer, answer_column="gold")["columns"]
+    columns = first_prompt(tokenizer, answer_column="gold", instructions="")["columns"]
     assert columns == row | {"answer": "46"}
 
 
@@ -335,6 +335,8 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
 def test_stories(script, tmp_path):
     dataset = SHARED / "data" / "stories" / "prompts.jsonl"
     given = SMALL | OTHER_MODEL | dict(max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")
+    if script.__name__ == "vapo":
+        given["value_warmup_steps"] = 0
     if script.__name__ == "self_distill":
         given["max_teacher_tokens"] = 128  # the model's context has 512 tokens
     metrics = script.main(script.Args(model=str(STORIES), dataset=str(dataset), **given))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 
-SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--system-prompt="]
+SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--instructions="]
 SMALL += "--max-prompt-tokens 64 --max-new-tokens 24 --temperature 1 --device cpu".split()
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 import wandb
 from conftest import ROOT, SMALL_TASK, skip_without_engine, small_recipe
-from scripts import NEEDS_VLLM, OWN_STATE
+from scripts import OWN_STATE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -190,24 +190,14 @@ def test_files(script, finished):
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
 
     args = json.loads((finished / "args.json").read_text())
-    assert set(args) == {field.name for field in dataclasses.fields(script.Args)} | {
-        "versions",
-        "id",
-    }
-    assert args["num_prompts"] == 4 and None not in (
-        args["learning_rate"],
-        args["max_prompt_tokens"],
-    )
-    assert args["versions"]["torch"] == torch.__version__
-    packages = {"torch", "transformers", "datasets", "tyro", "wandb"}
-    packages |= {"vllm"} if script.__name__ in NEEDS_VLLM else set()
-    assert set(args["versions"]) == packages
+    assert set(args) == {field.name for field in dataclasses.fields(script.Args)}
+    assert args["num_prompts"] == 4
 
     metrics = read_jsonl(finished / "metrics.jsonl")
     N = args["num_prompts"] * args["num_generations"]
     assert [record["step"] for record in metrics] == list(range(args["num_steps"] + 1))
     values = [x for record in metrics for name, x in record.items() if name != "tool/call_accuracy"]
-    # tool/call_accuracy is null without a call, so the list leaves it out.
+    # tool/call_accuracy is NaN without a call, so the list leaves it out.
     assert all(isinstance(value, int | float) for value in values)
     assert all("eval/accuracy" in metrics[step] for step in (0, -1))
     group = args["num_generations"]
@@ -279,6 +269,7 @@ def test_metrics_are_the_documented_ones(script, finished):
         documented |= set(keys) if not scripts or script.__name__ in scripts else set()
     assert seen, "docs/metrics.md has no table of metrics"
     assert len(seen) == len(set(seen))
+    documented.remove("time/peak_mem_gb")  # on a GPU alone
     logged = {name for record in read_jsonl(finished / "metrics.jsonl") for name in record}
     assert logged == documented
 
@@ -306,9 +297,9 @@ def test_equal_to_the_greedy_response_to_the_last_bit(tmp_path, data, monkeypatc
     script = __import__("remax")
     tenths = []
     for k in range(4):
-        tenths.append(lambda completions: [0.1] * len(completions))
+        tenths.append(lambda completions, **columns: [0.1] * len(completions))
         tenths[k].__name__ = f"tenth_{k}"
-    monkeypatch.setattr(script, "REWARDS", [*tenths, script.accuracy_reward])
+    monkeypatch.setattr(script, "REWARDS", [script.accuracy_reward, *tenths])
     given = dict(temperature=1e-3, beta=0.0, num_prompts=16, num_steps=1, dataset=data)
     script.main(make_args(script, **given, runs_dir=str(tmp_path), run_name="run"))
     record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
@@ -691,7 +682,7 @@ def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track
     tracked = []
 
     def fail_once(*args):
-        tracked.append(wandb.run)
+        tracked.append(wandb.run.name if wandb.run else None)
         if len(tracked) == 1:
             raise ValueError("a mistake in a reward")
 
@@ -700,31 +691,28 @@ def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track
         run("one", num_steps=1, track=True)
     two = run("two", num_steps=1, track=track)
     wandb.teardown()
-    assert tracked[0]._exit_code == 1
-    assert (tracked[1] is not None) == track
-    if track:
-        assert tracked[1].name == "two" and tracked[1]._exit_code == 0
+    assert tracked == (["one", "two"] if track else ["one", "one"])
     assert len(list(two.rglob("offline-run-*"))) == track
 
 
 @pytest.mark.scripts("grpo", "gspo")
-def test_the_first_update_of_a_step_has_a_ratio_of_exactly_1(script, run, watch, monkeypatch):
-    """The first update takes its own log-probabilities as the old ones: bf16 rounds another batch differently.
-
-    Only the sequences of the other three minibatches need a forward pass before the updates.
-    """
+@pytest.mark.parametrize("num_minibatches, passes_before", [(1, 0), (4, 4)])
+def test_the_ratio_of_the_first_update_is_exactly_1(
+    script, run, watch, monkeypatch, num_minibatches, passes_before
+):
+    """A single update takes its own log-probabilities as the old ones, and needs no other forward pass."""
     same, passes, exact = [], [], script.compute_logprobs
 
-    def noisy(*args):
+    def counted(*args):
         passes.append(torch.is_grad_enabled())
-        return exact(*args) + 1e-4 * torch.rand(())
+        return exact(*args)
 
-    monkeypatch.setattr(script, "compute_logprobs", noisy)
+    monkeypatch.setattr(script, "compute_logprobs", counted)
     watch("policy_loss", lambda args, new, old, *rest: same.append(torch.equal(new.detach(), old)))
-    numbers = dict(num_iterations=2, num_minibatches=4, num_steps=1, num_prompts=8)
+    numbers = dict(num_iterations=1, num_minibatches=num_minibatches, num_steps=1, num_prompts=8)
     run(**numbers, learning_rate=1e-3, beta=0.0)
-    assert len(same) == 8 and same[0] and not any(same[1:])
-    assert passes == 3 * [False] + 8 * [True]
+    assert len(same) == num_minibatches and same[0] and not any(same[1:])
+    assert passes == passes_before * [False] + num_minibatches * [True]
 
 
 def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
@@ -737,15 +725,13 @@ def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
     differences, exact = [], script.compute_logprobs
 
     def rounded_logprobs(model, rollout, temperature):
-        rounding = 1e-3 * torch.sin(rollout.response_ids.sum().float())
+        rounding = 1e-4 * torch.sin(rollout.response_ids.sum().float())
         return exact(model, rollout, temperature) + rounding
 
     def record(args, logprobs, old_logprobs, *rest, **count):
         differences.append((logprobs - old_logprobs).detach().abs().max().item())
 
     monkeypatch.setattr(script, "compute_logprobs", rounded_logprobs)
-    monkeypatch.setattr(script, "check_sampler", lambda *call: None)
-    monkeypatch.setitem(script.BOUNDS, "learning_rate", (0, 1))
     watch("policy_loss", record)
     given = dict(num_steps=1, num_prompts=8, learning_rate=0.0, micro_batch_tokens=100)
     run(num_minibatches=4, num_iterations=1, **given)
@@ -799,15 +785,9 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
     )
     metrics = script.main(make_args(script, **given))
     folder = tmp_path / "run"
-    args = script.Args(
-        **{
-            k: v
-            for k, v in json.loads((folder / "args.json").read_text()).items()
-            if k not in ("versions", "id")
-        }
-    )
+    args = script.Args(**json.loads((folder / "args.json").read_text()))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    examples = script.load_data(args, tokenizer, "test")
+    examples = script.load_data(args, tokenizer)[1]
     mine, start = [
         script.evaluate(
             args,
@@ -839,7 +819,8 @@ def test_it_learns(script, tmp_path):
     # Four passes over each rollout would take too long.
     if script.__name__ == "ppo_rlhf":
         given |= dict(num_steps=5, num_iterations=2)
-    script.main(script.Args(runs_dir=str(tmp_path), run_name="run", device="cpu", **given))
+    given |= dict(runs_dir=str(tmp_path), run_name="run", device="cpu")
+    script.main(dataclasses.replace(script.BUNDLED, **given))
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     accuracy = [record["rollout/accuracy"] for record in records]
     assert sum(accuracy[-2:]) / 2 >= sum(accuracy[:2]) / 2 + 0.1
@@ -875,7 +856,7 @@ def test_an_evaluation_by_hand(script, monkeypatch):
         return rollout
 
     monkeypatch.setattr(script, "sample_responses", sampled)
-    example = {"prompt": "8+77=", "answer": "85", "columns": {}}
+    example = {"prompt": "8+77=", "answer": "85", "columns": {"answer": "85"}}
     found = script.evaluate(script.Args(), None, None, [example] * 4, torch.tensor([2]))
     assert asked == [(1, 0.0)]  # one response, greedy
     assert found == {
@@ -886,5 +867,4 @@ def test_an_evaluation_by_hand(script, monkeypatch):
         "eval/response_len": 4.0,
         "eval/eos_frac": 0.5,
         "eval/accuracy_lenient": 1.0,
-        "eval/format": 0.75,
     }
