@@ -386,9 +386,10 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[rows] = logprobs.detach()
+                # The weight w of each token, (n, R).
                 sampler_weights = compute_sampler_weights(
                     args, old_logprobs[rows], rollout.sampled_logprobs[rows], response_mask[rows]
-                )  # (n, R), w
+                )
                 loss, stats = policy_loss(
                     args,
                     logprobs,
@@ -544,9 +545,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor(
-        [prompt_ids.shape[1]], device=device
-    )  # (1,): the cache's next column
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
     graph = None
 
     def decode():

@@ -521,9 +521,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor(
-        [prompt_ids.shape[1]], device=device
-    )  # (1,): the cache's next column
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
     graph = None
 
     def decode():

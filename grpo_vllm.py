@@ -385,9 +385,10 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[rows] = logprobs.detach()
+                # The weight w of each token, (n, R).
                 sampler_weights = compute_sampler_weights(
                     args, old_logprobs[rows], rollout.sampled_logprobs[rows], response_mask[rows]
-                )  # (n, R), w
+                )
                 loss, stats = policy_loss(
                     args,
                     logprobs,

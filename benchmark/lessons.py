@@ -44,7 +44,7 @@ VAPO = "vapo.py --num-steps 25"
 FREE = "--model runs/hesitant --dataset runs/hesitant --instructions= --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
 SUMS = "--model assets/sums --dataset assets/sums --instructions= --num-steps 40"
-SUMS += " --learning-rate 5e-5 --gradient-checkpointing False --eval-every 0 --eval-size 200"
+SUMS += " --learning-rate 5e-5 --no-gradient-checkpointing --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
 STALE = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"

@@ -173,7 +173,7 @@ BUILD_TEACHER = f"tools/build_sums_teacher.py {TEACHER}"
 COPY = "right_samples.py"
 RIGHT_ALONE = "REWARDS = [accuracy_reward]"
 SUMS = "--model assets/sums --dataset assets/sums --instructions="
-TRAINING = f"{SUMS} --num-steps 40 --learning-rate 1.5e-4 --gradient-checkpointing False"
+TRAINING = f"{SUMS} --num-steps 40 --learning-rate 1.5e-4 --no-gradient-checkpointing"
 TRAINING += " --eval-every 0 --eval-size 200 --device cpu --save-every 0"
 # arm: command of the training, without its seed
 TRAINED = {

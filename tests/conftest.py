@@ -57,7 +57,11 @@ def small_flags(name):
     """small_recipe of the script of this name, as flags of a command line."""
     flags = []
     for field, value in small_recipe(__import__(name)).items():
-        flags += ["--" + field.replace("_", "-"), str(value)]
+        flag = field.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
     return flags
 
 

@@ -22,9 +22,9 @@ from scripts import OWN_TENSORS
 from transformers import AutoModelForCausalLM
 
 EMULATED = ROOT / "tests" / "emulated_cuda"
-SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing True"
+SMALL = "--device cuda --num-steps 2 --num-prompts 4 --eval-size 8 --max-new-tokens 24 --gradient-checkpointing"
 LESS = "--device cuda --num-steps 1 --num-prompts 2 --num-generations 8 --eval-size 2 --max-new-tokens 20"
-LESS += " --gradient-checkpointing True"  # as with a real model
+LESS += " --gradient-checkpointing"  # as with a real model
 # With short segments, 24 tokens suffice to drop finished rows, grow the cache and record the graph again.
 # The program "stop" is interrupted in the second step.
 VARIED = """import sys
@@ -224,7 +224,8 @@ def runs(tmp_path_factory):
     commands = {name: [folder / f"{name}.py"] for name in programs}
     commands |= {name: [ROOT / f"{name}.py"] for name in OWN_TENSORS}
     for name in (*OWN_TENSORS, "grpo_multigpu"):
-        commands[name] += [*small_flags(name), *LESS.split()]
+        # A command is one line here, and self_distill.py's template has two.
+        commands[name] += [flag.replace("\n", " ") for flag in small_flags(name)] + LESS.split()
     commands["eager"] += ["--no-cuda-graph"]
     commands["dapo"] += ["--max-resample", "1"]
     commands["vapo"] += ["--value-warmup-steps", "0"]

@@ -101,7 +101,7 @@ def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, mo
     run = tmp_path / "run"
     # Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
     saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1}
-    saved |= {"dataset": SMALL_TASK, "system_prompt": "", "temperature": 1.0}
+    saved |= {"dataset": SMALL_TASK, "instructions": "", "temperature": 1.0}
     saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
     run.mkdir()
     (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
@@ -133,7 +133,7 @@ def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, mo
 
 def test_the_counts_are_those_of_the_samples():
     """A problem's count is the number of its own responses with the gold answer, at the run's temperature."""
-    args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, system_prompt="", max_new_tokens=24)
+    args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, instructions="", max_new_tokens=24)
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
     args, _, _ = grpo.resolve_args(args)
     counts = passk.count_right(args, 12, seed=3)
@@ -226,7 +226,7 @@ def test_the_table_by_hand(tmp_path, monkeypatch):
 def test_the_chance_of_a_solution_token_by_token():
     """The product of softmaxes of whole forward passes, in float64, at a temperature that isn't 1."""
     sums = str(ROOT / "assets" / "sums")
-    args = grpo.Args(model=sums, dataset=sums, system_prompt="", temperature=0.7, device="cpu")
+    args = grpo.Args(model=sums, dataset=sums, instructions="", temperature=0.7, device="cpu")
     args.eval_size = 2
     args, _, _ = grpo.resolve_args(args)
     found = passk.chances(args)

@@ -50,7 +50,7 @@ FAMILIES = {
     "Gemma": ("GemmaConfig", dict(tie_word_embeddings=True)),
 }
 FIELDS = dict(
-    system_prompt="",
+    instructions="",
     dataset=SMALL_TASK,
     max_prompt_tokens=200,
     max_new_tokens=24,
