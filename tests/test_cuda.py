@@ -35,7 +35,7 @@ calls, sample_responses = [], grpo.sample_responses
 def stopped(*args, **kwargs):
     calls.append(args)
     if len(calls) == 3:
-        raise KeyboardInterrupt
+        raise RuntimeError("stopped")
     return sample_responses(*args, **kwargs)
 if "stop" in sys.argv[0]:
     grpo.sample_responses = stopped

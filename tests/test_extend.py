@@ -11,8 +11,8 @@ from test_docs import load
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 BLOCKS = {}
 for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
-    if found := re.search(r"^ACCURACY = (\w+)", block, re.MULTILINE):
-        names = re.findall(r"^def (\w+)", block, re.MULTILINE)
+    names = re.findall(r"^def (\w+)", block, re.MULTILINE)
+    if names and names[0] != "ask" and re.search(r"^REWARDS = ", block, re.MULTILINE):
         BLOCKS[names[0]] = block
 SUM = {"question": "47+38=", "answer": "85"}
 # The rows of each example, and its flags.
@@ -48,9 +48,7 @@ def run_copy(monkeypatch, tmp_path, source, rows, **given):
 
 def grpo_with(block):
     source = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    source, count = re.subn(
-        r"^REWARDS = .*\nACCURACY = .*\n", lambda _: block, source, flags=re.MULTILINE
-    )
+    source, count = re.subn(r"^REWARDS = .*\n", lambda _: block, source, flags=re.MULTILINE)
     assert count == 1
     return source
 
@@ -70,9 +68,8 @@ def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
     for record in (metrics[0], metrics[-1]):
         means = [record[f"eval/{reward.__name__}"] for reward in script.REWARDS]
         assert record["eval/reward_mean"] == pytest.approx(sum(means))
-        if script.ACCURACY in script.REWARDS:
-            assert record["eval/accuracy"] == record[f"eval/{script.ACCURACY.__name__}"]
-        assert ("eval/accuracy_lenient" in record) == (script.ACCURACY is script.accuracy_reward)
+        assert record["eval/accuracy"] == record[f"eval/{script.REWARDS[0].__name__}"]
+        assert ("eval/accuracy_lenient" in record) == (script.accuracy_reward in script.REWARDS)
     assert f"after: accuracy {metrics[-1]['eval/accuracy']:.3f}" in out
     for record in metrics[1:]:
         shares = [
@@ -114,8 +111,8 @@ def test_report_marks_what_the_run_calls_right(monkeypatch, tmp_path):
 
 @pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
 def test_the_run_on_math(monkeypatch, tmp_path, capsys):
-    """The two lines of the page. A solution ends in a box, and one gold answer can't be read."""
-    block = "from utils.math_reward import math_reward\nREWARDS = [math_reward]\nACCURACY = math_reward\n"
+    """The lines of the page. A solution ends in a box, and one gold answer can't be read."""
+    block = "from utils.math_reward import math_reward\nREWARDS = [math_reward]\n"
     rows = [
         {"problem": "12+34=", "solution": r"It is $\boxed{\frac{\sqrt{2}}{2}}$."},
         {"problem": "1+2=", "solution": r"So $\boxed{0.\overline{3}}$."},

@@ -42,7 +42,7 @@ def test_the_equations_of_grpo_have_as_many_lines_as_it_says():
 def test_the_loop_shown_is_that_of_the_first_script():
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     indented = "".join(f"    {line}\n" for line in block.splitlines())
-    assert indented in (ROOT / "docs" / "first.py").read_text(encoding="utf-8")
+    assert indented in (ROOT / "first.py").read_text(encoding="utf-8")
 
 
 def test_what_it_says_of_the_bundled_run_is_recorded():
