@@ -1502,7 +1502,7 @@ def test_the_page_places_every_patch_and_knows_every_name():
     firsts = re.findall(r"^\| ([a-z0-9_, ]+) \|", text.split("## Three choices")[1], re.MULTILINE)
     names = [name for first in firsts for name in first.split(", ")]
     assert len(names) == len(set(names))
-    assert set(VARIANTS) <= set(names) <= {*SCRIPTS, *VARIANTS}
+    assert set(VARIANTS) <= set(names) <= {*SCRIPTS, *PATCHES}
 
 
 def test_the_commands_of_scalerl(load, folder, tmp_path, monkeypatch):
