@@ -98,7 +98,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id of a causal language model; a name without "/" is one of HuggingFaceTB's"""
+    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -239,7 +239,7 @@ def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     saved = None
     if args.resume:
-        run_dir = Path(args.resume)
+        run_dir = Path(args.resume).resolve()
         saved = load_checkpoint(args)
         args = Args(**saved["args"])
     check_args(args)
@@ -919,6 +919,7 @@ def open_logs(args, run_dir, saved):
     if args.track:
         wandb.init(
             id=run_dir.name,
+            name=run_dir.name,
             dir=run_dir,
             config=vars(args),
             resume="must" if saved else "never",  # never into another run of the same name

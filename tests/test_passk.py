@@ -135,7 +135,6 @@ def test_the_counts_are_those_of_the_samples():
     """A problem's count is the number of its own responses with the gold answer, at the run's temperature."""
     args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, instructions="", max_new_tokens=24)
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
-    args, _, _ = grpo.resolve_args(args)
     counts = passk.count_right(args, 12, seed=3)
     config, tokenizer = grpo.load_config(args)
     examples = grpo.load_data(args, tokenizer, "test")
@@ -228,7 +227,6 @@ def test_the_chance_of_a_solution_token_by_token():
     sums = str(ROOT / "assets" / "sums")
     args = grpo.Args(model=sums, dataset=sums, instructions="", temperature=0.7, device="cpu")
     args.eval_size = 2
-    args, _, _ = grpo.resolve_args(args)
     found = passk.chances(args)
     config, tokenizer = grpo.load_config(args)
     model = AutoModelForCausalLM.from_pretrained(sums, config=config).double()

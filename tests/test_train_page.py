@@ -88,7 +88,11 @@ def test_every_flag_in_the_text_exists():
     }
     for part in re.split(r"\n\n|\n(?=\|)", PROSE):
         named = [name for name in SCRIPTS if re.search(rf"\b{name}\.py", part)]
-        known = set.union(OF_OTHERS, {"--no-cuda-graph", "--no-gradient-checkpointing"}, *(flags[x] for x in ["grpo", *named]))
+        known = set.union(
+            OF_OTHERS,
+            {"--no-cuda-graph", "--no-gradient-checkpointing"},
+            *(flags[x] for x in ["grpo", *named]),
+        )
         spans = re.findall(r"`([^`]*)`", part)
         used = {flag for span in spans for flag in re.findall(r"--[a-z][a-z-]+", span)}
         assert used <= known, (part, used - known)

@@ -12,14 +12,13 @@ import signal
 import subprocess
 import sys
 import time
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from conftest import ROOT, SMALL_MODEL, SMALL_TASK, small_flags, small_recipe
 from scripts import can_sample
-from test_errors import MISTAKES, shows_its_traceback
 from test_whole_step import COMMON, double, reference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -73,7 +72,7 @@ def nothing_left():
 def save_model(folder, name, **fields):
     """Write a random model of this family, with the bundled model's tokenizer, and return the folder's name."""
     kind, own = FAMILIES[name]
-    tokenizer = AutoTokenizer.from_pretrained(grpo_vllm.Args.model)
+    tokenizer = AutoTokenizer.from_pretrained(grpo_vllm.BUNDLED.model)
     given = SIZES | own | dict(bos_token_id=1, eos_token_id=2, pad_token_id=0) | fields
     torch.manual_seed(3)
     config = getattr(transformers, kind)(vocab_size=len(tokenizer), **given)
@@ -193,21 +192,13 @@ def test_evaluated_are_the_current_weights(tmp_path):
     fields = json.loads((folder / "args.json").read_text())
     known = {field.name for field in dataclasses.fields(grpo.Args)}
     args = grpo.Args(**{name: value for name, value in fields.items() if name in known})
-    args = grpo.choose_batch_sizes(args, torch.device("cpu"))
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    examples = grpo.load_data(args, tokenizer, "test")
+    examples = grpo.load_data(args, tokenizer)[1]
     last = read_metrics(folder)[-1]
     for model, same in ((str(folder / "model"), True), (args.model, False)):
         policy = AutoModelForCausalLM.from_pretrained(model)
         found = grpo.evaluate(args, policy, tokenizer, examples, torch.tensor([2]))
         assert (found == {name: last[name] for name in found}) == same
-
-
-@ENGINE
-def test_a_mistake_in_the_code_shows_its_traceback(tmp_path):
-    old, _, kind = MISTAKES["generate"]
-    old, new = "tokens = response.token_ids", "tokens = response.tokn_ids"
-    shows_its_traceback(grpo_vllm, tmp_path, old, new, kind)
 
 
 # ---- as a program
@@ -222,35 +213,30 @@ def start_program(tmp_path, *flags):
 
 @ENGINE
 def test_a_program_that_is_interrupted_resumes_and_ends(tmp_path):
-    """Ctrl-C ends the run after its step, with a checkpoint and no process left. vLLM's own lines are hidden."""
+    """Ctrl-C ends the run and leaves no process. It goes on from its last checkpoint."""
     folder = tmp_path / "run"
     flags = [*small_flags("grpo_vllm"), "--num-prompts", 4, "--eval-size", 8, "--device", "cpu"]
-    flags += ["--runs-dir", tmp_path, "--run-name", "run", "--num-steps", 100000]
+    flags += ["--runs-dir", tmp_path, "--run-name", "run"]
+    flags += ["--num-steps", 100000, "--save-every", 1]
     process = start_program(tmp_path, *flags)
     deadline = time.monotonic() + WAIT
     while not (folder / "checkpoint.pt").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=WAIT)
-    assert process.returncode == 128 + signal.SIGINT
-    lines = err.strip().splitlines()
-    assert lines[0].startswith("stopping after this step") and "to go on: python" in lines[1]
-    assert len(lines) == 2, err
-    expected = ("train data", "first prompt", "gold", "test data", "starting vllm", "grpo_vllm.py")
-    expected += ("settings", "one update", "before", "step", "    ")
-    assert [line for line in out.splitlines() if not line.startswith(expected)] == []
+    _, err = process.communicate(timeout=WAIT)
+    assert process.returncode != 0 and "KeyboardInterrupt" in err
     with pytest.raises(ProcessLookupError):  # nothing is left of its process group
         os.killpg(process.pid, 0)
 
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    assert saved["metrics"] == read_metrics(folder)[-1]
+    assert saved["metrics"] in read_metrics(folder)
     # Let the run end after one more step.
     saved["args"]["num_steps"] = saved["state"]["step"] + 1
     torch.save(saved, folder / "checkpoint.pt")
     process = start_program(tmp_path, "--resume", folder)
     out, err = process.communicate(timeout=WAIT)
-    assert process.returncode == 0 and err == "" and "after: accuracy" in out
+    assert process.returncode == 0 and "after: accuracy" in out, err
     # At the start the engine's weights are random. The hand-over at --resume replaces them.
     assert read_metrics(folder)[-1]["rollout/logprob_gap"] < 1e-5
 
@@ -258,90 +244,15 @@ def test_a_program_that_is_interrupted_resumes_and_ends(tmp_path):
 # ---- errors
 
 
-@pytest.fixture
-def refused(tmp_path, capfd):
-    """Run main, which must end with status 2 and one line on stderr. Return this line."""
-
-    def call(**given):
-        capfd.readouterr()  # drop what the test itself has printed, such as a progress bar
-        with pytest.raises(SystemExit) as stop:
-            run_main(tmp_path, num_steps=1, eval_size=4, **given)
-        err = capfd.readouterr().err
-        assert stop.value.code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
-        assert not (tmp_path / "run").exists()
-        return err
-
-    return call
-
-
-def fake_vllm(monkeypatch, version):
-    """Let `import vllm.entrypoints.llm` find modules of this version."""
-    package = ModuleType("vllm")
-    package.__version__ = version
-    monkeypatch.setitem(sys.modules, "vllm", package)
-    for name in ("vllm.entrypoints", "vllm.entrypoints.llm"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        sys.modules[name].__path__ = []
-
-
-def test_a_missing_vllm(refused, monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    assert "vllm 0.32.0 is needed; see the top of grpo_vllm.py" in refused()
-
-
-def test_a_broken_vllm(refused, monkeypatch):
-    """With a torchvision for another torch, the import fails with a RuntimeError."""
-
-    def broken():
-        raise RuntimeError("operator torchvision::nms does not exist")
-
-    fake_vllm(monkeypatch, "0.32.0")
-    monkeypatch.delitem(sys.modules, "vllm.entrypoints.llm")
-    finder = SimpleNamespace(find_spec=lambda *call: broken())
-    monkeypatch.setattr(sys, "meta_path", [finder])
-    error = refused()
-    assert "see the top of grpo_vllm.py: operator torchvision::nms does not exist" in error
-
-
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.32.1", "dev"])
-def test_another_version(refused, monkeypatch, version):
-    fake_vllm(monkeypatch, version)
-    assert f"vllm 0.32.0 is needed, not {version}; see the top" in refused()
-
-
-def test_the_version_of_a_build(monkeypatch):
-    """What follows the plus names the build, such as that for a kind of GPU."""
-    fake_vllm(monkeypatch, "0.32.0+cu130")
-    grpo_vllm.import_vllm()
-
-
 @ENGINE
-def test_an_architecture_that_vllm_does_not_have(refused, tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(grpo_vllm.Args.model)
+def test_an_architecture_that_vllm_does_not_have(tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(grpo_vllm.BUNDLED.model)
     sizes = dict(d_model=64, num_layers=1, attention_heads=2, ffn_dim=64)
     config = transformers.XGLMConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    error = refused(model=str(tmp_path / "model"))
-    assert f"--model {tmp_path / 'model'}" in error and "'XGLMForCausalLM'] are not supp" in error
-
-
-@ENGINE
-@pytest.mark.parametrize("memory", [0.001, 1.0])
-def test_too_little_memory(refused, monkeypatch, memory):
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE")
-    error = refused(engine_memory=memory)
-    assert f"--engine-memory {memory}" in error and "vllm: Available memory" in error
-
-
-@ENGINE
-def test_a_vllm_for_another_device(refused, monkeypatch):
-    from vllm.platforms import current_platform
-
-    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
-    assert "--device cpu: vllm is installed for cuda" in refused()
+    with pytest.raises(Exception, match="XGLMForCausalLM"):
+        run_main(tmp_path, model=str(tmp_path / "model"), num_steps=1, eval_size=4)
 
 
 # ---- the engine against the trainer
@@ -352,10 +263,7 @@ def started(request, tmp_path_factory):
     """Args, engine, model, tokenizer and EOS ids of a random model of the family request.param."""
     folder = save_model(tmp_path_factory.mktemp("models") / request.param, request.param)
     args = grpo_vllm.Args(model=folder, **FIELDS)
-    args, _, _ = grpo_vllm.resolve_args(args)
-    config, tokenizer = grpo_vllm.load_config(args)
-    grpo_vllm.import_vllm()
-    model, eos_ids = grpo_vllm.load_model(args, config, tokenizer)
+    model, tokenizer, eos_ids = grpo_vllm.load_model(args)
     engine = grpo_vllm.load_engine(args, model)
     yield args, engine, model, tokenizer, eos_ids
     del engine
@@ -543,14 +451,3 @@ def test_temperature_0_is_greedy(started):
         ids = torch.tensor([example["prompt_ids"] + response])
         logits = model(ids).logits[0, len(example["prompt_ids"]) - 1 : -1]
         assert logits.argmax(1).tolist() == response
-
-
-def test_vllm_is_silent_unless_asked(capfd, monkeypatch):
-    for level, shown in (("CRITICAL", ""), ("INFO", "a line\n")):
-        monkeypatch.setenv("VLLM_LOGGING_LEVEL", level)
-        with grpo_vllm.silence():
-            os.write(1, b"a line\n")
-            os.write(2, b"a line\n")
-        assert capfd.readouterr() == (shown, shown)
-        print("after")
-        assert capfd.readouterr().out == "after\n"
