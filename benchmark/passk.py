@@ -100,9 +100,7 @@ def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
     model, tokenizer, eos_ids = grpo.load_model(args)
     _, examples = grpo.load_data(args, tokenizer)
     if len(examples) < args.eval_size:
-        raise ValueError(
-            f"--problems {args.eval_size}: there are {len(examples)} held-out problems"
-        )
+        fail(f"--problems {args.eval_size}: there are {len(examples)} held-out problems")
     sampler = grpo.inference_copy(model) if model.device.type == "cuda" else model
     right = []
     for number, example in enumerate(tqdm(examples, desc=args.model, disable=None)):

@@ -260,7 +260,7 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 @pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
 def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
-    """Each sequence counts once. All processes make equally many calls, and no more than with full micro-batches."""
+    """Each sequence counts once. All processes make equally many calls, at most one more than an even split has."""
     lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 1], [], set()
     args = grpo_multigpu.Args(micro_batch_tokens=10)
     monkeypatch.setenv("WORLD_SIZE", str(world))
@@ -273,7 +273,8 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
     assert sorted(i for rows in real for i in rows) == sorted(minibatch)
     assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= 10 for rows in real)
     alone = grpo.micro_batches(torch.tensor(minibatch), lengths, 10)
-    assert numbers == {-(-len(alone) // world)}
+    (number,) = numbers
+    assert number - -(-len(alone) // world) in (0, 1)
     if world == 1:
         assert real == alone
 
@@ -297,7 +298,7 @@ def test_killed_and_resumed(several, start, tmp_path):
     metrics, samples = read_jsonl(whole / "metrics.jsonl"), read_jsonl(whole / "samples.jsonl")
     assert [record["step"] for record in metrics] == list(range(5)) and len(samples) == 16
     # The kill hits rank 0 after it writes the checkpoint of step 4, before the checkpoint gets its name.
-    trap = dict(where="replace", call=3, signals=KILL, match="checkpoint")
+    trap = dict(where="replace", call=2, signals=KILL, match="checkpoint")
     processes = start(2, how={"trapped": 0, "trap": trap}, num_steps=4)
     assert ended(processes[0]) == -signal.SIGKILL
     # torchrun also kills the other processes.
@@ -428,10 +429,11 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_the_memory_in_the_docstring_is_counted(name):
+def test_the_memory_on_the_page_is_counted(name):
     """Weights, gradients and averages are sharded. The two copies are whole, and partly in bf16."""
     numbers = re.search(
-        rf"{name} x \d+ GB +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = ([\d.]+)", grpo_multigpu.__doc__
+        rf"{name} x \d+ GB +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = ([\d.]+)",
+        (ROOT / "docs" / "multigpu.md").read_text(encoding="utf-8"),
     ).groups()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name]))

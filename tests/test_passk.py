@@ -136,10 +136,9 @@ def test_the_counts_are_those_of_the_samples():
     args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, instructions="", max_new_tokens=24)
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
     counts = passk.count_right(args, 12, seed=3)
-    config, tokenizer = grpo.load_config(args)
-    examples = grpo.load_data(args, tokenizer, "test")
-    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, config=config)
-    args = grpo.choose_batch_sizes(args, model.device)
+    _, tokenizer, _ = grpo.load_model(args)
+    _, examples = grpo.load_data(args, tokenizer)
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     eos_ids = torch.tensor([tokenizer.eos_token_id])
     for number, (example, count) in enumerate(zip(examples, counts, strict=True)):
         torch.manual_seed(3_000_009 + number)
@@ -228,9 +227,9 @@ def test_the_chance_of_a_solution_token_by_token():
     args = grpo.Args(model=sums, dataset=sums, instructions="", temperature=0.7, device="cpu")
     args.eval_size = 2
     found = passk.chances(args)
-    config, tokenizer = grpo.load_config(args)
-    model = AutoModelForCausalLM.from_pretrained(sums, config=config).double()
-    for example, chance in zip(grpo.load_data(args, tokenizer, "test"), found, strict=True):
+    _, tokenizer, _ = grpo.load_model(args)
+    model = AutoModelForCausalLM.from_pretrained(sums).double()
+    for example, chance in zip(grpo.load_data(args, tokenizer)[1], found, strict=True):
         numbers = [int(x) for x in example["prompt"][:-1].split("+")]
         answer = f"<answer>{example['answer']}</answer></s>"
         solution = passk.build_sums.solution(numbers)
