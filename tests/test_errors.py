@@ -21,7 +21,15 @@ from safetensors.torch import load_file, save_file
 
 import grpo
 
-TINY = dict(num_prompts=2, num_generations=2, eval_size=2, num_steps=2, save_every=1, device="cpu")
+TINY = dict(
+    value_warmup_steps=0,
+    num_prompts=2,
+    num_generations=2,
+    eval_size=2,
+    num_steps=2,
+    save_every=1,
+    device="cpu",
+)
 
 
 @pytest.fixture(autouse=True)
