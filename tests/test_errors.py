@@ -111,7 +111,7 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
     if (
         "num_generations" in names
         and script.BUNDLED.num_generations > 1
-        and script.__name__ not in ("distill", "self_distill")
+        and script.__name__ not in ("distill", "self_distill", "vapo")
     ):
         with pytest.raises(ValueError, match="--num-generations"):
             script.check_args(tiny_args(script, tmp_path, num_generations=1))

@@ -139,10 +139,14 @@ def test_patches_are_made_anew_when_shared_text_changed(make, tmp_path):
     make.main([])
     assert applied(tmp_path, "cispo") == applied(tmp_path, "cispo", fuzz=3)
     before = applied(tmp_path, "cispo")
-    change_parent(tmp_path, "    FULL_FORMAT,\n    accuracy", "    accuracy")
+    change_parent(
+        tmp_path, "accuracy_reward, format_reward, has", "format_reward, accuracy_reward, has"
+    )
     assert not applied(tmp_path, "cispo")
     make.main([])
-    after = before.replace("    FULL_FORMAT,\n    accuracy", "    accuracy")
+    after = before.replace(
+        "accuracy_reward, format_reward, has", "format_reward, accuracy_reward, has"
+    )
     assert applied(tmp_path, "cispo") == after and applied(tmp_path, "gdpo")
     change_parent(tmp_path, "ratio.clamp(1 - args.clip_eps,", "ratio.clamp(1.0 - args.clip_eps,")
     make.main([])
