@@ -245,14 +245,15 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # The mean of k3 over samples of pi is KL(pi || ref). The mean of its gradient is that of
-        # KL(ref || pi): docs/algorithms.md.
+        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi):
+        # docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # Ratios outside the clip range, whatever the sign of the advantage.
+    # These count all ratios outside the clip range. For some of them the minimum above takes the
+    # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     # main averages these over the tokens that the engine sampled, without the weights w.
@@ -284,8 +285,11 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self  # only the last field is a list
-        return Rollout(*[x[rows] for x in tensors], [completions[i] for i in rows])
+        *tensors, completions = self
+        return Rollout(
+            *[tensor[rows] for tensor in tensors],
+            [completions[i] for i in rows],
+        )
 
 
 def main(args: Args) -> dict:
@@ -321,7 +325,7 @@ def main(args: Args) -> dict:
     if saved:
         state, metrics = saved["state"], saved["metrics"]
         for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop frees the memory
+            part.load_state_dict(saved.pop(name))  # pop: the copy's memory can be freed
     refresh_engine(engine, model)  # so far the engine's weights are random
     if not saved:
         run_dir = make_run(args)
@@ -380,7 +384,7 @@ def main(args: Args) -> dict:
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         for minibatch in updates:
-            lr = scheduler.get_last_lr()[0]  # the last update's is logged
+            lr = scheduler.get_last_lr()[0]  # of this update; the log has the last update's
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
@@ -466,8 +470,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
-        # The weights are the same up to rounding, so a large gap means that the engine or
-        # compute_logprobs computes this kind of model wrongly.
+        # Engine and trainer have the same weights up to rounding, so a large gap means that one of
+        # them computes this kind of model wrongly.
         in_bf16 = model.device.type == "cuda" or args.engine_dtype == "bfloat16"
         tolerance = 0.1 if in_bf16 else 1e-3  # nats; bf16 rounds more
         if step == first_step and not gap.mean() < tolerance:  # NaN is refused, too
@@ -800,6 +804,7 @@ def shuffled_batches(args, num_examples):
     """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
     torch.manual_seed(args.seed)
     num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
+    # A batch may hold the end of one epoch and the start of the next.
     order = torch.cat([torch.randperm(num_examples) for _ in range(num_epochs)])
     return order.split(args.num_prompts)
 
@@ -940,12 +945,9 @@ def show_progress(args, progress, metrics, sample):
     step = metrics["step"]
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
         progress.write(f"step {step}: {progress.postfix}")
-        prompt, completion, reward = (
-            sample["prompt"],
-            sample["completions"][0],
-            sample["rewards"][0],
-        )
-        progress.write(f"    {prompt[-60:]!r} -> {completion!r}, reward {reward:.2f}")
+        prompt = sample["prompt"][-60:]
+        completion = sample["completions"][0]
+        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics):

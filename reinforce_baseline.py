@@ -221,7 +221,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
-    # Ratios outside the clip range, whatever the sign of the advantage.
+    # These count all ratios outside the clip range. For some of them the minimum above takes the
+    # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - CLIP_FRAC_EPS  # (n, R) bool
     above = ratio > 1 + CLIP_FRAC_EPS  # (n, R) bool
     per_token = {
@@ -251,8 +252,11 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self  # only the last field is a list
-        return Rollout(*[x[rows] for x in tensors], [completions[i] for i in rows])
+        *tensors, completions = self
+        return Rollout(
+            *[tensor[rows] for tensor in tensors],
+            [completions[i] for i in rows],
+        )
 
 
 def main(args: Args) -> dict:
@@ -287,7 +291,7 @@ def main(args: Args) -> dict:
     if saved:
         state, metrics = saved["state"], saved["metrics"]
         for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop frees the memory
+            part.load_state_dict(saved.pop(name))  # pop: the copy's memory can be freed
     sampler = inference_copy(model) if model.device.type == "cuda" else model
     if not saved:
         run_dir = make_run(args)
@@ -318,11 +322,10 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes them, because the sampler's arithmetic differs a little. They are
-        # computed in the micro-batches of the updates, because bf16 rounds a sequence differently
-        # in other micro-batches.
+        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
+        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
-        first_pass = updates[: args.num_minibatches]  # has each sequence once
+        first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # transformers recomputes activations in training mode only. No dropout is left.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -354,7 +357,7 @@ def main(args: Args) -> dict:
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         for minibatch in updates:
-            lr = scheduler.get_last_lr()[0]  # the last update's is logged
+            lr = scheduler.get_last_lr()[0]  # of this update; the log has the last update's
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
@@ -432,8 +435,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
-        # The weights are the same up to rounding, so a large gap means that generate or
-        # compute_logprobs computes this kind of model wrongly.
+        # Sampler and trainer have the same weights up to rounding, so a large gap means that
+        # generate or compute_logprobs computes this kind of model wrongly.
         tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # nats; bf16 rounds more
         if step == first_step and not gap.mean() < tolerance:  # NaN is refused, too
             raise ValueError(
@@ -484,8 +487,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
-    # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. A
-    # static layer writes its columns in place, as a CUDA graph needs; select_rows enlarges it.
+    # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
+    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
+    # graph needs, and select_rows enlarges it.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -557,7 +561,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
         # also needs a new graph, so with a small cache don't drop any.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
-        if cache_is_full or (len(live) <= len(finished) / 2 and not is_small):
+        half_finished = len(live) <= len(finished) / 2
+        if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
             bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
@@ -657,7 +662,8 @@ def micro_batches(sequences, lengths, max_tokens):
 def inference_copy(model):
     """A copy of the model for sampling on a GPU, not trained. It's in bf16, except for its head.
 
-    Sampling mostly reads weights, keys and values, so half the bytes is nearly half the time.
+    Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
+    as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     # Buffers are left alone: the rotary frequencies stay in float32.
@@ -830,6 +836,7 @@ def shuffled_batches(args, num_examples):
     """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
     torch.manual_seed(args.seed)
     num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
+    # A batch may hold the end of one epoch and the start of the next.
     order = torch.cat([torch.randperm(num_examples) for _ in range(num_epochs)])
     return order.split(args.num_prompts)
 
@@ -966,12 +973,9 @@ def show_progress(args, progress, metrics, sample):
     step = metrics["step"]
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
         progress.write(f"step {step}: {progress.postfix}")
-        prompt, completion, reward = (
-            sample["prompt"],
-            sample["completions"][0],
-            sample["rewards"][0],
-        )
-        progress.write(f"    {prompt[-60:]!r} -> {completion!r}, reward {reward:.2f}")
+        prompt = sample["prompt"][-60:]
+        completion = sample["completions"][0]
+        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics):

@@ -176,27 +176,19 @@ def test_the_family_tree_is_the_one_of_the_docstrings():
 
 
 def differences(page: str) -> dict[str, str]:
-    """Apply each diff on a page to grpo.py. Return the script's name -> its source.
-
-    A hunk must stand at the line that its header says, and its context lines and removed lines must be in grpo.py.
-    """
+    """Apply each diff on a page to grpo.py. Return the script's name -> its source."""
     text, sources = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"), {}
     blocks = re.findall(r"```diff\n--- grpo.py\n\+\+\+ (\w+).py\n(.*?)```", text, re.DOTALL)
     for name, block in blocks:
-        changed = (ROOT / "grpo.py").read_text(encoding="utf-8").splitlines()
-        _, *parts = re.split(r"^@@ -(\d+),(\d+) \+(\d+),(\d+) @@\n", block, flags=re.MULTILINE)
-        hunks = [parts[i : i + 5] for i in range(0, len(parts), 5)]
-        added = 0  # lines added by earlier hunks
-        for start, old_count, new_start, new_count, hunk in hunks:
-            old = [line[1:] for line in hunk.splitlines() if line[:1] != "+"]
-            new = [line[1:] for line in hunk.splitlines() if line[:1] != "-"]
-            assert (len(old), len(new)) == (int(old_count), int(new_count)), hunk
-            assert int(new_start) == int(start) + added, hunk
-            first = int(new_start) - 1
-            assert changed[first : first + len(old)] == old, (name, start)
-            changed[first : first + len(old)] = new
-            added += len(new) - len(old)
-        sources[name] = "\n".join(changed) + "\n"
+        source = (ROOT / "grpo.py").read_text(encoding="utf-8")
+        _, *hunks = re.split(r"^@@ @@\n", block, flags=re.MULTILINE)
+        for hunk in hunks:
+            lines = hunk.splitlines(keepends=True)
+            old = "".join(line[1:] for line in lines if line[:1] != "+")
+            new = "".join(line[1:] for line in lines if line[:1] != "-")
+            assert source.count(old) == 1, (name, old)
+            source = source.replace(old, new)
+        sources[name] = source
     return sources
 
 

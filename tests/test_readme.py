@@ -30,15 +30,6 @@ def test_it_is_short():
     assert len(README.split()) <= 1500
 
 
-def test_the_equations_of_grpo_have_as_many_lines_as_it_says():
-    """The lines from the heading of the algorithm to the next heading, without blank ones."""
-    text = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    section = text.partition("# ==== algorithm ====")[2].partition("# ====")[0]
-    count = sum(bool(line.strip()) for line in section.splitlines())
-    (said,) = re.findall(r"equations\s+in (\d+) lines", README)
-    assert count == int(said)
-
-
 def test_the_loop_shown_is_that_of_the_first_script():
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     indented = "".join(f"    {line}\n" for line in block.splitlines())
