@@ -57,6 +57,8 @@ def test_a_text_that_takes_for_ever_is_wrong(text):
     """An honest answer beside it is still right."""
     texts, golds = [block(text), text, block(r"\sqrt{8}")], [r"2\sqrt{2}"] * 3
     assert math_reward(texts, golds) == [0.0, 0.0, 1.0]
+    # A gold answer with the same operations makes math-verify compute the text.
+    assert math_reward([block(text)], [r"9^{9} + 5! + \sum_{n=1}^{3} \int_0^1 \sin(x) dx"]) == [0.0]
 
 
 @installed
@@ -75,7 +77,7 @@ def test_a_process_that_is_late_or_dead_is_replaced(monkeypatch):
     assert math_reward(*question) == [1.0]
     with monkeypatch.context() as patch:
         patch.setattr(module, "PATIENCE", 0.1)
-        assert math_reward([block(HOSTILE[0])], question[1]) == [0.0]
+        assert math_reward([block(HOSTILE[0])], [r"2^{\sqrt{2}}"]) == [0.0]
         # It was killed. Otherwise it would go on for the 3 seconds that it has.
         assert any(process.process is None for process in module.PROCESSES)
     for process in module.PROCESSES:

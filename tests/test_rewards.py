@@ -337,7 +337,14 @@ def thousands(separator):
 
 
 def fraction(form):
-    return lambda value: form % (value.numerator, value.denominator)
+    # A fraction that is a whole number is a division, not a number.
+    return lambda value: (
+        form % (value.numerator, value.denominator) if value.denominator > 1 else None
+    )
+
+
+def division(value):
+    return f"{3 * value.numerator}/3" if value.denominator == 1 else None
 
 
 def mixed(form):
@@ -359,7 +366,7 @@ def power_of_ten(form):
 
 
 def frac_of_digits(value):
-    if abs(value.numerator) > 9 or value.denominator > 9:
+    if abs(value.numerator) > 9 or not 1 < value.denominator < 10:
         return None
     return "-" * (value < 0) + rf"\frac{abs(value.numerator)}{value.denominator}"
 
@@ -434,6 +441,7 @@ UNREAD = [
     thousands("'"),
     mixed("%d and %d/%d"),
     fraction("%d over %d"),
+    division,
 ]
 NUMBER = st.builds(
     Fraction,

@@ -49,6 +49,27 @@ MISREAD = re.compile(
 ONE_FORMULA = re.compile(r"([^$0-9\\]*)\$([^$]+)\$([^$0-9\\]*)")
 # 1011_2 and 1011_{2}
 BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
+# \log_2 3 and \log_23 are \log_{2}{3}.
+LOG_BASE = re.compile(r"\\log_ ?([0-9]) ?([0-9]+)")
+# LaTeX that asks for no operation: units, degrees, powers of ten, and commands that only name a thing
+# or change how a text looks.
+NOTATION = re.compile(
+    r"\\(?:text|mathrm|mbox) ?\{[^{}]*\}(?:\^\{?-?[0-9]\}?)?"
+    r"|\^ ?\{? ?\\circ ?\}?"
+    r"|(?<![0-9.])10\^(?:\{[-+]?[0-9]+\}|[0-9])"
+    r"|\\(?:begin|end)\{[pb]?matrix\}"
+    r"|\\(?:boxed|left|right|displaystyle|degree|quad|qquad|cdot|times|pm|cup|in)(?![A-Za-z])"
+)
+CONSTANTS = {"pi", "infty", "mathbb", "emptyset", "varnothing"}
+# \frac{6}{2} and 6/2
+DIVISION = re.compile(r"\\[dtc]?frac *\{?([0-9]*)\}? *\{?([0-9]*)\}?|([0-9]*)\}? */ *\{?([0-9]*)")
+# Plain numbers with a sign between them, or side by side in brackets: 3+2, 3\cdot 4, 2(3)
+NUMBER = r"\(?-?[0-9.]+\)?"
+UNFINISHED = re.compile(
+    rf"(?:^|[-+*(\[{{,=]) *{NUMBER} *[-+] *{NUMBER}(?! *[\\A-Za-z(^0-9!])"
+    rf"|[0-9)] *(?:\*|\\cdot|\\times) *{NUMBER}(?![0-9])"
+    r"|[0-9)] *\( *-?[0-9.]+ *\)|\) *[0-9]"
+)
 # math-verify reads a word without \text as a product of letters, and would take seat for east.
 WORDS = re.compile("[A-Za-z]{3,}(?: [A-Za-z]+)*")
 
@@ -94,6 +115,7 @@ def last_boxed(text: str) -> str:
 
     The text beside a formula is dropped only if it doesn't change it, as in -$5$ or $5$ million.
     """
+    text = LOG_BASE.sub(r"\\log_{\1}{\2}", text)
     _, box, rest = text.rpartition("\\boxed{")
     if not box:
         text = text.rpartition("####")[2]
@@ -208,6 +230,42 @@ def parse(text):
     )
 
 
+def operations(text):
+    """The kinds of operation that a text asks for, such as {"!", "^", "sqrt", "+"}."""
+    text = NOTATION.sub(" ", text)
+    kinds = set(re.findall(r"[!^|⌊⌈√]|[a-z]{2,}(?= *\()", text))
+    kinds |= set(re.findall(r"\\([A-Za-z]+)", text)) - CONSTANTS
+    kinds -= {"frac", "dfrac", "tfrac", "cfrac"}  # is_carried_out looks at divisions
+    if re.search(r"[0-9A-Za-z})\]] *[-+]", text):
+        kinds.add("+")
+    return kinds
+
+
+def is_carried_out(gold, golds, text):
+    """Whether a text asks for no operation that the gold answer doesn't hold.
+
+    Otherwise a policy would earn the reward by copying the question: 10! for 3628800. A gold answer
+    with a variable may be written in any form. golds is what math-verify reads in gold.
+    """
+    from sympy import Eq
+
+    values = [x.rhs if isinstance(x, Eq) else x for x in golds]  # x = 5 is 5
+    if any(getattr(value, "free_symbols", None) for value in values):
+        return True
+    if not operations(text) <= operations(gold):
+        return False
+    if UNFINISHED.search(text) and not UNFINISHED.search(gold):
+        return False
+    if DIVISION.search(gold):
+        return True
+    # 3/4 is a number, but 6/2 is a division. So is any division whose value is a whole number.
+    divisions = DIVISION.findall(NOTATION.sub(" ", text))
+    if any(getattr(value, "is_integer", False) for value in values):
+        return not divisions
+    fractions = [[int(number) for number in numbers if number] for numbers in divisions]
+    return not any(len(x) == 2 and x[1] > 0 and x[0] % x[1] == 0 for x in fractions)
+
+
 def compare(gold, text):
     """Whether math-verify finds that the text is the gold answer."""
     from math_verify import verify
@@ -219,6 +277,8 @@ def compare(gold, text):
     texts = parse(text)
     # math-verify takes the set {1, 2} for the pair (1, 2).
     if [isinstance(x, FiniteSet) for x in golds] != [isinstance(x, FiniteSet) for x in texts]:
+        return False
+    if not is_carried_out(gold, golds, text):
         return False
     # Decimals are compared to 12 places: 0.333333 isn't 1/3.
     return verify(golds, texts, float_rounding=12, timeout_seconds=None)

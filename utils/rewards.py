@@ -21,7 +21,8 @@ skipped. Numbers are compared as exact fractions.
   final period, \\boxed and \\text, and the left side of a calculation. So 75% is 75, and
   48/2 = 24 is 24.
 - No number: 3:4, 5-7, (3, 4), 17 or 18, 12 (3 boxes of 4), 5!, 3\\pi, 2x, 0.333..., 1011_2, 5k,
-  1 million, 3 and a half, 1 450, 12,50, 5th, and 1¾: only ASCII digits are read.
+  1 million, 3 and a half, 1 450, 12,50, 5th, and 1¾: only ASCII digits are read. 48/2, too, isn't a
+  number: it's a division that hasn't been carried out.
 
 `lenient_accuracy_reward` reads the last number of the whole completion in the same way. It may
 follow other numbers, unless it is connected to one, as in "3 to 4".
@@ -276,7 +277,8 @@ def read_unsigned(number: str) -> Fraction | None:
             return None
         value = to_fraction(top) / to_fraction(bottom)
         if whole is None:
-            return value
+            # 48/2 is a division that hasn't been carried out.
+            return value if value.denominator > 1 else None
         # 2 5/3 isn't a mixed number.
         return to_fraction(whole) + value if 0 < value < 1 else None
     return None
