@@ -929,7 +929,7 @@ def load_config(args, name):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             raise ValueError(
                 f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
-                f"context or attention window of --model {name}; lower one of them"
+                f"context or attention window of {name}; lower one of them"
             )
     return config
 

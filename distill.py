@@ -1,6 +1,6 @@
 """On-policy distillation, in one file: GKD (Agarwal et al. 2023, arXiv:2306.13649) with the reverse
-KL, where the student samples all responses (GKD's lambda = 1). Its gradient is taken as a policy
-gradient ("On-Policy Distillation", Lu et al. 2025,
+KL, where the student samples all responses (GKD's lambda = 1). The gradient of the KL is estimated
+as a policy gradient ("On-Policy Distillation", Lu et al. 2025,
 thinkingmachines.ai/blog/on-policy-distillation).
 
 For every prompt q the student pi_theta samples a response o. A teacher pi_T with the same
@@ -16,20 +16,20 @@ pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of
 
 Only the sampled tokens are used: A_t is the advantage of token t in the clipped loss of GRPO. The
 tokens after t have no part in A_t (a discount of 0). In the first update of a rollout, the gradient
-at token t has the mean of KL_t's gradient. (This leaves out that |o| depends on o_t.) In later
-updates it is an approximation. The patch variants/full_vocabulary.diff takes the gradient of KL_t
-itself, without the noise of sampling o_t. The equation tags in the code are those of DeepSeekMath
-(arXiv:2402.03300v3), as in grpo.py.
+at token t is an unbiased estimate of KL_t's gradient. (This leaves out that |o| depends on o_t.) In
+later updates it is an approximation. The patch variants/full_vocabulary.diff takes the gradient of
+KL_t itself, without the noise of sampling o_t. The equation tags in the code are those of
+DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
 
-Parent: grpo.py. Differences: (1) the reference is not the initial model but the teacher, loaded
-from --teacher; (2) the advantage of a token is a difference of two log-probabilities. No group is
-compared, and the rewards are only logged; (3) the loss has no KL term; kl/ref is the KL to the
-teacher.
+Parent: grpo.py. Differences: (1) The reference is not the initial model but the teacher, loaded
+from --teacher. So in the code "ref" means the teacher. (2) The advantage of a token is a difference
+of two log-probabilities. No group is compared, and the rewards are only logged. (3) The loss has no
+KL term. The metric kl/ref is the KL to the teacher.
 
 Departures from both papers: the teacher's logits are divided by the temperature, too, so that the
-loss is 0 when the student equals the teacher, at any temperature. Departure from GKD: o never comes
-from a data set or from the teacher. Departures from Lu et al.: the loss averages the tokens of a
-response, as in GKD, and doesn't sum them; and the ratio is clipped, which has no effect in the
+loss is 0 when the student equals the teacher, at any temperature. Departure from GKD: the gradient
+uses the sampled tokens alone. Departures from Lu et al.: the loss averages the tokens of a
+response, as in GKD, and doesn't sum them. And the ratio is clipped, which has no effect in the
 first update of a rollout.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
@@ -147,7 +147,7 @@ class Args:
     clip_eps: float = 0.2
     """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
     teacher: str = "HuggingFaceTB/SmolLM2-1.7B-Instruct"
-    """folder or hub id of the teacher, which has the student's vocabulary"""
+    """folder or full hub id of the teacher, which must have the student's vocabulary"""
 
 
 # The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
@@ -202,6 +202,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
 
     ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
     kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3 (Eq. 4): only logged
+
     # These count all ratios outside the clip range. For some of them the minimum above takes the
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
@@ -328,6 +329,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[rows] = logprobs.detach()
+                # (n, R). Not before the loop, because a single update has just got old_logprobs.
                 advantages = compute_advantages(args, old_logprobs[rows], ref_logprobs[rows])
                 loss, stats = policy_loss(
                     args,
@@ -388,10 +390,11 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
+        # The same numbers as in the updates: old_logprobs is now complete.
         token_advantages = compute_advantages(args, old_logprobs, ref_logprobs)  # (N, R)
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
-            group_advantages = []  # for each response a list, with a number for each token
+            group_advantages = []  # G lists, each with the advantages of a response's tokens
             for row, mask in zip(token_advantages[group], response_mask[group], strict=True):
                 group_advantages.append(row[mask].tolist())
             sample = {
@@ -833,7 +836,8 @@ def load_teacher(args, model, tokenizer):
     """The teacher, for inference alone, on the student's device."""
     name = args.teacher
     config = load_config(args, name)
-    # The student can sample every id that its head has, so the teacher's head must have it, too.
+    # A head may have more rows than the tokenizer has tokens, and the student can sample each of
+    # its rows. So the teacher's head must have at least as many.
     is_narrower = config.get_text_config().vocab_size < model.config.get_text_config().vocab_size
     if is_narrower or AutoTokenizer.from_pretrained(name).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--teacher {name}: must have the vocabulary of --model {args.model}")
@@ -844,13 +848,15 @@ def load_teacher(args, model, tokenizer):
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"--teacher {name}: its files have no weights for {missing}")
     teacher.to(model.device).requires_grad_(False).eval()
-    # compute_logprobs applies the head itself, so the logits must not be capped or scaled.
+    # compute_logprobs applies the head itself, so the logits must not be capped or scaled. For the
+    # student, main's check of the gap notices it. The teacher doesn't sample, so it has no gap.
     ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
     hidden = teacher.base_model(ids).last_hidden_state  # (1, 5, D)
     if not torch.equal(teacher(ids).logits, teacher.get_output_embeddings()(hidden)):
         raise ValueError(
             f"--teacher {name}: not supported, because its logits are capped or scaled"
         )
+    # In bf16, as the sampler: a teacher needs no weights in float32, and may be large.
     return inference_copy(teacher) if model.device.type == "cuda" else teacher
 
 
@@ -868,7 +874,7 @@ def load_config(args, name):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             raise ValueError(
                 f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
-                f"context or attention window of --model {name}; lower one of them"
+                f"context or attention window of {name}; lower one of them"
             )
     return config
 

@@ -4,13 +4,13 @@ arXiv:2402.03300v3) with LoRA (Hu et al. 2021, arXiv:2106.09685). By our calcula
 the keys and values of a sampling batch (--sampling-tokens).
 
 Every linear layer of the model, except the output head, keeps its weights W (out, in) as they are.
-To its output we add the input times two small matrices, and train only these two:
+To its output we add a second path, through two small matrices A and B, and train only these two:
 
-    y = W x + (alpha / rank) B A x      A (rank, in), B (out, rank)   (Hu et al., Eq. 3 and 4.1)
+    y = W x + (alpha / rank) B A x  A (rank, in), B (out, rank)  (Hu et al., Eq. 3, Section 4.1)
 
 A starts uniform within +-1/sqrt(in), and B at 0, so the policy starts as the reference. The
-objective and its equations are those of grpo.py, where theta is all A and B. (A and B alone are
-these matrices. A_it is an advantage, and in shapes such as (B, G) B is the number of prompts.)
+objective and its equations are those of grpo.py, where theta is all A and B. (Two names have a
+second meaning: A_it is an advantage, and in shapes such as (B, G) B is the number of prompts.)
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
@@ -19,21 +19,21 @@ these matrices. A_it is an advantage, and in shapes such as (B, G) B is the numb
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-Parent: grpo.py. Differences: (1) only A and B are trained (--lora-rank, --lora-alpha); (2) the
-reference is the model without A and B, on the same weights in memory; (3) on a GPU the weights are
-loaded in bf16, the head computes in float32, and A and B are in float32. The trained model itself
-samples. There is no merged copy of it, because a merge into bf16 would round small updates away;
-(4) a checkpoint holds A, B and their averages in Adam. At its end a run writes the adapters alone,
-in the format of peft, and the model with B A merged into its weights in float32; (5) the learning
-rate is three times that of grpo.py, and ten times with the bundled model: the best rate of LoRA is
+Parent: grpo.py. Differences: (1) Only A and B are trained (--lora-rank, --lora-alpha). (2) The
+reference is the model without A and B. It shares the policy's weights W in memory. (3) On a GPU the
+weights are in bf16, and the head, A and B are in float32. (4) The trained model itself samples.
+There is no merged copy of it, because a merge into bf16 would round small updates away. (5) A
+checkpoint holds A, B and their averages in Adam. At its end a run writes the adapters alone, in the
+format of peft, and the model with B A merged into its weights in float32. (6) The learning rate is
+three times that of grpo.py, and ten times with the bundled model, because the best rate of LoRA is
 higher (Schulman et al. 2025, "LoRA Without Regret", thinkingmachines.ai/blog/lora).
 
 Departures from Hu et al.: the layers of the MLP have adapters, too, as in Schulman et al.; A is
 uniform, as there, and not Gaussian; there is no dropout. Departures from DeepSeekMath: those of
 grpo.py.
 
-Memory for each parameter of the model: 4 bytes on a CPU, 2 bytes on a GPU. For each parameter of A
-and B: 4 bytes for the weight, 4 for its gradient and 8 for Adam.
+Memory for each parameter of the model: 4 bytes on a CPU, 2 bytes on a GPU, where the head is in
+float32. For each parameter of A and B: 4 bytes for the weight, 4 for its gradient and 8 for Adam.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -177,15 +177,50 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def add_low_rank(args, output, x, A, B):
-    """output + (alpha / rank) B A x (..., out), where output is W x. Hu et al., Eq. 3 and 4.1.
+    """output + (alpha / rank) B A x: Hu et al., Eq. 3 and Section 4.1.
 
-    x (..., in), A (rank, in), B (out, rank).
+    output, W x, (..., out); x (..., in); A (rank, in); B (out, rank). Returns (..., out).
     """
     A, B = A.to(x.dtype), B.to(x.dtype)  # on a GPU x is in bf16, A and B are in float32
-    reduced = F.linear(x, A).flatten(0, -2)  # (n, rank)
-    # One kernel scales, multiplies and adds.
+    reduced = F.linear(x, A).flatten(0, -2)  # (tokens, rank): all axes but the last become one
+    # addmm is output + scale * (reduced @ B.T), in one kernel and with one rounding. It takes
+    # matrices, so both are flattened.
     scale = args.lora_alpha / args.lora_rank
     return torch.addmm(output.flatten(0, -2), reduced, B.T, alpha=scale).view_as(output)
+
+
+def add_adapters(args, model):
+    """Freeze the model, and return the policy: a copy that shares its weights and has adapters.
+
+    On a GPU this also replaces the given model's head by one in float32.
+    """
+    model.requires_grad_(False)
+    if model.device.type == "cuda":
+        # The head computes in float32, so that no logit is rounded to bf16. It may share its weight
+        # with the embedding, so it's replaced by a float32 copy. The hook converts its input.
+        head = copy.deepcopy(model.get_output_embeddings()).float()
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        model.set_output_embeddings(head)
+
+    # deepcopy's second argument holds the copies that exist already: the id of an object, and its
+    # copy. Here each weight is its own copy, so the policy shares all weights of the given model.
+    copies = {id(weight): weight for weight in model.parameters()}
+    policy = copy.deepcopy(model, copies)
+
+    def adapt(layer, inputs, output):
+        return add_low_rank(args, output, inputs[0], layer.lora_A, layer.lora_B)
+
+    torch.manual_seed(args.seed)
+    for layer in policy.base_model.modules():  # the trunk, without the head
+        if isinstance(layer, torch.nn.Linear):
+            # torch draws the weights of a new linear layer uniformly within +-1/sqrt(in). Only this
+            # weight is kept of the layer.
+            A = torch.nn.Linear(layer.in_features, args.lora_rank).weight.detach()  # (rank, in)
+            B = torch.zeros(layer.out_features, args.lora_rank)  # (out, rank)
+            layer.lora_A = torch.nn.Parameter(A.to(model.device))
+            layer.lora_B = torch.nn.Parameter(B.to(model.device))
+            layer.lora_hook = layer.register_forward_hook(adapt)
+    return policy
 
 
 def compute_advantages(args, rewards):
@@ -280,6 +315,7 @@ def main(args: Args) -> dict:
     train_data, test_data = load_data(args, tokenizer)
     # The initial model is the reference. Training doesn't change its weights, so it isn't copied.
     ref_model = initial_model if args.beta > 0 else None
+    # A and B of all layers. As a module, they have a state_dict of their own for the checkpoint.
     adapters = torch.nn.ParameterList(x for x in model.parameters() if x.requires_grad)
 
     G = args.num_generations
@@ -459,7 +495,7 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may skip what follows, except add_adapters.
+# A first reading may stop here: what follows makes the loop above fast, or sets it up.
 
 # The cache of keys and values grows by this many columns at a time. With more, attention also reads
 # many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
@@ -660,39 +696,6 @@ def micro_batches(sequences, lengths, max_tokens):
     return batches
 
 
-def add_adapters(args, model):
-    """Freeze the model, and return the policy: a copy that shares its weights and has adapters.
-
-    On a GPU this also replaces the given model's head by one in float32.
-    """
-    model.requires_grad_(False)
-    if model.device.type == "cuda":
-        # The head computes in float32, so that no logit is rounded to bf16. It may share its weight
-        # with the embedding, so it's replaced by a float32 copy. The hook converts its input.
-        head = copy.deepcopy(model.get_output_embeddings()).float()
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        model.set_output_embeddings(head)
-
-    # deepcopy doesn't copy an object whose id is in this dict, and takes the dict's entry instead.
-    # Each weight stands for itself here, so the policy shares all weights of the given model.
-    copies = {id(weight): weight for weight in model.parameters()}
-    policy = copy.deepcopy(model, copies)
-
-    def adapt(layer, inputs, output):
-        return add_low_rank(args, output, inputs[0], layer.lora_A, layer.lora_B)
-
-    torch.manual_seed(args.seed)
-    for layer in policy.base_model.modules():  # the trunk, without the head
-        if isinstance(layer, torch.nn.Linear):
-            # A new linear layer of torch has weights that are uniform within +-1/sqrt(in).
-            A = torch.nn.Linear(layer.in_features, args.lora_rank).weight.detach()  # (rank, in)
-            B = torch.zeros(layer.out_features, args.lora_rank)  # (out, rank)
-            layer.lora_A = torch.nn.Parameter(A.to(model.device))
-            layer.lora_B = torch.nn.Parameter(B.to(model.device))
-            layer.lora_hook = layer.register_forward_hook(adapt)
-    return policy
-
-
 def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
@@ -866,10 +869,6 @@ def load_model(args):
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"--model {name}: its files have no weights for {missing}")
-    if not any(isinstance(layer, torch.nn.Linear) for layer in model.base_model.modules()):
-        raise ValueError(
-            f"--model {name}: none of its layers is an nn.Linear, so nothing is trained"
-        )
     model.to(device)
     if args.gradient_checkpointing:
         # No forward pass is random, so the random state needn't be kept.
@@ -892,7 +891,7 @@ def load_config(args, name):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             raise ValueError(
                 f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
-                f"context or attention window of --model {name}; lower one of them"
+                f"context or attention window of {name}; lower one of them"
             )
     return config
 
@@ -991,6 +990,7 @@ def save_adapters(args, model, folder):
     target_modules = set()
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
+            # These are peft's names: peft wraps the model twice.
             tensors[f"base_model.model.{name}.lora_A.weight"] = layer.lora_A.detach().cpu()
             tensors[f"base_model.model.{name}.lora_B.weight"] = layer.lora_B.detach().cpu()
             target_modules.add(name.split(".")[-1])
@@ -1011,7 +1011,8 @@ def save_adapters(args, model, folder):
 def merge_adapters(args, model):
     """Add (alpha / rank) B A to each W in place, and remove A and B: an ordinary model remains.
 
-    It's done in float32 and on the CPU: a GPU may have no room for float32 weights.
+    The reference shares these weights, so it changes, too: call this last. It's done in float32 and
+    on the CPU, because a GPU may have no room for float32 weights.
     """
     model.cpu().float()
     for layer in model.modules():

@@ -5,12 +5,12 @@ https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:
 
 A fast sampling engine computes in another precision than the trainer, and may hold older weights.
 So the policy that samples, pi_s, differs from pi_old, the trainer's policy at the start of the
-step. For every prompt q pi_s samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+step. For every prompt q, pi_s samples G responses o_1 .. o_G, and each one gets a reward r_i. We
 maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]                o_i from pi_s
     w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )
-               corrects for the engine: we need samples of pi_old, but pi_s has sampled
+               corrects for the engine: the samples are from pi_s, not from pi_old
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )            (DeepSeekMath, Eq. 3)
     C_it     = max(S_it, c A_it) if A_it < 0, else S_it                       dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
@@ -18,22 +18,22 @@ maximize J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term gets no weight, as in TRL. So its mean is over tokens of
-pi_s instead of pi_old, which makes it slightly biased. Multiplying A by a weight w >= 0 also
+The weight w has no gradient. The KL term gets no weight, as in TRL. So its tokens are samples of
+pi_s instead of pi_old, and its mean is slightly biased. Multiplying A by a weight w >= 0 also
 multiplies C by w. So main multiplies the advantages by the weights, and policy_loss needs no
 argument for them.
 
-Parent: grpo.py. Differences: (1) the weight w of each token corrects for the engine. It is
+Parent: grpo.py. Differences: (1) The weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
---sequence-cap, a response whose ratio is above the cap gets w = 0 for all its tokens. That ratio is
-the product of its tokens' ratios pi_old / pi_s, not truncated. (TRL differs: its cap is 3 by
-default, and a response below the cap gets the product itself as the weight of all its tokens.) (2)
-If the advantage is negative, the minimum leaves a large ratio unclipped. The dual clip replaces a
-ratio above c by c (--dual-clip). (3) A separate copy of the model, the engine, samples the
-rollouts. It imitates a sampling engine on one device: it gets the trainer's weights every
---staleness steps, rounded to --sampler-dtype. Evaluation uses the trainer's current weights (in
-bf16 on a GPU), not the engine. With the defaults on a CPU the engine has the trainer's weights and
-precision, and the script trains as grpo.py does.
+--sequence-cap, w is 0 for all tokens of a response if the product of their ratios pi_old / pi_s,
+not truncated, is above the cap. (2) The dual clip replaces a ratio above c by c (--dual-clip) if
+the advantage is negative. There the minimum in S leaves large ratios unclipped. (3) A copy of the
+model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets the
+trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the trainer's
+current weights (in bf16 on a GPU), not the engine.
+
+With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
+as grpo.py does.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
@@ -134,7 +134,7 @@ class Args:
     """on a GPU, replay the decode step from a CUDA graph"""
     staleness: int = 1
     """steps between refreshes of the engine, the copy of the model that samples; 1: never stale"""
-    sampler_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """precision of the engine's weights, except its head; auto: bfloat16 on a GPU, else float32"""
     # ---- optimization
     num_steps: int = 200
@@ -163,7 +163,7 @@ class Args:
     rollout_correction: float = 2.0
     """upper limit W of a token's weight pi_old / pi_s; 0: no token weights"""
     sequence_cap: float = 0.0
-    """a sequence whose pi_old / pi_s is above this gets weight 0 (its KL stays); 0: no cap"""
+    """a response whose product of pi_old / pi_s is above this gets w = 0, not its KL; 0: no cap"""
     dual_clip: float = 3.0
     """upper limit c of the ratio where the advantage is negative; a large value is no limit"""
 
@@ -214,7 +214,7 @@ def compute_sampler_weights(args, old_logprobs, sampled_logprobs, mask):
         weights = logratio.exp().clamp(max=args.rollout_correction)  # (n, R)
     if args.sequence_cap > 0:
         sequence_ratio = logratio.sum(1, keepdim=True).exp()  # (n, 1)
-        weights = weights * (sequence_ratio <= args.sequence_cap)
+        weights = weights * (sequence_ratio <= args.sequence_cap)  # (n, R)
     return weights
 
 
@@ -235,7 +235,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
     dual_clipped = torch.maximum(surrogate, args.dual_clip * advantages)  # (n, R)
-    surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R), C
+    # advantages is w A here, so S above is w S, and this is w C.
+    surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R)
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
@@ -250,8 +251,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # main averages these over the tokens that the engine sampled, without the weights w. If the
-    # engine is stale, the averages differ from those over pi_old's own samples.
+    # main averages these over the tokens that the engine sampled, without the weights w.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -300,10 +300,13 @@ def main(args: Args) -> dict:
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
     # The engine samples the rollouts. It imitates a fast engine that holds its own weights.
-    engine_dtype = args.sampler_dtype
+    engine_dtype = args.engine_dtype
     if engine_dtype == "auto":
         engine_dtype = "bfloat16" if model.device.type == "cuda" else "float32"
-    engine = inference_copy(model, engine_dtype)
+    if engine_dtype == "bfloat16":
+        engine = inference_copy(model)
+    else:
+        engine = copy.deepcopy(model).requires_grad_(False).eval()
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -327,7 +330,7 @@ def main(args: Args) -> dict:
         for name, part in trained.items():
             part.load_state_dict(saved.pop(name))  # pop: the copy's memory can be freed
     # Only the evaluation uses this copy of the current weights.
-    eval_model = inference_copy(model, "bfloat16") if model.device.type == "cuda" else model
+    eval_model = inference_copy(model) if model.device.type == "cuda" else model
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
@@ -357,11 +360,10 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # pi_old is the trainer's policy: the engine's weights and arithmetic may differ. The
-        # log-probabilities are computed in the micro-batches of the updates, because bf16 rounds a
-        # sequence differently in other micro-batches.
+        # The trainer computes them, because the engine's weights and arithmetic may differ. It uses
+        # the micro-batches of the updates, because bf16 rounds differently in other micro-batches.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
-        first_pass = updates[: args.num_minibatches]  # has each sequence once
+        first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # transformers recomputes activations in training mode only. No dropout is left.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -417,8 +419,8 @@ def main(args: Args) -> dict:
             optimizer.zero_grad()
         if eval_model is not model:
             eval_model.load_state_dict(model.state_dict())  # rounds the new weights to bf16
-        if step % args.staleness == 0:
-            engine.load_state_dict(model.state_dict())  # rounds them to --sampler-dtype
+        if step % args.staleness == 0:  # otherwise the engine keeps its older weights
+            engine.load_state_dict(model.state_dict())  # rounds them to --engine-dtype
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -431,9 +433,9 @@ def main(args: Args) -> dict:
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        is_truncated = sampler_logratio.exp() > args.rollout_correction  # (num_tokens,) bool
-        if args.rollout_correction == 0:  # all weights are 1
-            is_truncated = torch.zeros_like(is_truncated)
+        # Without token weights nothing is truncated.
+        limit = args.rollout_correction if args.rollout_correction > 0 else float("inf")
+        is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
@@ -700,15 +702,13 @@ def micro_batches(sequences, lengths, max_tokens):
     return batches
 
 
-def inference_copy(model, dtype):
-    """A copy of the model that is not trained, with weights in this dtype and a float32 head.
+def inference_copy(model):
+    """A copy of the model for sampling on a GPU, not trained. It's in bf16, except for its head.
 
     Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
     as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
-    if dtype == "float32":
-        return copied
     # Buffers are left alone: the rotary frequencies stay in float32.
     for parameter in copied.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
@@ -930,7 +930,7 @@ def load_config(args, name):
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             raise ValueError(
                 f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
-                f"context or attention window of --model {name}; lower one of them"
+                f"context or attention window of {name}; lower one of them"
             )
     return config
 

@@ -19,32 +19,31 @@ The student can learn only what it can compute from q. If c is a rule that holds
 the student learns the rule. If c gives away what the student can't compute, such as the answer, it
 only learns to write as if it knew, and kl/ref stays above 0 (arXiv:2605.11182).
 
-Three choices differ between the papers:
+Parent: distill.py. Differences: (1) The teacher is not another model but a copy of the policy.
+After each step its weights move to (1 - r) * teacher + r * policy (--teacher-rate r). (2) The
+teacher reads other prompts than the student (--context-template). (3) A response without a context
+has a loss of 0, and still counts in the mean over the sequences.
 
-- Where c comes from. Here it comes from a column of the data set (SDFT, OPSD). In SDPO it is
+The papers differ in three choices:
+
+- The context. Here it comes from a column of the data set, as in SDFT and OPSD. In SDPO it is
   another right response of the same group: variants/sdpo_context.diff.
-- Whose weights the teacher has (--teacher-rate r). After each step the teacher moves to
-  (1 - r) * teacher + r * policy. OPSD's teacher is fixed (r = 0). The default is 0.05, as in SDPO.
-- The direction of the KL. No released code takes the reverse KL by default. SDPO mixes both
-  directions equally. OPSD's code takes the Jensen-Shannon divergence, in a later version the
-  forward KL. SDFT's configuration takes the forward KL, and skips the first three tokens.
+- The rate r. The default is 0.05, as in SDPO. OPSD's teacher is fixed (r = 0).
+- The divergence. Here it is the reverse KL, which no released code takes by default. SDPO's code
+  takes the Jensen-Shannon divergence. OPSD's code takes it, too, and in a later version the forward
+  KL. SDFT's configuration takes the forward KL, and skips the first three tokens.
 
-Parent: distill.py. Differences: (1) the teacher is not another model but a copy of the policy,
-which moves after each step; (2) the teacher reads other prompts than the student
-(--context-template); (3) a response without a context has a loss of 0, and still counts in the mean
-over the sequences.
-
-Departures from SDPO's code (github.com/lasgroup/SDPO), beside the context and the direction: only
+Departures from SDPO's code (github.com/lasgroup/SDPO), besides the context and the divergence: only
 the sampled tokens count, while SDPO takes the 100 likeliest tokens and the rest as one. The loss is
-a mean per response; SDPO's is a mean over all tokens of the responses with a context. The ratio is
-clipped as in grpo.py; SDPO weights each token by a ratio of at most 2.
+a mean per response. SDPO's is a mean over all tokens of the responses with a context. The ratio is
+clipped as in grpo.py. SDPO weights each token by a ratio of at most 2.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
 
     python self_distill.py                                             assets/hinted, on a CPU
-    python self_distill.py --context-column answer                     the failure above
+    python self_distill.py --context-column answer                     c is the answer: this fails
     python self_distill.py --model SmolLM2-360M-Instruct               GSM8K, on one GPU
 """
 
@@ -82,6 +81,7 @@ INSTRUCTIONS = """Solve the problem step by step. Write your reasoning between <
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
 <answer>19</answer>"""
+# render puts --instructions before the filled template: they hold "the format above".
 CONTEXT_TEMPLATE = """{question}
 
 Here is a right solution:
@@ -170,7 +170,7 @@ class Args:
     """share of the policy in each move of the teacher; 0: never moves, 1: becomes the policy"""
 
 
-# The defaults without --model: a bundled model learns to add, in a minute on a CPU.
+# The defaults without --model: a bundled model learns to carry, in a minute on a CPU.
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "hinted"),
     dataset=str(SCRIPT.parent / "assets" / "hinted"),
@@ -198,8 +198,8 @@ def compute_advantages(args, old_logprobs, ref_logprobs):
 @torch.no_grad()
 def move_teacher(teacher, model, rate):
     """Move each weight of the teacher to (1 - rate) * its value + rate * the policy's, in place."""
-    for old, new in zip(teacher.parameters(), model.parameters(), strict=True):
-        old.lerp_(new, rate)
+    for weight, policy_weight in zip(teacher.parameters(), model.parameters(), strict=True):
+        weight.lerp_(policy_weight, rate)
 
 
 def minibatches(args, num_seqs):
@@ -231,6 +231,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
 
     ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
     kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3 (Eq. 4): only logged
+
     # These count all ratios outside the clip range. For some of them the minimum above takes the
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
@@ -293,7 +294,7 @@ def main(args: Args) -> dict:
     )
     trained = {
         "model": model,
-        "teacher": teacher,
+        "teacher": teacher,  # not trained; saved, because its weights lag behind the policy's
         "optimizer": optimizer,
         "scheduler": scheduler,
     }
@@ -339,8 +340,11 @@ def main(args: Args) -> dict:
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
+        # One for each response: in variants/sdpo_context.diff the G of a prompt differ.
         contexts = [example["context"] for example in batch for _ in range(G)]  # N
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch, contexts)
+        # In the student's micro-batches. The teacher's prompts are longer, so they have more than
+        # --micro-batch-tokens here. Without a gradient there is room for this.
         ref_logprobs = rollout_logprobs(args, teacher, teacher_rollout, total_lengths, first_pass)
         loss_mask = response_mask & has_context[:, None]  # (N, R) bool
 
@@ -392,7 +396,7 @@ def main(args: Args) -> dict:
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
-        # Every pass takes each token of a response with a context once. Without any context the
+        # Every pass takes each token of a response with a context once. If no response has one, the
         # means over these tokens are NaN.
         tokens_trained = int(loss_mask.sum()) * args.num_iterations
         state["step"] = step
@@ -727,26 +731,21 @@ def add_contexts(args, tokenizer, rollout, examples, contexts):
     --max-teacher-tokens, the teacher reads the student's prompt, and has_context is False.
     """
     prompts = []  # N tensors of ids
-    has_context = []
+    has_context = []  # N bools
     for i, context in enumerate(contexts):
         example = examples[i // args.num_generations]
-        ids = []
-        if context.strip():
-            *earlier, last = example["messages"]
-            text = args.context_template.format(question=last["content"], context=context)
-            prompt = render(args, tokenizer, [*earlier, last | {"content": text}])
-            ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
-        if 0 < len(ids) <= args.max_teacher_tokens:
-            prompts.append(torch.tensor(ids))
-            has_context.append(True)
-        else:
-            prompts.append(torch.tensor(example["prompt_ids"]))
-            has_context.append(False)
+        *earlier, last = example["messages"]
+        text = args.context_template.format(question=last["content"], context=context)
+        prompt = render(args, tokenizer, [*earlier, last | {"content": text}])
+        ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+        is_used = context.strip() != "" and len(ids) <= args.max_teacher_tokens
+        prompts.append(torch.tensor(ids if is_used else example["prompt_ids"]))
+        has_context.append(is_used)
     # Padded as in sample_responses.
-    ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # (N, P)
-    ids = ids.to(rollout.prompt_ids.device)
-    teacher_rollout = rollout._replace(prompt_ids=ids.clamp(min=0), prompt_mask=ids >= 0)
-    return teacher_rollout, torch.tensor(has_context, device=ids.device)
+    padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
+    padded = padded.to(rollout.prompt_ids.device)  # (N, P)
+    teacher_rollout = rollout._replace(prompt_ids=padded.clamp(min=0), prompt_mask=padded >= 0)
+    return teacher_rollout, torch.tensor(has_context, device=padded.device)
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
@@ -835,10 +834,17 @@ def load_data(args, tokenizer):
                 num_unreadable += 1
             else:
                 columns = row | {"answer": answer}
-                example = {"prompt": prompt, "prompt_ids": ids, "answer": answer}
-                context = row.get(args.context_column)
-                example["context"] = "" if context is None else str(context)
-                examples.append(example | {"messages": messages, "columns": columns})
+                context = row.get(args.context_column)  # a test split may have no such column
+                examples.append(
+                    {
+                        "prompt": prompt,
+                        "prompt_ids": ids,
+                        "answer": answer,
+                        "context": "" if context is None else str(context),
+                        "messages": messages,
+                        "columns": columns,
+                    }
+                )
         print(
             f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
             f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}"
@@ -916,10 +922,11 @@ def load_config(args, name):
     # The whole sequence has to be visible, so a sliding window is a limit like the context.
     for key in ("max_position_embeddings", "sliding_window", "window_size"):
         limit = getattr(text_config, key, None)
-        if limit and args.max_teacher_tokens + args.max_new_tokens > limit:
+        longest_prompt = max(args.max_prompt_tokens, args.max_teacher_tokens)
+        if limit and longest_prompt + args.max_new_tokens > limit:
             raise ValueError(
-                f"--max-teacher-tokens + --max-new-tokens: more than the {limit} tokens of the "
-                f"context or attention window of --model {name}; lower one of them"
+                "--max-prompt-tokens or --max-teacher-tokens, + --max-new-tokens: more than the "
+                f"{limit} tokens of the context or attention window of {name}; lower one of them"
             )
     return config
 
@@ -949,8 +956,8 @@ def check_args(args):
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    text = args.context_template.format(question="<question>", context="<context>")
-    if "<question>" not in text or "<context>" not in text:
+    filled = args.context_template.format(question="<question>", context="<context>")
+    if "<question>" not in filled or "<context>" not in filled:
         raise ValueError("--context-template must contain {question} and {context}")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")

@@ -30,7 +30,7 @@ MANY_UPDATES = dict(
     num_minibatches=2,
     beta=0.05,
     staleness=3,
-    sampler_dtype="bfloat16",
+    engine_dtype="bfloat16",
     baseline="moving_average",
 )
 SMALL = dict(
@@ -746,7 +746,7 @@ def test_a_sampler_that_is_the_trainer_needs_no_correction(
 ):
     """On a CPU in float32, with a sampler refreshed every step, grpo_offpolicy.py equals grpo.py up to rounding."""
     other = __import__("grpo_offpolicy")
-    given = dict(MANY_UPDATES, staleness=1, sampler_dtype="float32", dual_clip=1e9)
+    given = dict(MANY_UPDATES, staleness=1, engine_dtype="float32", dual_clip=1e9)
     other.main(make_args(other, runs_dir=str(tmp_path), run_name="run", dataset=data, **given))
     runs = [
         read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path / "run", finished_runs(script))
@@ -766,7 +766,7 @@ def test_a_sampler_that_is_the_trainer_needs_no_correction(
 def test_truncated_is_what_lies_above_the_cap_and_not_at_it(tmp_path, data):
     """If the sampler equals the trainer, the weights are 1 up to rounding. A cap of 1 then truncates few of them."""
     script = __import__("grpo_offpolicy")
-    given = dict(staleness=1, sampler_dtype="float32", rollout_correction=1.0, num_steps=1)
+    given = dict(staleness=1, engine_dtype="float32", rollout_correction=1.0, num_steps=1)
     metrics = script.main(
         make_args(script, runs_dir=str(tmp_path), run_name="run", dataset=data, **given)
     )

@@ -29,8 +29,6 @@ assert double  # a fixture
 
 ENGINE = pytest.mark.skipif(not can_sample("grpo_vllm"), reason="vllm is not installed")
 WAIT = 240  # seconds after which a test assumes that a process hangs
-# The engine reserves 1 GB for keys and values, so that its start needs no warm-up.
-os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
 
 SIZES = dict(
     hidden_size=64,
@@ -47,6 +45,8 @@ FAMILIES = {
     "Qwen2": ("Qwen2Config", dict(tie_word_embeddings=False)),
     "Qwen3": ("Qwen3Config", dict(tie_word_embeddings=True)),
     "Gemma": ("GemmaConfig", dict(tie_word_embeddings=True)),
+    # vLLM has no SmolLM3 of its own, and runs that of transformers.
+    "SmolLM3": ("SmolLM3Config", dict(tie_word_embeddings=True)),
 }
 FIELDS = dict(
     instructions="",
@@ -199,6 +199,45 @@ def test_evaluated_are_the_current_weights(tmp_path):
         policy = AutoModelForCausalLM.from_pretrained(model)
         found = grpo.evaluate(args, policy, tokenizer, examples, torch.tensor([2]))
         assert (found == {name: last[name] for name in found}) == same
+
+
+@ENGINE
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wrong_temperature_ends_the_run(dtype, tmp_path, monkeypatch):
+    """Even under bf16, the first step tells a wrong temperature from rounding, after --resume too."""
+    whole = grpo_vllm.sample_responses
+
+    def wrong(args, engine, tokenizer, examples, num_samples, temperature, eos_ids):
+        return whole(args, engine, tokenizer, examples, num_samples, 0.9 * temperature, eos_ids)
+
+    folder = run_main(tmp_path, engine_dtype=dtype, num_steps=2, save_every=1, eval_size=4)
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    saved["args"]["num_steps"] = 3
+    torch.save(saved, folder / "checkpoint.pt")
+    monkeypatch.setattr(grpo_vllm, "sample_responses", wrong)
+    for given in (dict(engine_dtype=dtype, num_steps=1, eval_size=4), dict(resume=str(folder))):
+        with pytest.raises(ValueError, match="sampling and training differ"):
+            if "resume" in given:
+                grpo_vllm.main(dataclasses.replace(grpo_vllm.BUNDLED, **given))
+            else:
+                run_main(tmp_path, name="wrong", **given)
+
+
+@ENGINE
+def test_a_failed_run_leaves_no_engine(tmp_path, monkeypatch):
+    """A notebook keeps the last exception, whose frames refer to the engine."""
+
+    def fail(completions, **columns):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(grpo_vllm, "REWARDS", [fail])
+    with pytest.raises(ZeroDivisionError) as kept:
+        run_main(tmp_path, num_steps=1, eval_size=4)
+    gc.unfreeze()  # vLLM hides its tensors from gc
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor]
+    assert max(x.untyped_storage().nbytes() for x in tensors) < 2**29
+    assert kept.value is not None
 
 
 # ---- as a program
@@ -387,6 +426,25 @@ def test_samples_share_no_random_numbers(started, uniform):
     first, again, other = begin_with(1), begin_with(1), begin_with(2)
     assert len(first) > 32 and len(set(first)) == len(first)
     assert first == again and not set(first) & set(other)
+
+
+@one_family
+def test_each_prompt_has_a_seed_from_the_seed_of_the_step(started, monkeypatch):
+    """On a GPU, the engine has a random state of its own, which a resumed run wouldn't continue."""
+    _, engine, *_ = started
+    asked = []
+    generate = engine.generate
+
+    def recorded(prompts, options, **more):
+        asked.append([option.seed for option in options])
+        return generate(prompts, options, **more)
+
+    monkeypatch.setattr(engine, "generate", recorded)
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        sample(started, [{"prompt_ids": [3, 4, 5]}] * 6)
+    assert asked[0] == asked[1] and None not in asked[0]
+    assert len(set(asked[0] + asked[2])) == 12
 
 
 @one_family

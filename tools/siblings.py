@@ -1,11 +1,10 @@
-"""Print what each script changes of its parent.
+"""Show what each script changes of its parent.
 
-    python tools/siblings.py            the changed lines, and the names that differ
+    python tools/siblings.py            print the number of changed lines, and the names of what differs
     python tools/siblings.py vapo       only for these scripts
-    python tools/siblings.py --write    also write the table in CONTRIBUTING.md and the diff in README.md
+    python tools/siblings.py --write    write docs/diffs/, the table in CONTRIBUTING.md and the diff in README.md
 
-The script prints the names as the Python literal PAIRS of tests/test_siblings.py. Read them before you paste them,
-because the test is there to find accidental differences.
+Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend.
 
 A changed line is one that only the child has, or one that only the parent has. The docstring of the file isn't counted.
 """
@@ -137,6 +136,65 @@ def replace_between(page: str, start: str, text: str, end: str) -> None:
     path.write_text(f"{before}{start}\n{text}\n{end}\n{after}", encoding="utf-8")
 
 
+def blocks(name: str) -> dict[str, str]:
+    """The parts of a script, but with main in pieces: "main: set-up", "main: part 1", ..."""
+    found = {}
+    for part, text in parts(name).items():
+        # The loop of grpo_vllm.py is in train.
+        if part not in ("main", "train"):
+            found[part] = text
+            continue
+        pieces = re.split(r"^        # ---- (\d)\.", text, flags=re.MULTILINE)
+        found[f"{part}: set-up"] = pieces[0]
+        for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
+            found[f"main: part {number}"] = f"        # ---- {number}.{piece}"
+    return found
+
+
+def rank(block: str, text: str, equations: str) -> int:
+    """The place of a block on a page: equations first, then main, other functions, Args and constants."""
+    if text in equations:
+        return 0
+    if block.startswith(("main", "train")):
+        return 1
+    if block == "header":
+        return 5
+    if block.startswith("Args"):
+        return 3
+    return 4 if block.isupper() else 2
+
+
+def diff_page(child: str) -> str:
+    """docs/diffs/CHILD.md: what the docstring says of the differences, and the diff of each block."""
+    parent = parent_of(child)
+    docstring = read_script(child).split('"""')[1]
+    says = re.search(r"^Parent: .*?(?=\n\n|\Z)", docstring, re.MULTILINE | re.DOTALL).group()
+    mine, theirs = blocks(child), blocks(parent)
+    equations = ""
+    for name in (parent, child):
+        start, end = (body(name).index(f"# ==== {x} ====") for x in ("algorithm", "training"))
+        equations += body(name)[start:end]
+    names = [*theirs, *(name for name in mine if name not in theirs)]
+    changed = [name for name in names if mine.get(name) != theirs.get(name)]
+    changed.sort(key=lambda name: rank(name, (mine.get(name) or theirs[name]).strip(), equations))
+    lines = [
+        f"# {child}.py, compared with {parent}.py",
+        "",
+        "<!-- made by python tools/siblings.py --write -->",
+        "",
+        says,
+        "",
+    ]
+    for name in changed:
+        before = theirs.get(name, "").strip("\n").splitlines()
+        after = mine.get(name, "").strip("\n").splitlines()
+        lines += [f"## {'imports' if name == 'header' else name}", "", "```diff"]
+        diff = list(difflib.unified_diff(before, after, n=3, lineterm=""))[3:]
+        lines += ["..." if line.startswith("@@") else line.rstrip() for line in diff]
+        lines += ["```", ""]
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -151,21 +209,15 @@ def main() -> None:
 
     for child in children:
         removed, added = changed_lines(child)
-        print(f"# {child}.py against {parent_of(child)}.py: {removed} lines removed, {added} added")
-    print("PAIRS = {")
-    for child in children:
-        names = sorted(differing_names(child))
-        if not names:
-            print(f'    "{child}": set(),')
-            continue
-        print(f'    "{child}": {{')
-        for name in names:
-            print(f'        "{name}",')
-        print("    },")
-    print("}")
+        print(f"{child}.py against {parent_of(child)}.py: {removed} lines removed, {added} added")
+        print("    " + ", ".join(sorted(differing_names(child))))
     if options.write:
         replace_between("CONTRIBUTING.md", "<!-- changed -->", table(), "<!-- end changed -->")
         replace_between("README.md", "```diff", lesson(), "```")
+        for child in CHILDREN:
+            path = ROOT / "docs" / "diffs" / f"{child}.md"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(diff_page(child), encoding="utf-8")
 
 
 if __name__ == "__main__":
