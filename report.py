@@ -5,9 +5,11 @@
     python report.py runs                 all runs in this folder
 
 It reads args.json, metrics.jsonl and samples.jsonl of each run. The page shows them, and says what
-is missing or unreadable. Runs whose args.json differ only in the seed are one configuration, drawn
-as mean and band. The page is made from assets/report.html, and plotly draws the curves."""
+is missing or unreadable. Runs whose args.json differ only in the seed, and whose copies of the
+script are equal, are one configuration, drawn as mean and band. The page is made from
+assets/report.html, and plotly draws the curves."""
 
+import hashlib
 import json
 import os
 import sys
@@ -28,6 +30,8 @@ BROKEN = {
     "rollout/zero_std_frac": ("above", 0.9, "most groups have equal rewards"),
     "optim/skipped": ("above", 0, "gradients that are not finite"),
 }
+# A shorter run isn't judged: it's a trial.
+FEWEST_STEPS = 20
 
 
 @dataclass
@@ -75,15 +79,16 @@ def read_run(folder, name):
     gaps = []
     try:
         args = dict(read_json((folder / "args.json").read_text(encoding="utf-8")))
-        args |= args.pop("versions", {})
-        # Weights & Biases gives each run another id.
-        args.pop("id", None)
     except (OSError, ValueError, TypeError, RecursionError):
         # The name keeps the run from looking like another run with another seed.
         args = {"args.json": f"none in {name}"}
         gaps.append("args.json is missing or unreadable")
-    # The folder of a run has a copy of its script.
-    args["script"] = next((path.name for path in folder.glob("*.py")), "?")
+    # The folder of a run has a copy of its script. Copies of one name may differ, in a reward for
+    # example.
+    args["script"] = args["copy"] = "?"
+    for path in folder.glob("*.py"):
+        args["script"] = path.name
+        args["copy"] = hashlib.sha256(path.read_bytes()).hexdigest()[:7]
     metrics, metrics_gaps = read_records(folder / "metrics.jsonl", "step", int)
     samples, samples_gaps = read_records(folder / "samples.jsonl", "completions", list)
     for group in samples:
@@ -107,6 +112,8 @@ def series(metrics, name):
 def marks(metrics, args):
     """The marks of a broken run, as in docs/metrics.md, that these metrics show."""
     found = []
+    if not metrics or metrics[-1]["step"] < FEWEST_STEPS:
+        return found
     for name, (side, limit, meaning) in BROKEN.items():
         if name == "rollout/zero_std_frac" and ("teacher" in args or "teacher_rate" in args):
             # distill.py and self_distill.py don't learn from rewards.

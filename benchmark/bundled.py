@@ -21,12 +21,11 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from records import FOLDER, ROOT, provenance, read, read_run, write
+from records import FOLDER, ROOT, provenance, read, read_run, time_command, write
 
 sys.path.insert(0, str(ROOT / "tools"))
 
@@ -69,22 +68,17 @@ def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
         ).split()
         if device == "emulated":
             launcher, flags = f"{launcher} tests/emulated_cuda", [shlex.join(flags)]
-        start = time.perf_counter()
         command = [sys.executable, *launcher.split(), *flags]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        seconds = time.perf_counter() - start
-        if done.returncode or not Path(folder, "run", "model").is_dir():
-            raise SystemExit(
-                f"error: {script}.py, seed {seed} failed\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
-            )
-        metrics, args = read_run(Path(folder, "run"))
+        _, seconds, peak = time_command(command, cwd=ROOT)
+        metrics, _ = read_run(Path(folder, "run"))
+        # On a GPU, the memory of the GPU.
+        peak = metrics[-1].get("time/peak_mem_gb", peak)
     record = {
         "script": script,
         "seed": seed,
         **source,
-        "versions": args["versions"],
         "seconds": round(seconds, 1),
-        "peak_mem_gb": round(metrics[-1]["time/peak_mem_gb"], 3),
+        "peak_mem_gb": round(peak, 3),
         "episodes": metrics[-1]["episodes"],
         "device": device,
         # The gap of the worst step.

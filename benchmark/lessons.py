@@ -638,7 +638,6 @@ def run(command: str, seed: int) -> dict:
         "seed": seed,
         "seconds": round(seconds, 1),
         **source,
-        "versions": args.pop("versions"),
         "args": {name: value for name, value in args.items() if not name.startswith("run")},
     }
     for name in ("model", "dataset", "reward_model", "teacher"):

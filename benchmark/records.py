@@ -3,10 +3,13 @@
 A record is a line of JSON in benchmark/records. In a page, a table stands between <!-- name --> and <!-- end name -->.
 """
 
+import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -33,7 +36,7 @@ def machine() -> dict:
 
 
 def provenance() -> dict:
-    """The commit, whether the code has changes that aren't committed, and the machine at this moment.
+    """The commit, whether the code has changes that aren't committed, the versions, and the machine now.
 
     Without git, or outside a repository, the commit is None, and the code counts as changed.
     """
@@ -48,7 +51,13 @@ def provenance() -> dict:
 
     commit = git("rev-parse", "--short", "HEAD")
     changes = git("status", "--porcelain", "--", "*.py", "utils", "assets")
-    return {"commit": commit, "dirty": commit is None or changes != "", "machine": machine()}
+    packages = ("torch", "transformers", "datasets", "tyro", "wandb")
+    return {
+        "commit": commit,
+        "dirty": commit is None or changes != "",
+        "machine": machine(),
+        "versions": {name: importlib.metadata.version(name) for name in packages},
+    }
 
 
 def read(path: Path) -> list[dict]:
@@ -63,12 +72,28 @@ def write(path: Path, records: list[dict]) -> None:
 
 
 def read_run(folder: Path) -> tuple[list[dict], dict]:
-    """The metrics of a run, and its args with the versions of the packages.
+    """The metrics of a run, and its args.
 
     The first line of the metrics is the evaluation before training.
     """
     args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     return read(folder / "metrics.jsonl"), args
+
+
+def time_command(command: list, **options) -> tuple[str, float, float]:
+    """Run a command, and return what it printed, its wall seconds and the peak of its memory in GB."""
+    with tempfile.TemporaryFile("w+") as output:
+        start = time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, **options)
+        # wait4 also gives the largest resident set of the process and of its children, in KiB.
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - start
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        printed = output.read()
+    if process.returncode != 0:
+        raise RuntimeError(f"{command}\n{printed[-3000:]}")
+    return printed, seconds, usage.ru_maxrss * 1024 / 1e9
 
 
 def marked(name: str, text: str) -> str:

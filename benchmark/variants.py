@@ -128,7 +128,7 @@ def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
         if done.returncode != 0:
             raise RuntimeError(f"python {command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
         seconds = time.perf_counter() - start
-        metrics, args = read_run(Path(folder, "run"))
+        metrics, _ = read_run(Path(folder, "run"))
     record = {
         "group": group,
         "script": script,
@@ -139,7 +139,6 @@ def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
         **source,
         # The machine after the run, instead of the one in `source`.
         "machine": machine(),
-        "versions": args["versions"],
         "held_out": metrics[-1]["eval/accuracy"],
     }
     for name in (

@@ -43,7 +43,7 @@ def write_run(folder, metrics=(), samples=(), **args):
     """Write a run's folder with these records."""
     folder.mkdir(parents=True)
     (folder / "grpo.py").write_text("")
-    args = {"seed": 1, "beta": 0.01} | args | {"versions": {"torch": "2.13.0"}}
+    args = {"seed": 1, "beta": 0.01} | args
     (folder / "args.json").write_text(json.dumps(args))
     for name, records in {"metrics.jsonl": metrics, "samples.jsonl": samples}.items():
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -77,7 +77,7 @@ def open_report(chromium, folders):
 def test_the_marks_of_a_broken_run():
     """The test checks each mark at its limit and just beyond the limit."""
     edge = dict(eos_frac=0.5, zero_std_frac=0.9)
-    healthy = [metric(step, entropy=0.05 if step > 1 else 0.5, **edge) for step in range(1, 9)]
+    healthy = [metric(step, entropy=0.05 if step > 1 else 0.5, **edge) for step in range(1, 30)]
     assert report.marks([{"step": 0, "eval/accuracy": 0.5}, *healthy], {}) == []
 
     metrics = [
@@ -85,27 +85,30 @@ def test_the_marks_of_a_broken_run():
         metric(2),
         metric(3, eos_frac=0.1),
         metric(4, eos_frac=None),
+        metric(20),
     ]
     assert report.marks(metrics, {}) == [
-        "rollout/eos_frac is below 0.5 (most responses are cut) in 2 of 3 steps, first in step 1"
+        "rollout/eos_frac is below 0.5 (most responses are cut) in 2 of 4 steps, first in step 1"
     ]
-    metrics = [metric(1), metric(2, zero_std_frac=0.91, skipped=1)]
+    # A run of fewer than 20 steps is a trial.
+    assert report.marks(metrics[:4], {}) == []
+    metrics = [metric(1), metric(2, zero_std_frac=0.91, skipped=1), metric(20)]
     found = report.marks(metrics, {})
     assert [line.split(" (")[0] for line in found] == [
         "rollout/zero_std_frac is above 0.9",
         "optim/skipped is above 0",
     ]
-    assert all(line.endswith("in 1 of 2 steps, first in step 2") for line in found)
+    assert all(line.endswith("in 1 of 3 steps, first in step 2") for line in found)
     # distill.py and self_distill.py don't need rewards.
     assert report.marks(metrics, {"teacher": "x"}) == found[1:]
     assert report.marks(metrics, {"teacher_rate": 0.05}) == found[1:]
 
 
 def test_entropy_has_collapsed_if_it_stays_low():
-    low = {step: 0.049 for step in (3, 4, 5, 6, 8, 9, 10, 11, 12, 13)}
-    metrics = [metric(step, entropy=low.get(step, 0.5)) for step in range(1, 15)]
+    low = {step: 0.049 for step in (13, 14, 15, 16, 18, 19, 20, 21, 22, 23)}
+    metrics = [metric(step, entropy=low.get(step, 0.5)) for step in range(11, 25)]
     (line,) = report.marks(metrics, {})
-    assert "policy/entropy" in line and line.endswith("first in steps 8 to 12")
+    assert "policy/entropy" in line and line.endswith("first in steps 18 to 22")
     assert report.marks(metrics[:11], {}) == []
     solved = [record | {"rollout/accuracy": 0.95} for record in metrics]
     assert report.marks(solved, {}) == []
@@ -123,6 +126,13 @@ def test_the_mark_of_the_entropy_finds_the_recorded_runs_that_collapsed():
             seeds += 1
     arms = lessons.LESSONS["broken"].arms
     assert found == {arms["PPO, collapsed"]} and seeds == 3
+
+
+def test_another_copy_of_the_script_is_another_configuration(tmp_path):
+    folders = [write_run(tmp_path / name, [metric(1)]) for name in "abc"]
+    (folders[2] / "grpo.py").write_text("REWARDS = [another_reward]")
+    copies = [report.read_run(folder, folder.name)["args"]["copy"] for folder in folders]
+    assert copies[0] == copies[1] != copies[2]
 
 
 def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
@@ -271,6 +281,22 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     assert page.locator("#all .main-svg").count() == 0
     page.click("#all summary >> nth=0")
     page.wait_for_selector("#all .main-svg")
+    page.close()
+    assert errors == []
+
+
+def test_equal_seeds_are_never_pooled(chromium, tmp_path):
+    paths = [f"/data/of/the/experiment/train_{name}.csv" for name in ("easy", "hard")]
+    folders = [write_run(tmp_path / f"s{k}", [metric(1)], dataset=paths[0]) for k in (1, 2)]
+    folders.append(write_run(tmp_path / "other", [metric(1)], dataset=paths[1]))
+    page, errors = open_report(chromium, folders)
+    ends = [f"dataset …{path[-23:]}" for path in paths]
+    names = [f"{folder.parent.name}/{folder.name}" for folder in folders]
+    assert page.locator("#legend label").all_inner_texts() == [
+        f"grpo.py, {ends[0]}, {names[0]}, seed 1",
+        f"grpo.py, {ends[0]}, {names[1]}, seed 1",
+        f"grpo.py, {ends[1]}, seed 1",
+    ]
     page.close()
     assert errors == []
 
