@@ -150,7 +150,7 @@ class Args:
     max_resample: int = 10
     """maximum number of extra batches that a step samples to find B mixed groups"""
     overlong_cache: int = 60
-    """the penalty grows to 1 over this many last tokens (L_cache)"""
+    """the penalty grows to 1 over this many last tokens (L_cache); 0: no penalty"""
 
 
 # The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
@@ -193,7 +193,7 @@ def mixed_groups(args, accuracy):
 def overlong_penalty(args, lengths):
     """Soft overlong punishment: response lengths (n,) int -> (n,) in [-1, 0]. DAPO (4), Eq. 13."""
     free = args.max_new_tokens - args.overlong_cache  # tokens without a penalty
-    return ((free - lengths) / args.overlong_cache).clamp(-1.0, 0.0)
+    return ((free - lengths) / max(1, args.overlong_cache)).clamp(-1.0, 0.0)
 
 
 def minibatches(args, num_seqs):

@@ -18,6 +18,7 @@ import memory
 import pytest
 import torch
 from conftest import ROOT, free_port, small_flags
+from safetensors.torch import load_file
 from scripts import OWN_TENSORS
 from transformers import AutoModelForCausalLM
 
@@ -269,7 +270,13 @@ def test_script_trains_on_cuda(runs, name):
     assert all(value is not None and math.isfinite(value) for value in values)
     for row in rows[1:]:
         assert row["policy/ratio_mean"] == pytest.approx(1, abs=0.01) and row["optim/skipped"] == 0
-        assert row["optim/grad_norm"] > 1e-3 and row["time/peak_mem_gb"] > 1e-3
+        assert row["optim/grad_norm"] > 1e-3 and row["time/peak_mem_gb"] < 1
+        if name not in ("grpo_lora", "grpo_multigpu"):
+            # Weights, gradients, two averages of Adam in float32, and the sampler's copy in bf16. The
+            # gradients are freed before the log, so the memory in use at that moment is less.
+            weights = load_file(folder / "model" / "model.safetensors")
+            numbers = sum(x.numel() for x in weights.values())
+            assert row["time/peak_mem_gb"] > 18 * numbers / 1e9
         # The sampler's bf16 and the trainer's autocast round differently, so their numbers are close but not equal.
         # In grpo_lora.py sampler and trainer share the weights, so the gap may be 0.
         lowest = -1 if name == "grpo_lora" else 1e-6

@@ -365,6 +365,11 @@ def test_overlong_penalty_never_rewards_and_keeps_the_order():
     assert (penalties[80:99].diff() < 0).all() and (penalties[99:] == -1).all()
 
 
+def test_without_a_cache_there_is_no_penalty():
+    args = make_args(dapo, max_new_tokens=100, overlong_cache=0)
+    assert (dapo.overlong_penalty(args, torch.arange(1, 101)) == 0).all()
+
+
 # ---- the loss
 
 

@@ -353,9 +353,14 @@ def test_a_template_that_leaves_something_out(tmp_path, template):
         train(tmp_path, ["5"], context_template=template)
 
 
-def test_a_teachers_prompt_that_leaves_no_room(tmp_path):
+@pytest.mark.parametrize("name", ["max_prompt_tokens", "max_teacher_tokens"])
+def test_a_prompt_has_to_fit_into_the_context(name):
+    """The model's context has 256 tokens, and a response 24."""
+    args = self_distill.Args(**SMALL | {name: 232})
+    assert self_distill.load_config(args, SMALL_MODEL).max_position_embeddings == 256
+    args = self_distill.Args(**SMALL | {name: 233})
     with pytest.raises(ValueError, match="--max-teacher-tokens.*256 tokens"):
-        train(tmp_path, ["5"], max_teacher_tokens=250)
+        self_distill.load_config(args, SMALL_MODEL)
 
 
 # ---- the bundled student and its task
