@@ -1106,7 +1106,8 @@ def make_run(args):
     name = args.run_name or f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
     run_dir = Path(args.runs_dir, name)
     run_dir.mkdir(parents=True)  # raises an error if it exists
-    (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+    content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
+    (run_dir / "args.json").write_text(json.dumps(content, indent=2))
     shutil.copy(SCRIPT, run_dir)
     return run_dir
 

@@ -199,18 +199,17 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # Masked slots become 0, whatever stands there. The ratio serves the metrics alone.
-    logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    # The ratio serves the metrics alone.
+    logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
-    token_loss = -advantages * logprobs.masked_fill(~mask, 0.0)  # (n, R)
+    token_loss = -advantages * logprobs  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3, for the log; the return has k1
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
-    # These count all ratios outside the clip range. For some of them the minimum above takes the
-    # unclipped term, depending on the sign of the advantage.
+    # These count all ratios outside 1 +- CLIP_FRAC_EPS. The loss has no ratio and no clip.
     below = ratio < 1 - CLIP_FRAC_EPS  # (n, R) bool
     above = ratio > 1 + CLIP_FRAC_EPS  # (n, R) bool
     per_token = {
@@ -321,8 +320,8 @@ def main(args: Args) -> dict:
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        # A single update computes its own old log-probabilities, below. With a reference, the KL in
-        # the returns needs them now.
+        # The KL in the returns needs the old log-probabilities now. Without a reference there is no
+        # KL, and a single update computes its own, below.
         if updates_per_step > 1 or ref_model is not None:
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
         if ref_model is not None:
@@ -333,7 +332,7 @@ def main(args: Args) -> dict:
         for name, values in apply_rewards(rollout.completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
-        # The returns (B, G) are the rewards with the KL to the reference taken off.
+        # (B, G): the rewards minus beta times the KL to the reference.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         # b(q): the sum of the rewards, in the same order as above, because another order could
         # round differently.
@@ -923,7 +922,8 @@ def make_run(args):
     name = args.run_name or f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
     run_dir = Path(args.runs_dir, name)
     run_dir.mkdir(parents=True)  # raises an error if it exists
-    (run_dir / "args.json").write_text(json.dumps(vars(args), indent=2))
+    content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
+    (run_dir / "args.json").write_text(json.dumps(content, indent=2))
     shutil.copy(SCRIPT, run_dir)
     return run_dir
 

@@ -39,12 +39,9 @@ FLAGS = dict(
     max_new_tokens=300,
     gradient_checkpointing=True,
 )
-# The scripts take these on a GPU of more than 60 GB, if no flag says otherwise.
-LARGE = dict(sampling_tokens=131072, micro_batch_tokens=8192)
 # The flags to try, in this order, until the script fits.
 LOWER = [
     {},
-    dict(sampling_tokens=49152, micro_batch_tokens=2048),
     dict(sampling_tokens=24576),
     dict(sampling_tokens=12288),
     dict(sampling_tokens=12288, beta=0),
@@ -218,9 +215,8 @@ def words(flags: dict) -> str:
 
 def verdict(script: str, config: dict, card: int) -> str:
     """Whether the script fits on a card with `card` GB, and with which flags."""
-    defaults = LARGE if card > 60 else {}
     for flags in LOWER:
-        if count(script, config, **defaults | flags)["peak"] <= card * 1e9:
+        if count(script, config, **flags)["peak"] <= card * 1e9:
             return "yes" if not flags else words(flags)
     return "no"
 

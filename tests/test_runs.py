@@ -190,7 +190,9 @@ def test_files(script, finished):
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
 
     args = json.loads((finished / "args.json").read_text())
-    assert set(args) == {field.name for field in dataclasses.fields(script.Args)}
+    fields = {field.name for field in dataclasses.fields(script.Args)}
+    assert set(args) == fields | {"rewards"}
+    assert args["rewards"] == [reward.__name__ for reward in script.REWARDS]
     assert args["num_prompts"] == 4
 
     metrics = read_jsonl(finished / "metrics.jsonl")
@@ -815,7 +817,7 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
     )
     metrics = script.main(make_args(script, **given))
     folder = tmp_path / "run"
-    args = script.Args(**json.loads((folder / "args.json").read_text()))
+    args = script.Args(**read_checkpoint(folder)["args"])
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     examples = script.load_data(args, tokenizer)[1]
     mine, start = [
