@@ -6,19 +6,19 @@ gradient of the loss is -grad J:
 
     grad J   = E[ (R - b) grad log pi_theta(o | q) ]                            (Williams, Eq. 11)
     R        = r - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
-                                                                                 the return
     b        = the mean return of the batch, or a moving average of it over the steps, or 0
-                                                                                 the baseline
 
-The whole response is one action: log pi(o | q) is the sum over its tokens. A baseline that does not
-depend on the response leaves the gradient unbiased. It may lower the variance or raise it: that
-depends on how the return and the size of the gradient vary together.
+R is the return, and b the baseline. The whole response is one action: log pi(o | q) is the sum over
+its tokens. A baseline that does not depend on the response leaves the gradient unbiased. It may
+lower the variance or raise it: that depends on how the return and the size of the gradient vary
+together.
 
 Parent: none. This is the root of the family: all other scripts are derived from it.
 
-Departures from the paper: the batch's mean is no constant. 1/N of it is the sample's own return,
-and the other returns don't depend on the response. So in expectation the gradient is scaled by 1 -
-1/N, and its direction stays. The moving average starts from the first batch's mean.
+Departures from the paper: its return has no KL. Its baseline doesn't depend on the response, but
+1/N of the batch's mean is the response's own return. In expectation this scales the gradient by
+1 - 1/N and leaves its direction. The moving average starts from the first batch's mean. The choice
+of the baseline is the subject of this script, so it is a flag (--baseline) and not a patch.
 
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing corrects for that:
 policy/clip_frac and policy/approx_kl say how far off-policy they are.
@@ -343,10 +343,11 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # (B, G): the rewards minus beta times the KL to the reference.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        # The moving average starts at the first step's mean return. A checkpoint saves state.
+        # The moving average starts at the first step's mean return. It is in `state`, so that a
+        # checkpoint saves it.
         average = state.get("rollout/return_average", returns.mean().item())
-        state["rollout/return_average"] = update_average(average, returns)
         baseline = compute_baseline(args, returns, average)
+        state["rollout/return_average"] = update_average(average, returns)
         advantages = compute_advantages(args, returns, baseline).view(-1, 1)  # (N, 1)
 
         # ---- 4. update

@@ -2,6 +2,9 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from importlib.util import find_spec
 
 import pytest
@@ -122,3 +125,43 @@ def test_the_run_on_math(monkeypatch, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "train data: 18 problems; skipped: 0 longer than --max-prompt-tokens, 18 without" in out
     assert r"\\frac{\\sqrt{2}}{2}" in out
+
+
+def test_the_sweep(monkeypatch, tmp_path, capsys):
+    """It trains three runs, resumes what is there, and goes on after a value that is refused."""
+    import grpo
+
+    (block,) = re.findall(r"```python\n([^`]*?for rate in .*?)```", PAGE, re.DOTALL)
+    small = small_recipe(grpo) | dict(num_steps=1, num_prompts=2, eval_size=2, device="cpu")
+    monkeypatch.setattr(grpo, "BUNDLED", grpo.Args(**small))
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    first = capsys.readouterr().out
+    exec(block, {})
+    assert len(list((tmp_path / "runs").iterdir())) == 3
+    results = [line for line in first.splitlines() if re.match(r"\S+ \d\.\d", line)]
+    assert len(results) == 3
+    assert [line for line in capsys.readouterr().out.splitlines() if line in results] == results
+    monkeypatch.setattr(grpo, "BUNDLED", grpo.Args(**small | {"temperature": -1.0}))
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    exec(block, {})
+    assert capsys.readouterr().out.count("--temperature must be positive") == 3
+
+
+@pytest.mark.parametrize("in_package", [True, False])
+def test_a_script_in_another_repository(tmp_path, in_package):
+    """Beside a utils/ of its own, or inside a package, as the page says."""
+    home = tmp_path / ("package" if in_package else "utils")
+    home.mkdir()
+    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
+    for name in ("masking.py", "rewards.py"):
+        shutil.copy(ROOT / "utils" / name, home)
+    (home / "__init__.py").write_text("MINE = 1\n")
+    if in_package:
+        source = source.replace("from utils.", "from .")
+    (home if in_package else tmp_path).joinpath("grpo.py").write_text(source, encoding="utf-8")
+    module = ["-m", "package.grpo"] if in_package else ["grpo.py"]
+    command = [sys.executable, *module, "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "--num-generations" in done.stdout, done.stderr

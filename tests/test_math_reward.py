@@ -55,10 +55,10 @@ def test_completions_are_judged_in_their_order():
 @pytest.mark.parametrize("text", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_text_that_takes_for_ever_is_wrong(text):
     """An honest answer beside it is still right."""
-    texts, golds = [block(text), text, block(r"\sqrt{8}")], [r"2\sqrt{2}"] * 3
+    # This gold answer has the same operations, so math-verify computes the text.
+    gold = r"9^{9} + 5! + \sum_{n=1}^{3} \int_0^1 \sin(x) dx"
+    texts, golds = [block(text), text, block(r"\sqrt{8}")], [gold, gold, r"2\sqrt{2}"]
     assert math_reward(texts, golds) == [0.0, 0.0, 1.0]
-    # A gold answer with the same operations makes math-verify compute the text.
-    assert math_reward([block(text)], [r"9^{9} + 5! + \sum_{n=1}^{3} \int_0^1 \sin(x) dx"]) == [0.0]
 
 
 @installed
