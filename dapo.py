@@ -19,13 +19,11 @@ so that a long response weighs more than a short one; (4) soft overlong punishme
 up to 1 of its reward when its length comes close to --max-new-tokens. There is no KL term, and so
 no reference. With one update per rollout, the default, the ratio is 1, and (1) changes nothing.
 
-Departures from the paper: (a) The loss is divided by the tokens of the minibatch, as in verl. Eq. 8
-divides the loss of each group by the tokens of that group, and then averages over the groups. So a
-group of 10 tokens and one of 100 have the weights 0.09 and 0.91 here, and 0.5 each in Eq. 8. (b)
-1e-4 is added to the std, as in grpo.py. (c) After --max-resample extra batches a step trains on the
-mixed groups that it has. If it has none, it trains on its first B groups: their format and length
-rewards may still differ. (d) The rewards are those of grpo.py, accuracy and format, instead of 1
-and -1.
+Departures from the paper: (a) The loss is divided by the tokens of the minibatch, as in verl, so
+each token has the same weight. In Eq. 8 each group has the same weight. (b) 1e-4 is added to the
+std, as in grpo.py. (c) After --max-resample extra batches a step trains on the mixed groups that it
+has. If it has none, it trains on its first B groups: their format and length rewards may still
+differ. (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1.
 
 The rollout metrics count everything that was sampled, except logprob_gap: it counts the sequences
 to train on.
@@ -150,7 +148,7 @@ class Args:
     max_resample: int = 10
     """maximum number of extra batches that a step samples to find B mixed groups"""
     overlong_cache: int = 60
-    """the penalty grows to 1 over this many last tokens (L_cache); 0: no penalty"""
+    """the penalty grows to 1 over this many tokens before the limit (L_cache); 0: no penalty"""
 
 
 # The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
@@ -184,7 +182,7 @@ def mixed_groups(args, accuracy):
     """DAPO (2): the indices of the first B mixed groups, or of all mixed ones if there are fewer.
 
     accuracy (groups, G) is 1 for a right response and 0 for a wrong one. A mixed group has both.
-    With grades between 0 and 1, nearly every group is mixed.
+    If the first of REWARDS also gives values in between, nearly every group is mixed.
     """
     is_mixed = accuracy.amax(1) > accuracy.amin(1)  # (groups,) bool
     return is_mixed.nonzero()[: args.num_prompts, 0]
@@ -192,7 +190,8 @@ def mixed_groups(args, accuracy):
 
 def overlong_penalty(args, lengths):
     """Soft overlong punishment: response lengths (n,) int -> (n,) in [-1, 0]. DAPO (4), Eq. 13."""
-    free = args.max_new_tokens - args.overlong_cache  # tokens without a penalty
+    free = args.max_new_tokens - args.overlong_cache  # up to this length there is no penalty
+    # With a cache of 0 nothing is longer than `free`, so any divisor gives 0.
     return ((free - lengths) / max(1, args.overlong_cache)).clamp(-1.0, 0.0)
 
 
@@ -257,22 +256,14 @@ class Rollout(NamedTuple):
         )
 
 
-class SampledGroups(NamedTuple):
-    """All groups that a step has sampled. Group k is the G samples of examples[k]."""
-
-    examples: list[dict]
-    rollout: Rollout  # N sequences
-    scores: dict  # name of the reward function -> N floats
-    kept: Tensor  # (at most B*G,): the sequences to train on, those of the mixed groups
-    num_batches: int  # how many batches of B prompts were sampled
-
-
 def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_ids):
     """DAPO (2): sample batch after batch, until B groups are mixed.
 
     batch_indices holds the batches that no step has sampled yet, each as the indices (B,) of its
     examples. After --max-resample extra batches, keep the mixed groups that there are. If there
-    are none, keep the first B groups.
+    are none, keep the first B groups. Returns what was sampled, dropped groups included: the
+    examples, their Rollout of N sequences and the scores (name of the reward function -> N floats).
+    Also returns `kept` (at most B*G,): the indices of the sequences to train on.
     """
     G = args.num_generations
     examples = []
@@ -291,13 +282,8 @@ def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_i
             break
     if len(kept_groups) == 0:
         kept_groups = torch.arange(args.num_prompts)
-    return SampledGroups(
-        examples=examples,
-        rollout=merge_rollouts(rollouts),
-        scores=scores,
-        kept=(kept_groups[:, None] * G + torch.arange(G)).flatten(),
-        num_batches=len(rollouts),
-    )
+    kept = (kept_groups[:, None] * G + torch.arange(G)).flatten()  # (at most B*G,)
+    return examples, merge_rollouts(rollouts), scores, kept
 
 
 def main(args: Args) -> dict:
@@ -351,10 +337,10 @@ def main(args: Args) -> dict:
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps the steps of runs with neighboring seeds apart.
         torch.manual_seed(1_000_003 * args.seed + step)
-        groups = sample_mixed_groups(
-            args, sampler, tokenizer, train_data, batch_indices[state["batches"] :], eos_ids
+        unused = batch_indices[state["batches"] :]  # the batches that no step has sampled yet
+        examples, rollout, all_scores, kept = sample_mixed_groups(
+            args, sampler, tokenizer, train_data, unused, eos_ids
         )
-        examples, rollout, kept = groups.examples, groups.rollout, groups.kept
         N = len(rollout.completions)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
@@ -365,9 +351,8 @@ def main(args: Args) -> dict:
         # ---- 2. old log-probabilities
         # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
         # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
-        # The indices of each update's sequences, among those to train on.
-        updates = [kept[indices] for indices in minibatches(args, len(kept))]
-        first_pass = updates[: args.num_minibatches]  # has each kept sequence once
+        updates = [kept[part] for part in minibatches(args, len(kept))]  # each update's sequences
+        first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # transformers recomputes activations in training mode only. No dropout is left.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -376,10 +361,10 @@ def main(args: Args) -> dict:
 
         # ---- 3. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
-        for name, values in groups.scores.items():
+        for name, values in all_scores.items():
             scores[name] = torch.tensor(values, device=model.device)
         scores["overlong_penalty"] = overlong_penalty(args, response_lengths)  # DAPO (4)
-        rewards = sum(scores.values()).view(-1, G)  # (N / G, G) float32
+        rewards = sum(scores.values()).view(-1, G)  # (groups, G) float32
         advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
@@ -427,10 +412,10 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        state["batches"] += groups.num_batches
+        state["batches"] += len(examples) // args.num_prompts
         right = scores[REWARDS[0].__name__]  # (N,) float32
-        gap = (old_logprobs - rollout.sampled_logprobs)[kept].abs()  # (at most B*G, R)
-        gap = gap[response_mask[kept]]  # (tokens of the kept sequences,)
+        # (tokens of the kept sequences,)
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[kept][response_mask[kept]]
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
@@ -957,7 +942,7 @@ def find_eos_ids(model, tokenizer):
 def check_args(args):
     """Raise an error at values that would train something else in silence."""
     if args.num_generations < 2:
-        raise ValueError("--num-generations must be at least 2: a group has a mean and a std")
+        raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps_low", "clip_eps_high", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")

@@ -4,26 +4,27 @@ arXiv:2503.20783v1.
 For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i.
 We maximize J, so the loss is -J:
 
-    J(theta) = E[ 1/G sum_i 1/L sum_t S_it ]                                (Section 3.2, and 1/L)
+    J(theta) = E[ 1/G sum_i 1/L sum_t S_it ]                      (Section 3.2; 1/L: the listing)
     S_it     = min( rho_it A_i, clip(rho_it, 1-eps, 1+eps) A_i )
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
                pi_old is the policy that sampled
     A_i      = r_i - mean(r_1 .. r_G)                                     the same for every token t
 
-L is a constant, --max-new-tokens. With --beta above 0 the KL term of grpo.py, - beta KL_it, stands
-beside S_it, also divided by L. Eq. 3 and Eq. 4 in the code are those of DeepSeekMath
-(arXiv:2402.03300v3), as in grpo.py.
+L is a constant, --max-new-tokens. With --beta above 0, S_it is replaced by S_it - beta KL_it, with
+the KL_it of grpo.py. Eq. 3 and Eq. 4 in the code are those of DeepSeekMath (arXiv:2402.03300v3), as
+in grpo.py.
 
-Parent: grpo.py. Differences: (1) the advantage is not divided by the group's std: dividing gives
-more weight to problems that are too easy or too hard; (2) the sum over a sequence's tokens is
-divided by the constant L and not by its length |o_i|: dividing by the length punishes a wrong
-response less the longer it is; (3) beta is 0 by default, as in the paper: a verifiable reward
-doesn't call for a KL term.
+Parent: grpo.py. Differences: (1) the advantage is not divided by the group's std; (2) the sum over
+a sequence's tokens is divided by the constant L and not by its length |o_i|; (3) beta is 0 by
+default. The paper's reasons: (1) the std is small where a problem is too easy or too hard, so
+dividing by it gives such problems more weight; (2) dividing by the length punishes each token of a
+wrong response less the longer it is; (3) a verifiable reward doesn't call for a KL term.
 
-Departures from the paper: its equation has no 1/L, but its listing divides by a constant, the
-maximum length, as here. The gradient is smaller than GRPO's, by a factor of about std * |o|/L. Adam
-divides by the gradient's scale, so the learning rate is that of grpo.py; --max-grad-norm binds less
-often.
+Departures from the paper: none. Its equation has no 1/L, but its listing divides by a constant, the
+maximum length, as here.
+
+The gradient is smaller than GRPO's, by a factor of about std * |o|/L. Adam divides by the scale of
+the gradients, so the learning rate is that of grpo.py. But --max-grad-norm binds less often.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -888,7 +889,7 @@ def find_eos_ids(model, tokenizer):
 def check_args(args):
     """Raise an error at values that would train something else in silence."""
     if args.num_generations < 2:
-        raise ValueError("--num-generations must be at least 2: a group has a mean and a std")
+        raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")

@@ -1119,7 +1119,7 @@ def find_eos_ids(model, tokenizer):
 def check_args(args):
     """Raise an error at values that would train something else in silence."""
     if args.num_generations < 2:
-        raise ValueError("--num-generations must be at least 2: a group has a mean and a std")
+        raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")

@@ -15,8 +15,8 @@ the log-probabilities of its tokens.
 Parent: grpo.py. Differences: (1) each sequence has one ratio, the geometric mean of its tokens'
 ratios. It moves much less than the ratio of a token, so it is clipped to 1 - 3e-4 .. 1 + 4e-4 and
 not to 1 - 0.2 .. 1 + 0.2; (2) beta is 0 by default; (3) each rollout serves four updates
-(--num-minibatches 4), as in the paper's experiments. With one update the ratio is 1, and the
-gradient is that of GRPO without a KL.
+(--num-minibatches 4), as in the paper's experiments. With one update per rollout (1) changes
+nothing: the ratio is 1, and the gradient is that of GRPO without a KL.
 
 Departures from the paper: 1e-4 is added to the std, because equal rewards would give 0/0. With
 --beta above 0 the loss adds beta times the k3 estimate of the KL to the reference (DeepSeekMath,
@@ -185,8 +185,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # Masked slots become 0 here, whatever the caller has put there.
-    logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    logratio = logprobs - old_logprobs  # (n, R)
     ratio = masked_mean(logratio, mask, axis=1).exp()  # (n,), s in Eq. 7
     clipped_ratio = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)  # (n,)
     seq_advantages = advantages[:, 0]  # (n,)
@@ -202,14 +201,14 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
 
     per_token = {
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
-        # Each token gets its sequence's ratio, so that this is a mean over tokens as in grpo.py.
+        # Each token gets the ratio of its sequence. The mean is over tokens, as in grpo.py.
         "policy/ratio_mean": ratio[:, None].expand_as(mask),
         "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
-    # Sequences with a ratio outside the clip range, whatever the sign of the advantage.
+    # These count all sequences with a ratio outside the clip range, clipped or not.
     below = ratio < 1 - args.clip_eps_low  # (n,) bool
     above = ratio > 1 + args.clip_eps_high  # (n,) bool
     stats["policy/clip_frac_low"] = below.sum()
@@ -365,10 +364,9 @@ def main(args: Args) -> dict:
         seqs_trained = N * args.num_iterations
         stat_means = {}
         for name, total in stat_sums.items():
-            if name.startswith("policy/clip_frac"):  # a sequence is clipped as a whole
-                stat_means[name] = total / seqs_trained
-            else:
-                stat_means[name] = total / tokens_trained
+            # The clip fractions are shares of the sequences. All others are means over the tokens.
+            count = seqs_trained if name.startswith("policy/clip_frac") else tokens_trained
+            stat_means[name] = total / count
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
@@ -893,7 +891,7 @@ def find_eos_ids(model, tokenizer):
 def check_args(args):
     """Raise an error at values that would train something else in silence."""
     if args.num_generations < 2:
-        raise ValueError("--num-generations must be at least 2: a group has a mean and a std")
+        raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps_low", "clip_eps_high", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")

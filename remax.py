@@ -5,30 +5,25 @@ J = E[R]. The gradient of the loss is -grad J:
 
     grad J   = E[ (R - b(q)) grad log pi_theta(o | q) ]
     R        = r(q, o) - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
-                                                                                 the return
-    b(q)     = r(q, o'),  o'_t = argmax_v pi_theta(v | q, o'_<t)                 the baseline
+    b(q)     = r(q, o'),  o'_t = argmax_v pi_theta(v | q, o'_<t)
 
-The whole response is one action: log pi(o | q) is the sum over its tokens. The baseline is the
-reward of the greedy response o' to the same prompt. It does not depend on o, so the gradient stays
-unbiased. It says how hard the prompt is for the policy of this step. The policy is never trained on
-the greedy response.
+R is the return. The whole response is one action: log pi(o | q) is the sum over its tokens. The
+baseline b(q) is the reward of the greedy response o' to the same prompt. It says how hard the
+prompt is for the policy of this step. It does not depend on o, so the gradient stays unbiased. The
+policy is never trained on the greedy response.
 
 Parent: reinforce_baseline.py. Difference: the baseline is one number per prompt, the reward of a
 greedy response that each step decodes for it. It needs no state.
 
 Departures from the paper: with --num-generations above 1 the samples of a prompt share its greedy
-response; the paper has one sample, which is the default. Here each token's advantage has the KL of
-the whole response. In the authors' code it has that token's KL alone. Neither puts a KL into b.
+response; the paper has one sample, which is the default. The advantage of each token contains the
+KL of the whole response. In the authors' code it contains the KL of that token alone. The baseline
+contains no KL, there and here.
 
-With --num-minibatches above 1 the later minibatches are off-policy, and nothing
-corrects for that: policy/clip_frac and policy/approx_kl say how far off-policy they are.
+With --num-minibatches above 1 the later minibatches are off-policy, and nothing corrects for that:
+policy/clip_frac and policy/approx_kl say how far off-policy they are.
 
-The cost: the greedy responses need a second decode loop, after that of the samples. On a GPU every
-decode step reads all weights, and the keys and values of its sequences. So each step of the second
-loop reads all weights again. If the weights are most of what a step reads (few sequences, or few
-key heads), the rollout takes up to twice as long as with one loop for all responses. One loop would
-need a generate that mixes greedy and sampled rows.
-
+The greedy responses are decoded after the samples, so on a GPU a rollout takes up to twice as long.
 The metrics episodes, tokens and time/tokens_per_s count the greedy responses, too.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
@@ -302,8 +297,7 @@ def main(args: Args) -> dict:
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
-        # One greedy response to each prompt, for the baselines. It draws no random numbers, so the
-        # minibatches are shuffled as in the parent.
+        # One greedy response to each prompt, for the baseline.
         greedy_rollout = sample_responses(args, sampler, tokenizer, batch, 1, 0.0, eos_ids)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
@@ -334,11 +328,10 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # (B, G): the rewards minus beta times the KL to the reference.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        # b(q): the sum of the rewards, in the same order as above, because another order could
-        # round differently.
-        greedy_rewards = torch.zeros(len(batch), device=model.device)  # (B,) float32
+        greedy_scores = []  # (B,) float32 of each reward function
         for values in apply_rewards(greedy_rollout.completions, batch).values():
-            greedy_rewards += torch.tensor(values, device=model.device)
+            greedy_scores.append(torch.tensor(values, device=model.device))
+        greedy_rewards = sum(greedy_scores)  # (B,) float32, b(q)
         advantages = compute_advantages(args, returns, greedy_rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
