@@ -5,7 +5,6 @@ whose gradients are worked out on paper. If TRL is installed, they also compare 
 steps of main.
 """
 
-import difflib
 import importlib.util
 import inspect
 import itertools
@@ -78,16 +77,6 @@ def load(folder):
         sys.modules.pop(name, None)
 
 
-def changed(name):
-    """Lines added plus removed: [in the module's docstring, in the code]."""
-    lines = (ROOT / "variants" / f"{name}.diff").read_text(encoding="utf-8").splitlines()[2:]
-    counts, in_docstring = [0, 0], True
-    for line in lines:
-        counts[not in_docstring] += line[:1] in "+-"
-        in_docstring = in_docstring and line != ' """'
-    return counts
-
-
 # ---- the patches
 
 
@@ -99,11 +88,6 @@ def test_it_applies_and_says_what_it_is(name, load):
     assert "arXiv:" in docstring[:250] and f"Parent: {parent_of(name)}.py" in docstring
     assert "Departures from the paper" in docstring and f"    python {name}.py  " in docstring
     assert max(map(len, source.splitlines())) <= 100
-    ours = source.splitlines()
-    theirs = (ROOT / f"{parent_of(name)}.py").read_text(encoding="utf-8").splitlines()
-    patch = list(difflib.unified_diff(theirs, ours, n=0, lineterm=""))[2:]
-    assert sum(line[:1] in "+-" for line in patch) == sum(changed(name))
-    assert changed(name)[1] >= 1
     # Comments must stand above their code, not behind a bracket.
     assert not re.search(r"^\s*\)  #", source, re.MULTILINE)
 
@@ -1489,16 +1473,10 @@ def test_echo_learns_what_its_tool_writes_without_any_reward(load, folder, monke
 # ---- variants/README.md
 
 
-def test_the_page_lists_every_patch_with_its_lines():
+def test_the_page_lists_every_patch_with_its_parent():
     text = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[(\w+)\]\((\w+)\.diff\) \|(.*)\|$", text, re.MULTILINE)
-    assert sorted(name for name, _, _ in rows) == PATCHES
-    for name, target, rest in rows:
-        cells = [cell.strip() for cell in rest.split("|")]
-        docstring, code = changed(name)
-        assert (
-            target == name and cells[1] == parent_of(name) and cells[2] == f"{code} + {docstring}"
-        )
+    rows = re.findall(r"^\| \[(\w+)\]\((\w+)\.diff\) \|[^|]*\| (\w+) \|", text, re.MULTILINE)
+    assert sorted(rows) == [(name, name, parent_of(name)) for name in PATCHES]
 
 
 def test_the_page_places_every_patch_and_knows_every_name():
