@@ -10,8 +10,8 @@ import importlib.util
 import json
 import pickle
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -318,28 +318,37 @@ def test_a_checkpoint_runs_no_code(finished, tmp_path, monkeypatch):
 
 
 # ---- the command line
-def run_script(*flags, **options):
-    command = [sys.executable, str(ROOT / "grpo.py"), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+@pytest.fixture
+def run_script(monkeypatch, capsys):
+    """Run grpo.py as a program, but in this process, and return its exit status and what it printed."""
+
+    def call(*flags):
+        monkeypatch.setattr(sys, "argv", ["grpo.py", *flags])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
+        return ended.value.code, "".join(capsys.readouterr())
+
+    return call
 
 
 @pytest.mark.parametrize("flags", [["--nonsense", "1"], ["--seed", "x"], ["--device", "tpu"]])
-def test_the_parser_refuses(flags):
-    done = run_script(*flags)
-    assert done.returncode == 2 and flags[0] in done.stderr + done.stdout
+def test_the_parser_refuses(run_script, flags):
+    status, printed = run_script(*flags)
+    assert status == 2 and flags[0] in printed
 
 
-def test_help_shows_the_values_that_will_be_used(monkeypatch):
+@pytest.mark.parametrize("flags", [[], ["--model", "x"]])
+def test_help_shows_the_values_that_will_be_used(run_script, flags):
     """Without --model the bundled run's, with it those for any model."""
-    monkeypatch.setenv("COLUMNS", "200")
-    bundled, any_model = (run_script(*flags, "--help").stdout for flags in ([], ["--model", "x"]))
-    for name, args in (("bundled", grpo.BUNDLED), ("any", grpo.Args())):
-        text = bundled if name == "bundled" else any_model
-        for field in ("max_new_tokens", "num_steps", "beta", "temperature"):
-            flag = f"--{field.replace('_', '-')}"
-            line = next(x for x in text.splitlines() if f" {flag} " in x)
-            below = text[text.index(line) :].split("--", 2)[1]
-            assert f"(default: {getattr(args, field)})" in below, (name, field)
+    status, text = run_script(*flags, "--help")
+    assert status == 0
+    args = grpo.Args() if flags else grpo.BUNDLED
+    for field in ("max_new_tokens", "num_steps", "beta", "temperature"):
+        flag = f"--{field.replace('_', '-')}"
+        line = next(x for x in text.splitlines() if f" {flag} " in x)
+        below = text[text.index(line) :].split("--", 2)[1]
+        assert f"(default: {getattr(args, field)})" in below, field
 
 
 def test_every_script_imports_without_the_modules_that_windows_lacks(script, monkeypatch):

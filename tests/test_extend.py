@@ -1,11 +1,12 @@
 """The examples of docs/extend.md run as they stand: each in a copy of grpo.py, on data as the page shows it."""
 
+import importlib.util
 import json
 import re
 import shutil
-import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, small_recipe
@@ -150,7 +151,7 @@ def test_the_sweep(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("in_package", [True, False])
-def test_a_script_in_another_repository(tmp_path, in_package):
+def test_a_script_in_another_repository(tmp_path, monkeypatch, in_package):
     """Beside a utils/ of its own, or inside a package, as the page says."""
     home = tmp_path / ("package" if in_package else "utils")
     home.mkdir()
@@ -161,7 +162,14 @@ def test_a_script_in_another_repository(tmp_path, in_package):
     if in_package:
         source = source.replace("from utils.", "from .")
     (home if in_package else tmp_path).joinpath("grpo.py").write_text(source, encoding="utf-8")
-    module = ["-m", "package.grpo"] if in_package else ["grpo.py"]
-    command = [sys.executable, *module, "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "--num-generations" in done.stdout, done.stderr
+    for name in [name for name in sys.modules if name.split(".")[0] == "utils"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = (home if in_package else tmp_path) / "grpo.py"
+    name = "package.copied" if in_package else "copied"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert Path(sys.modules[module.masked_mean.__module__].__file__).parent == home
+    for name in [name for name in sys.modules if name.split(".")[0] in ("utils", "package")]:
+        monkeypatch.delitem(sys.modules, name)
