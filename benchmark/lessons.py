@@ -1,20 +1,21 @@
 """What each idea does on the bundled tasks: the runs, the tables and the pictures of docs/lessons.md.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/lessons.py clipping   make the missing runs of this lesson, and draw its picture
-    python benchmark/lessons.py            all lessons
-    python benchmark/lessons.py --draw     draw from the records, without runs
+    python benchmark/lessons.py clipping           make the missing runs of this lesson, and draw its picture
+    python benchmark/lessons.py clipping --print   print the commands of this lesson, and run nothing
+    python benchmark/lessons.py                    all lessons
+    python benchmark/lessons.py --draw             draw from the records, without runs
 
-Every run is one command: an unchanged script with flags (or gamed.py, which adds a reward to grpo.py). The record
-contains the command, and the page prints it. Two runs go at a time, each on one thread.
+Every run is one command: an unchanged script with flags, a script that a patch of variants/ makes, or gamed.py, which
+adds a reward to grpo.py. The record contains the command. Two runs go at a time, each on one thread.
 benchmark/records/lessons.jsonl gets one line for each run: command, commit (and "dirty", if the tree had changes), the
 machine's state before the run, versions, args, wall time, the evaluations, and a curve over the steps for every metric.
 A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs end, and its output
 is printed.
 
 The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
-from the lowest seed to the highest. The script writes pictures, tables and commands into docs/lessons.md. Every
-measured number in the text of that page must be in a table of its section; tests/test_docs.py checks this.
+from the lowest seed to the highest. The program writes the tables into docs/lessons.md and docs/metrics.md. Every
+measured number in the text of these pages must be in a table of its section; tests/test_docs.py checks this.
 """
 
 import argparse
@@ -23,17 +24,28 @@ import os
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 from pictures import GRAY, digest, draw_band, panels, save, smooth
-from records import FOLDER, ROOT, fill, provenance, read, read_run, run_two_at_a_time, spread, table
+from records import (
+    FOLDER,
+    ROOT,
+    fill,
+    machine,
+    provenance,
+    read,
+    read_run,
+    run_two_at_a_time,
+    spread,
+    table,
+)
 
 RECORDS = FOLDER / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
@@ -41,6 +53,8 @@ SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
 # The first five steps train only the value network.
 VAPO = "vapo.py --num-steps 25"
+# The student of the lesson on length.
+BUILD_STUDENT = "tools/build_hesitant.py runs/hesitant"
 FREE = "--model runs/hesitant --dataset runs/hesitant --instructions= --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
 SUMS = "--model assets/sums --dataset assets/sums --instructions= --num-steps 40"
@@ -204,7 +218,6 @@ HELD_OUT = {"held out, %": (held_out, 1)}
 LAST = {"sampled, last five steps, %": (over(ACCURACY, -5, -1), 1)}
 USUAL = HELD_OUT | LAST
 HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17), 0)}
-LATER = {"steps 21 to 30, %": (over(ACCURACY, 21, 30), 1)}
 GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1), 0)}
 CLIPPED = {"outside the clip range, first five, %": (over("policy/clip_frac", 1, 5), 1)}
 MOVED = {"approx_kl, highest": (highest("policy/approx_kl"), 3)}
@@ -234,7 +247,8 @@ SUMS_RANKS = {
     for rate in ("1.5e-4", "5e-4", "1.5e-3")
 }
 
-# In the order of the page. "broken" is on docs/metrics.md. The last four are in one section.
+# In the order of the page. "rate" is a fold in the section of "adapters", and "broken" is on docs/metrics.md. The last
+# four are in one section.
 LESSONS = {
     "length": Lesson(
         "Dividing by length makes wrong answers grow",
@@ -260,7 +274,7 @@ LESSONS = {
             Panel(STEPS, "policy/clip_frac"),
             Panel(STEPS, "policy/approx_kl"),
         ],
-        USUAL | HALFWAY | CLIPPED | MOVED,
+        LAST | HALFWAY,
     ),
     "goodhart": Lesson(
         "Without a KL penalty, the judge's score hides wrong sums",
@@ -269,12 +283,7 @@ LESSONS = {
             for beta in (0, 0.05, 0.2, 1)
         },
         [Panel("rollout/score", ACCURACY)],
-        USUAL
-        | LOWEST
-        | {
-            "score, steps 1 and 2": (over("rollout/score", 1, 2), 2),
-            "score, last five": (over("rollout/score", -5, -1), 2),
-        },
+        USUAL | LOWEST | {"score, last five": (over("rollout/score", -5, -1), 2)},
         by_seed=("beta = 0", "beta = 0.2", "beta = 1"),
     ),
     "gamed": Lesson(
@@ -290,11 +299,10 @@ LESSONS = {
             Panel(STEPS, "length/all"),
             Panel(STEPS, "rollout/response_len"),
         ],
-        USUAL
+        HELD_OUT
         | {
             "characters, last five": (over("length/all", -5, -1), 0),
             "tokens, last five": (over("rollout/response_len", -5, -1), 1),
-            "format_reward, last five": (over("rollout/format_reward", -5, -1), 2),
             "kl/ref, highest": (highest("kl/ref"), 2),
         }
         | {
@@ -302,9 +310,7 @@ LESSONS = {
             for words, metric in {
                 "accuracy": ACCURACY,
                 "kl/ref": "kl/ref",
-                "characters": "length/all",
                 "tokens": "rollout/response_len",
-                "ended": "rollout/eos_frac",
             }.items()
         },
         rows=2,
@@ -320,7 +326,7 @@ LESSONS = {
             "GRPO, 128": ADDER_RATES["3e-4"],
         },
         [Panel(SAMPLED, ACCURACY)],
-        USUAL
+        HELD_OUT
         | {
             f"responses {first + 1} to {last}, %": (between(first, last), 0)
             for first, last in ((0, 640), (640, 1280), (1280, 1600))
@@ -334,7 +340,7 @@ LESSONS = {
             "a right response": "sdpo_context.py",
         },
         [Panel(STEPS, ACCURACY), Panel(STEPS, "kl/ref"), Panel(STEPS, "rollout/response_len")],
-        USUAL
+        HELD_OUT
         | {
             "KL to the teacher, first five, nats": (over("kl/ref", 1, 5), 2),
             "last five": (over("kl/ref", -5, -1), 3),
@@ -356,8 +362,22 @@ LESSONS = {
             "calls, last five steps": (over("tool/calls", -5, -1), 2),
         },
     ),
+    "adapters": Lesson(
+        "The rank of an adapter makes no difference, and the learning rate does",
+        ADDER_RANKS
+        | {f"adder, {rate}: all weights": command for rate, command in ADDER_RATES.items()}
+        | SUMS_RANKS
+        | {f"sums, {rate}: all weights": command for rate, command in SUMS_RATES.items()},
+        [
+            Panel(RATE, ACCURACY, "adder", "adder, last five steps"),
+            Panel(RATE, ACCURACY, "sums", "sums, steps 21 to 30", steps=(21, 30)),
+            Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
+        ],
+        LAST,
+        by_rate=("adder", "sums"),
+    ),
     "rate": Lesson(
-        "The best learning rate is close to one that destroys the policy",
+        "What shows early that a learning rate is too high",
         {f"adder, {rate}: all weights": command for rate, command in ADDER_RATES.items()}
         | {"adder, 2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"}
         | {arm: command for arm, command in ADDER_RANKS.items() if arm.endswith("rank 16")}
@@ -371,29 +391,12 @@ LESSONS = {
             Panel(RATE, "policy/entropy", "sums", "sums, last five steps"),
             Panel(RATE, "policy/entropy", "adder", "adder, last five steps"),
         ],
-        LAST
-        | LOWEST
-        | {
+        {
             "kl/ref, step 3": (over("kl/ref", 3, 3), 4),
             "gradient's norm, steps 1 to 5": (over("optim/grad_norm", 1, 5), 2),
         }
-        | ENTROPY
-        | GROUPS,
+        | ENTROPY,
         rows=2,
-    ),
-    "adapters": Lesson(
-        "The rank of an adapter makes no difference, and the learning rate does",
-        ADDER_RANKS
-        | {f"adder, {rate}: all weights": command for rate, command in ADDER_RATES.items()}
-        | SUMS_RANKS
-        | {f"sums, {rate}: all weights": command for rate, command in SUMS_RATES.items()},
-        [
-            Panel(RATE, ACCURACY, "adder", "adder, last five steps"),
-            Panel(RATE, ACCURACY, "sums", "sums, steps 21 to 30", steps=(21, 30)),
-            Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
-        ],
-        LAST | LATER,
-        by_rate=("adder", "sums"),
     ),
     "clipping": Lesson(
         "Clipping tokens makes no difference at a learning rate that works",
@@ -414,7 +417,7 @@ LESSONS = {
             Panel(SAMPLED, ACCURACY, "3e-4", "learning rate 3e-4"),
             Panel(STEPS, "policy/clip_frac", "1e-4", "learning rate 1e-4"),
         ],
-        USUAL | HALFWAY | LOWEST | CLIPPED | MOVED,
+        LAST | HALFWAY | CLIPPED | MOVED,
     ),
     "critic": Lesson(
         "Advantages that come from the critic alone hurt",
@@ -434,7 +437,7 @@ LESSONS = {
             Panel(SAMPLED, ACCURACY, "sums", "sums"),
             Panel(STEPS, "value/explained_var", "sums", "sums"),
         ],
-        USUAL | LOWEST | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
+        USUAL | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
         rows=2,
     ),
     "broken": Lesson(
@@ -468,7 +471,7 @@ LESSONS = {
             for G in (2, 4, 8, 16, 32)
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "rollout/zero_std_frac")],
-        USUAL | GROUPS,
+        LAST | GROUPS,
     ),
     "dynamic": Lesson(
         "Dynamic sampling takes twice the samples, without a gain",
@@ -481,12 +484,11 @@ LESSONS = {
             Panel(STEPS, ACCURACY),
             Panel(SAMPLED, ACCURACY),
         ],
-        USUAL
+        LAST
         | {
             "responses": (lambda record: record["curves"][SAMPLED][-1], 0),
             "at 3,840 responses, %": (lambda record: accuracy_at(record, 3840), 1),
-        }
-        | GROUPS,
+        },
     ),
     "samplers": Lesson(
         "A stale sampler is behind at first, and a rounded one is not",
@@ -511,10 +513,7 @@ LESSONS = {
             f"steps {first} to {last}, %": (over(ACCURACY, first, last), 0)
             for first, last in ((1, 5), (11, 15), (16, 20))
         }
-        | {
-            "held out, step 20, %": (lambda record: 100 * record["eval"]["20"], 1),
-            "logprob_gap, highest": (highest("rollout/logprob_gap"), 4),
-        },
+        | {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
         rows=2,
     ),
     "baselines": Lesson(
@@ -527,7 +526,7 @@ LESSONS = {
             "ReMax": "remax.py --num-steps 40",
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "optim/grad_norm")],
-        USUAL
+        LAST
         | {
             "gradient's norm, first five": (over("optim/grad_norm", 1, 5), 1),
             "gradient's norm, last five": (over("optim/grad_norm", -5, -1), 1),
@@ -537,7 +536,7 @@ LESSONS = {
         "The KL leash",
         {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
         [Panel(SAMPLED, ACCURACY), Panel("kl/ref", ACCURACY)],
-        USUAL | {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
+        LAST | {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
     ),
     "credit": Lesson(
         "The std, and a reward for each step",
@@ -552,21 +551,17 @@ LESSONS = {
             Panel("advantages", "advantages", ("GRPO", "Dr. GRPO"), "computed from the rewards"),
             Panel(SAMPLED, ACCURACY),
         ],
-        USUAL
+        LAST
         | {
             f"steps {first} to {last}, %": (over(ACCURACY, first, last), 1)
-            for first, last in ((1, 2), (3, 7), (11, 20), (21, 30))
-        }
-        | GROUPS,
+            for first, last in ((1, 2), (3, 7), (21, 30))
+        },
     ),
     "clip-higher": Lesson(
         "Clip-Higher",
         {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "policy/entropy")],
-        USUAL
-        | {"entropy, first five": (over("policy/entropy", 1, 5), 3)}
-        | ENTROPY
-        | {"above the bound, %": (over("policy/clip_frac_high", 1, -1), 2)},
+        HELD_OUT | {"entropy, first five": (over("policy/entropy", 1, 5), 3)} | ENTROPY,
     ),
     "vapo": Lesson(
         "VAPO's changes",
@@ -580,7 +575,7 @@ LESSONS = {
             "GRPO": "grpo.py --num-steps 20",
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
-        USUAL | {"steps 6 to 10 of the policy, %": (after_pretraining(6, 10), 0)} | EXPLAINED,
+        LAST | {"steps 6 to 10 of the policy, %": (after_pretraining(6, 10), 0)} | EXPLAINED,
     ),
 }
 
@@ -611,11 +606,11 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
     }
 
 
-def run(command: str, seed: int) -> dict:
-    """Run a script in a temporary folder, and return its record."""
+def run(command: str, seed: int, source: dict) -> dict:
+    """Run a script in a temporary folder, and return its record, with `source` as its provenance."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # The machine's state before the run: the run itself is not a part of its load.
-    source = provenance()
+    source = source | {"machine": machine()}
     with tempfile.TemporaryDirectory() as folder:
         full = f"{command} --device cpu --seed {seed}"
         start = time.perf_counter()
@@ -662,14 +657,45 @@ def run_missing(names: list[str]) -> None:
     missing = [
         (command, seed) for seed in SEEDS for command in commands if (command, seed) not in have
     ]
-    # The student of the lesson on length.
+    if not missing:
+        return
+    from bundled import in_place  # imports torch, which takes seconds
+
     student = ROOT / "runs" / "hesitant" / "model.safetensors"
     if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
-        subprocess.run(
-            [sys.executable, "tools/build_hesitant.py", "runs/hesitant"], cwd=ROOT, check=True
-        )
-    run_two_at_a_time(run, missing, RECORDS)
+        subprocess.run([sys.executable, *BUILD_STUDENT.split()], cwd=ROOT, check=True)
+    # The scripts of the patches count as changes of the tree. So look at the tree first.
+    source = provenance()
+    with ExitStack() as stack:
+        for script in sorted({script_of(command) for command, _ in missing}):
+            stack.enter_context(in_place(script))
+        run_two_at_a_time(partial(run, source=source), missing, RECORDS)
     read_records.cache_clear()
+
+
+def script_of(command: str) -> str:
+    return command.partition(".py")[0]
+
+
+def commands(name: str) -> str:
+    """The commands of a lesson, one a line, after those that make its student and the scripts of its patches."""
+    lines = []
+    if any("runs/hesitant" in command for command in LESSONS[name].arms.values()):
+        lines.append(f"python {BUILD_STUDENT}")
+    for script in dict.fromkeys(map(script_of, LESSONS[name].arms.values())):
+        patch = ROOT / "variants" / f"{script}.diff"
+        if patch.is_file():
+            parent = patch.read_text(encoding="utf-8").split()[1]
+            lines.append(f"patch -o {script}.py {parent} variants/{script}.diff")
+    return "\n".join([*lines, *(f"python {command}" for command in LESSONS[name].arms.values())])
+
+
+def cost(name: str) -> str:
+    """How many recorded runs a lesson has, and how long they took."""
+    arms = LESSONS[name].arms.values()
+    runs = [record for (command, _), record in read_records().items() if command in arms]
+    minutes = sum(record["seconds"] for record in runs) / 60
+    return f"with --seed 1, 2 and 3: {len(runs)} runs, {minutes:.0f} minutes of one core"
 
 
 # ==== the pictures ====
@@ -874,35 +900,23 @@ def tables_by_rate(lesson: Lesson, records: dict[str, list[dict]]) -> str:
 
 
 def block(name: str) -> str:
-    """The generated part of a lesson: a picture, a table with the results of its arms, and its commands."""
+    """The generated part of a lesson: a picture, and a table with the results of its arms."""
     lesson, records = LESSONS[name], records_of(name)
     picture = f"![{lesson.title}](lessons/{name}.svg)"
     results = (tables_by_rate if lesson.by_rate else table_of_arms)(lesson, records)
-    commands = "\n".join(f"python {command}" for command in lesson.arms.values())
-    runs = [record for arm in records.values() for record in arm]
-    minutes = sum(record["seconds"] for record in runs) / 60
-    cost = f"Commands, each with --seed 1, 2 and 3: {len(runs)} runs, {minutes:.0f} minutes of one core"
-    fold = f"<details><summary>{cost}</summary>\n\n```\n{commands}\n```\n\n</details>"
-    return f"{picture}\n\n{results}\n{fold}\n"
+    text = f"{picture}\n\n{results}"
+    if page_of(name).name == "lessons.md":
+        return text
+    # docs/metrics.md has one lesson, and doesn't tell how to print commands.
+    fold = f"<details><summary>Commands, each {cost(name)}</summary>"
+    return f"{text}\n{fold}\n\n```\n{commands(name)}\n```\n\n</details>\n"
 
 
 def total_cost() -> str:
-    """The generated text on the cost of all runs and on the machine of the newer ones. Two runs go at a time."""
-    records = list(read_records().values())
+    """The generated text on the cost of all runs. Two runs go at a time."""
+    records = read_records().values()
     hours = sum(record["seconds"] for record in records) / 2 / 3600
-    text = f"All {len(records)} runs take {hours:.1f} hours on two cores, two at a time."
-    machines = [record["machine"] for record in records if "machine" in record]
-    if machines:
-        kinds = sorted({f"{machine['cpu']} with {machine['cores']} cores" for machine in machines})
-        loads = [machine["load"] for machine in machines]
-        text += (
-            f" The machine of the {len(machines)} newest runs: {', '.join(kinds)}. The load average"
-        )
-        text += (
-            f" before such a run was {min(loads):.0f} to {max(loads):.0f}. With a load above 2, the"
-        )
-        text += " recorded seconds are too high."
-    return textwrap.fill(text, 120) + "\n"
+    return f"All {len(records)} runs took {hours:.1f} hours on two cores, which other programs also used.\n"
 
 
 def page_of(name: str) -> Path:
@@ -915,11 +929,16 @@ def main() -> None:
     )
     parser.add_argument("lessons", nargs="*", help=f"default: all of {', '.join(LESSONS)}")
     parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
+    parser.add_argument("--print", action="store_true", help="print the commands, and do nothing")
     args = parser.parse_args()
     names = args.lessons or list(LESSONS)
     unknown = [name for name in names if name not in LESSONS]
     if unknown:
         parser.error(f"no lesson {', '.join(unknown)}; choose from {', '.join(LESSONS)}")
+    if args.print:
+        for name in names:
+            print(f"# {name}: the commands, each {cost(name)}\n{commands(name)}\n")
+        return
     if not args.draw:
         run_missing(names)
     for name in names:
