@@ -358,7 +358,7 @@ def test_the_judge_behind_http(monkeypatch):
 
 
 def test_the_lessons_state_what_is_recorded():
-    """Commands, pictures and tables of docs/lessons.md and docs/metrics.md agree with the records.
+    """Pictures and tables of docs/lessons.md and docs/metrics.md agree with the records.
 
     Every record comes from a clean tree. Every measured number in the text is also in a table of the same section.
     """
@@ -408,7 +408,7 @@ def test_no_record_tells_where_the_project_was_on_a_disk():
 
 
 def test_the_contents_have_a_line_for_each_lesson():
-    """The first table of docs/lessons.md: the page's sections in order, whether each is seen, and its numbers."""
+    """The first table of docs/lessons.md: the page's sections in order, whether the effect is seen, and its numbers."""
     import lessons
 
     page = (ROOT / "docs" / "lessons.md").read_text(encoding="utf-8")
@@ -421,12 +421,33 @@ def test_the_contents_have_a_line_for_each_lesson():
     for title, target, finding, _ in rows:
         if target.startswith("#"):
             assert measured(finding) <= numbers(generated(sections[title])), title
+    # Five lessons share a section with others.
+    shared = {"rate": lessons.LESSONS["adapters"].title}
+    shared |= dict.fromkeys(("leash", "credit", "clip-higher", "vapo"), "Looked for, not seen")
     for name, lesson in lessons.LESSONS.items():
         text = lessons.page_of(name).read_text(encoding="utf-8")
         heading = re.findall(r"^## (.*)$", text.split(f"<!-- lesson {name} -->")[0], re.MULTILINE)[
             -1
         ]
-        assert heading in (lesson.title, "Looked for, not seen"), name
+        assert heading == shared.get(name, lesson.title), name
+
+
+def test_the_commands_of_a_lesson_are_printed(monkeypatch, capsys):
+    """--print runs nothing. It also prints what makes the student and the scripts of the patches."""
+    import lessons
+
+    monkeypatch.setattr(lessons, "run_missing", None)
+    monkeypatch.setattr(sys, "argv", ["lessons.py", "length", "teacher", "--print"])
+    lessons.main()
+    _, length, teacher = capsys.readouterr().out.split("# ")
+    assert length.splitlines()[:3] == [
+        "length: the commands, each with --seed 1, 2 and 3: 9 runs, 10 minutes of one core",
+        "python tools/build_hesitant.py runs/hesitant",
+        f"python {lessons.LESSONS['length'].arms['1/length (GRPO)']}",
+    ]
+    patch, *commands = teacher.split("\n", 1)[1].strip().splitlines()
+    assert patch == "patch -o full_vocabulary.py distill.py variants/full_vocabulary.diff"
+    assert commands == [f"python {command}" for command in lessons.LESSONS["teacher"].arms.values()]
 
 
 def test_the_columns_of_the_lessons_by_hand(monkeypatch):
@@ -447,7 +468,7 @@ def test_the_columns_of_the_lessons_by_hand(monkeypatch):
     assert lessons.over("kl/ref", 1, 3)(record) == 3
     assert math.isnan(lessons.over("kl/ref", 11, 20)(record))
     assert math.isnan(lessons.over("value/explained_var", 1, 5)(record))
-    assert lessons.highest("kl/ref")(record) == 4 and lessons.lowest_accuracy(record) == 0
+    assert lessons.highest("kl/ref")(record) == 4
     assert lessons.held_out(record) == pytest.approx(55)
     # Responses 17 to 40: steps 3, 4 and 5.
     assert lessons.between(16, 40)(record) == pytest.approx(30)
