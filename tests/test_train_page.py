@@ -140,23 +140,19 @@ def test_it_names_the_values_of_the_recipe():
 # ---- numbers
 
 
-def gigabytes(name: str, flags: list[str], card: int = 40) -> float:
-    """The peak that benchmark/memory.py calculates for this command on a card of this many GB."""
+def gigabytes(name: str, flags: list[str]) -> float:
+    """The peak that benchmark/memory.py calculates for this command."""
     args = parse(name, flags)
     model = args.model.removeprefix("Qwen/").removesuffix("-Instruct")
-    fields = memory.FLAGS | (memory.LARGE if card > 60 else {})
-    for field in memory.FLAGS:
-        # None: the script chooses the value by the device.
-        if getattr(args, field, None) is not None:
-            fields[field] = getattr(args, field)
-    return memory.count(name, memory.MODELS[model], **fields)["peak"] / 1e9
+    known = {field: getattr(args, field) for field in memory.FLAGS if hasattr(args, field)}
+    return memory.count(name, memory.MODELS[model], **memory.FLAGS | known)["peak"] / 1e9
 
 
 def test_the_memory_is_what_the_program_calculates():
     rows = re.findall(r"^\| (\d+) GB \| `python (\w+)\.py (.*)` \| ([\d.]+) \|$", PAGE, re.M)
     assert [row[0] for row in rows] == ["16"] * 2 + ["24"] * 2 + ["40"] * 3 + ["80"] * 2
     for card, name, flags, printed in rows:
-        peak = gigabytes(name, shlex.split(flags), int(card))
+        peak = gigabytes(name, shlex.split(flags))
         assert f"{peak:.1f}" == printed and peak < float(card), (name, flags, peak)
     (curve,) = [flags for _, flags in commands() if "curve-1" in flags]
     assert f"We calculate that it needs {gigabytes('grpo', curve):.1f} GB" in PROSE
