@@ -38,7 +38,9 @@ def test_what_it_says_of_the_bundled_run_is_recorded():
 
     records = [record for record in readme.records_of("bundled") if record["script"] == "grpo"]
     before, after = (sum(r["accuracy"][k] for r in records) / len(records) for k in (0, 1))
-    assert f"from {100 * before:.0f} % to {100 * after:.0f} % in half a minute" in " ".join(README.split())
+    assert f"from {100 * before:.0f} % to {100 * after:.0f} % in half a minute" in " ".join(
+        README.split()
+    )
     assert 20 <= sum(record["seconds"] for record in records) / len(records) <= 35
 
 
