@@ -426,7 +426,7 @@ def main(args: Args) -> dict:
         # transformers recomputes activations in training mode only. No dropout is left.
         model.train()
         value_model.train()
-        # The rewards and the advantages need them, so they're computed before the first update.
+        # The KL in the rewards needs the log-probabilities now, and GAE needs the values.
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)

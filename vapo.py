@@ -447,7 +447,7 @@ def main(args: Args) -> dict:
         # transformers recomputes activations in training mode only. No dropout is left.
         model.train()
         value_model.train()
-        # The rewards and the advantages need them, so they're computed before the first update.
+        # Both are those before the first update. GAE needs the values now.
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
 
