@@ -140,6 +140,8 @@ def test_whole_steps(given, truncated, in_double, monkeypatch, tmp_path):
     steps, sample, split = [], grpo_vllm.sample_responses, grpo_vllm.minibatches
 
     def recorded_sample(args, engine, tokenizer, examples, num_samples, temperature, eos_ids):
+        # The trainer's head is in float32. A head in bf16 rounds its logits.
+        assert engine.llm_engine.vllm_config.model_config.head_dtype == torch.float32
         rollout = sample(args, engine, tokenizer, examples, num_samples, temperature, eos_ids)
         rollout = rollout._replace(sampled_logprobs=rollout.sampled_logprobs.double())
         if temperature > 0:
