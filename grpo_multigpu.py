@@ -26,7 +26,7 @@ one. With another number of processes it samples with other noise.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W.
 The copy that samples takes 2, and the reference (none with --beta 0) takes 2; the head of either
-takes 4. docs/multigpu.md counts the rest, and what the processes send each other.
+takes 4. docs/train.md counts the rest, and what the processes send each other.
 
 Departures from the paper: those of grpo.py.
 

@@ -1,6 +1,6 @@
 """How much GPU memory a script needs, by calculation: python benchmark/memory.py
 
-It writes the tables of docs/runs.md: which script trains which model on which card, and with which flags. It loads no
+It writes the tables of docs/train.md: which script trains which model on which card, and with which flags. It loads no
 model, because the shapes from each model's config.json are in MODELS below. For one model:
 
     python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576
@@ -267,7 +267,7 @@ def main() -> None:
     script, model = options.pop("script"), options.pop("model")
     if script is None:
         for name, make in TABLES.items():
-            fill(ROOT / "docs" / "runs.md", name, make())
+            fill(ROOT / "docs" / "train.md", name, make())
         return
     if model in MODELS:
         config = MODELS[model]

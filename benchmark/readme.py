@@ -1,6 +1,6 @@
 """Write the tables and the sample output of the pages from the records.
 
-    python benchmark/readme.py                 README.md, docs/tasks.md, docs/speed.md, variants/README.md
+    python benchmark/readme.py                 README.md, docs/speed.md, variants/README.md
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
@@ -149,10 +149,6 @@ def record_transcript() -> None:
     TRANSCRIPT.write_text(result.stdout.replace(str(ROOT), HOME), encoding="utf-8")
 
 
-def whole_transcript() -> str:
-    return f"```\n$ python grpo.py\n{TRANSCRIPT.read_text(encoding='utf-8')}```\n"
-
-
 def short_transcript() -> str:
     """The accuracy before, the first and the last step with a sample each, and the accuracy after."""
     lines = TRANSCRIPT.read_text(encoding="utf-8").splitlines()
@@ -165,9 +161,8 @@ def short_transcript() -> str:
 # The name of the block -> the page that it stands on, and what makes it.
 BLOCKS = {
     "transcript": ("README.md", short_transcript),
-    "transcript-whole": ("docs/tasks.md", whole_transcript),
-    "bundled": ("docs/tasks.md", bundled_table),
-    "sums": ("docs/tasks.md", sums_table),
+    "bundled": ("docs/speed.md", bundled_table),
+    "sums": ("docs/speed.md", sums_table),
     "speed": ("docs/speed.md", speed_table),
     "learning": ("docs/speed.md", learning_table),
     "grouped": ("docs/speed.md", grouped_table),

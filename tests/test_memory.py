@@ -82,6 +82,6 @@ def test_the_peak_is_the_larger_of_sampling_and_update():
 
 
 def test_the_tables_are_those_of_the_program():
-    text = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     for name, make in memory.TABLES.items():
         assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name

