@@ -189,14 +189,6 @@ def test_right_and_cut(tmp_path):
     assert two["cut"] == []
 
 
-def test_the_first_six_are_those_of_the_page_on_metrics():
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    section = text.split("## Watch these six first")[1].split("\n## ")[0]
-    assert [
-        line.split("`")[1] for line in section.splitlines() if line[:3] == "- `"
-    ] == report.FIRST
-
-
 def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(SystemExit) as end:
