@@ -98,25 +98,6 @@ def baseline_table() -> str:
     return table([*header, "best b"], rows)
 
 
-def others_table() -> str:
-    """RLOO's advantages of a group, and the same numbers from the mean of the whole group."""
-    rewards = torch.tensor([REWARDS])  # (1, 8)
-    advantages = rloo.compute_advantages(rloo.Args(), rewards)[0]  # (8,)
-    differences = dr_grpo.compute_advantages(dr_grpo.Args(), rewards)[0]  # (8,)
-    G = len(REWARDS)
-    assert torch.allclose(advantages, G / (G - 1) * differences)
-    kinds = [REWARDS.index(reward) for reward in sorted(set(REWARDS), reverse=True)]
-    others = rewards[0] - advantages  # (8,): the mean of the others
-    header = ["reward", *(f"{REWARDS[i]:.1f}" for i in kinds)]
-    rows = [
-        ["mean of the others", *(f"{others[i]:.3f}" for i in kinds)],
-        ["reward - mean of the others (rloo.py)", *(number(advantages[i]) for i in kinds)],
-        ["reward - mean of all (dr_grpo.py)", *(number(differences[i]) for i in kinds)],
-        ["first difference / second", *(f"{advantages[i] / differences[i]:.3f}" for i in kinds)],
-    ]
-    return table(header, rows)
-
-
 def gae_table() -> str:
     """A response of four tokens that earns 1 at its end. A critic gives a value to each token."""
     values, rewards = torch.tensor([[0.5, 0.6, 0.2, 0.7]]), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
@@ -131,26 +112,6 @@ def gae_table() -> str:
         advantages, _ = ppo_rlhf.compute_gae(args, rewards, values, mask)
         rows.append([name, *(number(x, 2) for x in advantages[0])])
     return table(["token", "1", "2", "3", "4"], rows)
-
-
-def value_table() -> str:
-    """The clipped value loss of one token for three new values. Old value 0.5, return 1."""
-    args = ppo_rlhf.Args(vf_coef=1.0)
-    old_values, returns = torch.tensor([[0.5]]), torch.tensor([[1.0]])  # (1, 1) each
-    mask = torch.ones(1, 1, dtype=torch.bool)
-    rows = []
-    for value, name in ((0.6, "a little closer"), (0.8, "much closer"), (0.2, "further away")):
-        values = torch.tensor([[value]], requires_grad=True)  # (1, 1)
-        loss, _ = ppo_rlhf.value_loss(args, values, old_values, returns, mask, num_tokens=1)
-        loss.backward()
-        error, clipped_error = [
-            (returns - x).item() ** 2 for x in (values, values.clamp(0.5 - 0.2, 0.5 + 0.2))
-        ]
-        assert abs(2 * loss.item() - max(error, clipped_error)) < 1e-6
-        cells = [f"{error:.2f}", f"{clipped_error:.2f}", f"{loss.item():.3f}"]
-        rows.append([f"{value}, {name}", *cells, number(values.grad, 2)])
-    header = ["new value", "its squared error", "that of the clipped value"]
-    return table([*header, "loss: half of the larger", "gradient of the loss"], rows)
 
 
 def kl_table() -> str:
@@ -272,9 +233,7 @@ def division_table() -> str:
 
 TABLES = {
     "baseline": baseline_table,
-    "others": others_table,
     "gae": gae_table,
-    "value": value_table,
     "kl": kl_table,
     "group": group_table,
     "std": std_table,

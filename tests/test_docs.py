@@ -47,15 +47,16 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_the_lines_beside_the_formulas_are_the_scripts():
-    """Every line of code in docs/algorithms.md is in the script that the block names."""
+    """The code in docs/algorithms.md is in the script that the block names, with "..." for what is left out."""
     text, seen = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"), set()
     for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
-        first, *lines = block.splitlines()
+        first, code = block.split("\n", 1)
         name = first.removeprefix("# ")
-        script = (ROOT / name).read_text(encoding="utf-8").splitlines()
-        assert lines and all(line in script for line in lines), [
-            line for line in lines if line not in script
-        ]
+        script = [x.strip() for x in (ROOT / name).read_text(encoding="utf-8").splitlines()]
+        script = "\n".join(["", *script, ""])
+        for part in re.split(r"^ *\.\.\.\n", code, flags=re.MULTILINE):
+            lines = "\n".join(["", *(x.strip() for x in part.splitlines()), ""])
+            assert lines in script, lines
         seen.add(Path(name).stem)
     assert seen >= set(SCRIPTS) - set(MULTI_PROCESS)
 
@@ -94,81 +95,6 @@ def test_the_formulas_survive_markdown():
     assert len(formulas) > 100 and not any(line.count("$") % 2 for line in text.splitlines())
     for formula in formulas:
         assert not re.search(r"\\[^a-zA-Z]|[^\w]_|[*<>|]", formula), formula
-
-
-def defaults_shown() -> dict[str, list[str]]:
-    """The table of the libraries' defaults in docs/algorithms.md: its cells by library."""
-    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    section = text.split("## What the libraries do by default", 2)[1].split("\n## ")[0]
-    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:2] == "| "]
-    assert len(rows) == 9 and all(len(row) == 7 for row in rows)
-    return {name: cells for name, *cells in rows}
-
-
-def test_the_defaults_shown_are_those_of_grpo():
-    """The first row is grpo.py's, and the gap below the table is the recorded one."""
-    import readme
-
-    advantage, mean, clip, kl, _, head = defaults_shown()["here: grpo.py"]
-    args = grpo.Args()
-    any_model, bundled = grpo.Args().beta, grpo.BUNDLED.beta
-    assert clip == f"ratio, {args.clip_eps}"
-    assert kl == f"k3 in the loss, {any_model} (bundled model: {bundled})"
-
-    assert advantage == "(r - mean) / std"
-    rewards = torch.tensor([[0.0, 1.0, 5.0]])  # (1, 3)
-    expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # (1, 3)
-    torch.testing.assert_close(grpo.compute_advantages(args, rewards), expected)
-
-    # Two responses, of one and of three tokens: the mean over the responses is 1 / 2 (1 + 4).
-    assert mean == "over a response, then over responses"
-    args.beta = 0.0
-    mask = torch.tensor([[True, False, False], [True, True, True]])  # (2, 3)
-    logprobs = torch.zeros(2, 3)
-    advantages = torch.tensor([[-1.0], [-4.0]])  # (2, 1)
-    loss, _ = grpo.policy_loss(args, logprobs, logprobs, None, advantages, mask, 2)
-    assert loss == 2.5
-
-    # The head is in float32 for bf16 states, too.
-    assert head == "float32"
-    seen = []
-    layer = torch.nn.Linear(4, 5)
-    layer.register_forward_hook(lambda _, inputs, output: seen.extend([inputs[0], output]))
-    model = types.SimpleNamespace(get_output_embeddings=lambda: layer)
-    rollout = types.SimpleNamespace(response_ids=torch.zeros(2, 3, dtype=torch.long))
-    rollout.response_mask = mask
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo, "response_states", lambda *_: torch.ones(4, 4, dtype=torch.bfloat16))
-        grpo.compute_logprobs(model, rollout, 1.0)
-    assert seen and all(x.dtype == torch.float32 for x in seen)
-
-    page = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
-    gaps = [record["logprob_gap"] for record in readme.records_of("bundled-sums")]
-    assert len(gaps) == 3 and f"[`rollout/logprob_gap`](metrics.md) of {max(gaps):.1e}." in page
-
-
-def test_the_defaults_shown_are_those_of_trl():
-    pytest.importorskip("trl", reason="benchmark/requirements.txt has TRL")
-    from trl import GRPOConfig
-
-    defaults = types.SimpleNamespace(**{x.name: x.default for x in dataclasses.fields(GRPOConfig)})
-    assert defaults.multi_objective_aggregation == "sum_then_normalize"
-    advantages = {"group": "(r - mean) / std", "none": "r - mean"}
-    means = {"dapo": "over all tokens", "grpo": "over a response, then over responses"}
-    assert defaults.importance_sampling_level == "token"
-    # The bound above is the one below, and there is no dual clip.
-    assert defaults.epsilon_high is None and defaults.delta is None
-    assert defaults.vllm_importance_sampling_correction
-    assert defaults.vllm_importance_sampling_mode == "sequence_mask"
-    assert defaults.bf16 is None and not defaults.fp16  # None means bf16, unless fp16 is on
-    assert defaults_shown()["TRL"] == [
-        advantages[defaults.scale_rewards],
-        means[defaults.loss_type],
-        f"ratio, {defaults.epsilon}",
-        "none" if defaults.beta == 0 else f"k3 in the loss, {defaults.beta}",
-        f"with vLLM: weight of a response, 0 above {defaults.vllm_importance_sampling_clip_max:g}",
-        "float32" if defaults.cast_lm_head_to_fp32 else "bf16",
-    ]
 
 
 def test_the_family_tree_is_the_one_of_the_docstrings():
