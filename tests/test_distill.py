@@ -10,7 +10,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, SMALL_TASK
 from patched import load_patched
 from transformers import (
     AutoModelForCausalLM,
@@ -236,7 +236,7 @@ def bundled(**given):
 
 def refuse(words, **given):
     with pytest.raises(Exception, match=re.escape(words)):
-        distill.main(bundled(device="cpu", **given))
+        distill.main(bundled(**SMALL | dict(dataset=SMALL_TASK) | given))
 
 
 def test_a_teacher_with_another_vocabulary(tmp_path):

@@ -339,9 +339,12 @@ def test_nothing_has_changed_that_nobody_expected(script, finished, request):
 # ---- the same again
 
 
-@pytest.mark.scripts("grpo", *OWN_STATE)
+@pytest.mark.scripts("grpo")
 def test_one_seed_one_run(script, run, finished):
-    """A second run repeats the first, in another folder and after a change to the random states of Python and torch."""
+    """A second run repeats the first, in another folder and after a change to the random states of Python and torch.
+
+    For the other scripts, the test of killed runs shows the same.
+    """
     random.seed(99)
     torch.manual_seed(99)
     assert_same_runs(run("again", **MANY_UPDATES), finished)
@@ -470,9 +473,11 @@ KILLS = [
 
 @pytest.mark.scripts("grpo", *OWN_STATE)
 def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
-    """Kill one run at each moment above and then at random moments, and resume it each time until it is done."""
+    """Kill one run at each moment above and then at random moments, and resume it each time until it is done.
+
+    The scripts share the code that these moments are in, so one script tests all of them.
+    """
     folder, log = tmp_path / "run", tmp_path / "run.log"
-    # All scripts share the code that these moments are in, so one script tests all of them.
     thorough = script.__name__ == "grpo"
     for number, (kill, step) in enumerate(KILLS if thorough else KILLS[:1]):
         status = ended(spawn(resume=number > 0, **kill))
@@ -486,7 +491,7 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
             metrics.write('{"step": 3, "episo')
             samples.write('{"step": 3, "prompt": "1')
     draw = random.Random(0)
-    for _ in range(3 if thorough else 1):
+    for _ in range(3 if thorough else 0):
         size = log.stat().st_size
         process = spawn(resume=True)
         while "first prompt" not in log.read_text()[size:] and process.is_alive():
@@ -746,6 +751,7 @@ def test_the_ratio_of_the_first_update_is_exactly_1(
     assert passes == passes_before * [False] + num_minibatches * [True]
 
 
+@pytest.mark.scripts("grpo", "grpo_tools", "ppo_rlhf", "self_distill", "vapo")
 def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
     script, run, watch, monkeypatch
 ):
@@ -836,7 +842,7 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
 # ---- learning
 
 
-@pytest.mark.scripts("grpo", "ppo_rlhf", "gspo")
+@pytest.mark.scripts("grpo", "ppo_rlhf")
 def test_it_learns(script, tmp_path):
     """The test halves the script's prompts per step. The learning rate is high enough to show in a few steps."""
     B = script.Args().num_prompts // 2
@@ -856,9 +862,6 @@ def test_it_learns(script, tmp_path):
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]
     accuracy = [record["rollout/accuracy"] for record in records]
     assert sum(accuracy[-2:]) / 2 >= sum(accuracy[:2]) / 2 + 0.1
-    # gspo.py's range is narrow, but whole sequences also have ratios near 1.
-    if script.__name__ == "gspo":
-        assert min(record["policy/clip_frac"] for record in records) > 0.1
 
 
 # ---- the evaluation
