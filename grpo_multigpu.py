@@ -18,21 +18,24 @@ equally often, so a process that has one micro-batch less repeats one with the w
 divided by the number of sequences in the whole minibatch, so the update doesn't depend on the
 number of processes, except for rounding. (3) Weights, gradients and Adam's averages are sharded:
 each process holds 1/W of them. A layer is whole only while it is computed. (4) The copy that
-samples and the reference are whole on every process, so that sampling needs no communication. (5)
-Rank 0 prints, logs, tracks, and saves whole checkpoints, which any number of processes can resume.
-Every process reads the checkpoint, so several machines need --runs-dir on a file system that they
-share. With as many processes as before, a resumed run on CPUs is bit-identical to an uninterrupted
-one. With another number of processes it samples with other noise.
+samples and the reference are whole on every process, so that sampling needs no communication.
+(5) Rank 0 prints, logs, tracks and saves.
+
+A checkpoint is whole, so any number of processes can resume it. Every process reads it, so several
+machines need --runs-dir on a file system that they share. With as many processes as before, a
+resumed run on CPUs is bit-identical to an uninterrupted one. With another number of processes it
+samples with other noise.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W.
-The copy that samples takes 2, and the reference (none with --beta 0) takes 2; the head of either
-takes 4. docs/train.md counts the rest, and what the processes send each other.
+The copy that samples takes 2, and 4 for its head. The reference (none with --beta 0) takes 2, and 4
+for its embedding and head. docs/train.md counts the rest, and what the processes send each other.
 
 Departures from the paper: those of grpo.py.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
-micro-batch has n <= N sequences, with T response tokens in all. W is the number of processes.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. W is
+the number of processes.
 
     torchrun --nproc-per-node 8 grpo_multigpu.py --model SmolLM2-1.7B-Instruct
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \
@@ -90,7 +93,7 @@ class Args:
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """where to train; auto: the GPU if there is one"""
+    """where to train; auto: cuda if there is one, else cpu"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -327,8 +330,8 @@ def main(args: Args) -> dict:
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps the steps of runs with neighboring seeds apart.
         step_seed = 1_000_003 * args.seed + step
-        # Each process has its own noise. With the same noise, two processes that got the same
-        # question would sample the same responses. The offset is larger than any number of steps.
+        # Each process has its own noise, so that its samples are independent of the others'. The
+        # offset is larger than any number of steps, so no two steps of a run share a seed.
         torch.manual_seed(step_seed + 10**12 * rank)
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
@@ -693,19 +696,13 @@ def micro_batches(sequences, lengths, max_tokens):
     return batches
 
 
-class MicroBatch(NamedTuple):
-    """A micro-batch, as one process computes it."""
-
-    rows: list[int]  # the indices of its sequences
-    is_repeat: bool  # True: another process computes it, too, and counts it
-
-
 def own_micro_batches(args, sequences, lengths):
-    """The micro-batches of these sequences that this process computes.
+    """The micro-batches of these sequences that this process computes: pairs (rows, is_repeat).
 
     The sequences are dealt to the processes by their lengths, so that all get about the same work.
     All processes have to call the sharded model equally often, because each call gathers the
     weights from all. So a process that has fewer micro-batches repeats the first one of rank 0.
+    Rank 0 counts it, and is_repeat is True for it here.
     """
     W = num_processes()
     longest_first = sorted(sequences.tolist(), key=lambda i: (-lengths[i], i))
@@ -715,8 +712,8 @@ def own_micro_batches(args, sequences, lengths):
         splits.append(micro_batches(share, lengths, args.micro_batch_tokens))
     num_calls = max(len(split) for split in splits)
     own = splits[process_rank()]
-    batches = [MicroBatch(rows, is_repeat=False) for rows in own]
-    batches += [MicroBatch(splits[0][0], is_repeat=True)] * (num_calls - len(own))
+    batches = [(rows, False) for rows in own]
+    batches += [(splits[0][0], True)] * (num_calls - len(own))
     return batches
 
 
@@ -1071,7 +1068,7 @@ def connect(args):
     """
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
     backend = "gloo"
-    if on_gpu and dist.is_nccl_available():
+    if on_gpu and dist.is_nccl_available():  # an emulated GPU has no NCCL
         backend = "cpu:gloo,cuda:nccl"  # Python objects still go over gloo
     timeout = timedelta(hours=2)  # the others wait while rank 0 saves or asks a judge
     if "RANK" in os.environ:
@@ -1090,10 +1087,8 @@ def check_args(args):
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    if args.num_prompts % num_processes() > 0:
-        raise ValueError("--num-prompts must be divisible by the number of processes")
-    if args.eval_size < num_processes():
-        raise ValueError("--eval-size must be at least the number of processes")
+    if min(args.num_prompts, args.eval_size) < num_processes():
+        raise ValueError("--num-prompts and --eval-size must be at least the number of processes")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):

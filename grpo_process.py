@@ -1,9 +1,9 @@
 """GRPO with process supervision, in one file. DeepSeekMath, Shao et al. 2024, arXiv:2402.03300v3,
 Section 4.1.3.
 
-For every prompt q the old policy samples G responses o_1 .. o_G. Response i has K_i steps. Step j
-ends with token index(j) and gets a reward r_ij. We maximize the J of grpo.py, with an advantage for
-each token:
+For every prompt q the old policy samples G responses o_1 .. o_G. Each response has one or more
+steps. Step j of response i ends with token index(j) and gets a reward r_ij. We maximize J, which is
+the J of grpo.py with another advantage:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
@@ -28,12 +28,13 @@ better than the mean, an early token has a larger advantage than a late one.
 
 Departures from the paper: a rule rewards the steps, not a reward model. As in grpo.py, 1e-4 is
 added to the std, and the reference stays the initial model. step_rewards is written for column
-addition, and doesn't compare the summands with the question. Replace it for another task. With this
-one, a response to GSM8K usually has one step: its thought has words.
+addition, and doesn't compare the summands with the question. Replace it for another task: it finds
+only one step in most responses to GSM8K, because their thoughts have words.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
-micro-batch has n <= N sequences, with T response tokens in all. A group has K steps in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. A
+group has K steps in all.
 
     python grpo_process.py                                 assets/adder, on a CPU
     python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -187,7 +188,7 @@ def compute_advantages(args, rewards):
 
 
 class Step(NamedTuple):
-    """One step of a response."""
+    """One step of a response, not a step of the training."""
 
     end: int  # the step ends after this many characters of the completion
     reward: float
@@ -217,10 +218,9 @@ def step_rewards(completions, answers):
         if closing_tag and re.fullmatch("[0-9+=,]+", thought):
             for column, column_sum in enumerate(thought.split(",")):
                 end += len(column_sum)
-                has_digit = column < len(answer_digits)
                 is_right = (
-                    has_digit
-                    and is_true_sum(column_sum)
+                    is_true_sum(column_sum)
+                    and column < len(answer_digits)
                     and column_sum[-1] == answer_digits[column]
                 )
                 steps.append(Step(end, float(is_right)))
@@ -427,12 +427,12 @@ def main(args: Args) -> dict:
         for name, values in apply_rewards(rollout.completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
+        # The rewards above are only logged. The advantages come from the rewards of the steps.
         answers = [example["answer"] for example in batch for _ in range(G)]  # N
         steps = step_rewards(rollout.completions, answers)  # N lists of Step
         last_tokens = []  # N lists, of the index of each step's last token
-        for i in range(N):
-            ids = rollout.response_ids[i][response_mask[i]].tolist()
-            last_tokens.append(step_tokens(tokenizer, ids, steps[i]))
+        for row, mask, row_steps in zip(rollout.response_ids, response_mask, steps, strict=True):
+            last_tokens.append(step_tokens(tokenizer, row[mask].tolist(), row_steps))
         group_advantages = []  # B of (G, R)
         for k in range(args.num_prompts):
             group = slice(k * G, (k + 1) * G)
@@ -485,8 +485,8 @@ def main(args: Args) -> dict:
         state["tokens"] += num_tokens
         right = scores[REWARDS[0].__name__]  # (N,) float32
         all_step_rewards = [x.reward for response_steps in steps for x in response_steps]
-        # Equal rewards in a group give advantages of exactly 0, and padding is 0, too. Rewards of
-        # 0 and 1 that differ can't cancel at every token, so all zeros means equal rewards.
+        # If all steps of a group have the same reward, all its advantages are exactly 0. In any
+        # other group at least one token has an advantage. Padding is always 0.
         zero_std = (advantages == 0).view(args.num_prompts, -1).all(1)  # (B,) bool
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {

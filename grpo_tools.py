@@ -16,8 +16,9 @@ appended to the response. Then the policy samples again:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The probability of each token is conditioned on all tokens before it, including the tool's. The
-policy did not choose the tool's tokens, so they have no gradient.
+4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token is conditioned on all tokens
+before it, including the tool's. The policy did not choose the tool's tokens, so they have no
+gradient.
 
 Parent: grpo.py. Differences: (1) sample_responses samples turn by turn, and each turn computes the
 keys and values of the prompt and the response so far again. The tool's answer is tokenized alone.
@@ -34,8 +35,9 @@ DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal rewards wou
 reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units; a
-micro-batch has n <= N sequences, with T response tokens of the policy in all.
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. R
+counts the tool's tokens, and T doesn't.
 
     python grpo_tools.py                                 assets/caller, on a CPU
     python grpo_tools.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -157,7 +159,7 @@ class Args:
     """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     tool_cost: float = 0.0
-    """subtracted from the reward for each answered call"""
+    """subtracted from the reward for each answered call, in training only"""
     clip_eps: float = 0.2
     """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
     beta: float = 0.04
@@ -258,7 +260,7 @@ class Rollout(NamedTuple):
         """The rollout of these sequences alone."""
         *tensors, completions, tool_answers = self
         return Rollout(
-            *[x[rows] for x in tensors],
+            *[tensor[rows] for tensor in tensors],
             [completions[i] for i in rows],
             [tool_answers[i] for i in rows],
         )
@@ -323,7 +325,8 @@ def main(args: Args) -> dict:
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
         total_lengths = (rollout.prompt_mask.sum(1) + rollout.context_mask.sum(1)).tolist()  # N
-        # The tool may write an EOS token, too, but that ends nothing.
+        # Only the policy's EOS token is an end. The tool may write one, too, and padding has the id
+        # 0, which is the EOS token of some tokenizers.
         is_eos = torch.isin(rollout.response_ids, eos_ids) & response_mask  # (N, R) bool
         ended = is_eos.any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
@@ -497,7 +500,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     num_rows = len(prompt_ids) * num_samples
     response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
-    # A row that a call has ended is not sampled to the end, so its last slots hold no token.
+    # The slots that hold a sampled token. A row may be dropped for a call that its whole text
+    # doesn't have: with byte fallback, the tokens before a window can change the window's text.
     is_drawn = torch.zeros_like(response_ids, dtype=torch.bool)  # (N, R)
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
@@ -764,8 +768,8 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
         calls = []  # the texts of these calls
         for response, turn in zip(active, turns, strict=True):
             response.append(turn.ids, turn.logprobs, by_policy=True)
-            may_call = len(response.tool_answers) < args.max_calls and response.room() > 0
-            if turn.call is not None and may_call:
+            may_answer = len(response.tool_answers) < args.max_calls and response.room() > 0
+            if turn.call is not None and may_answer:
                 callers.append(response)
                 calls.append(turn.call)
         for response, answer in zip(callers, run_tool(calls), strict=True):
@@ -800,11 +804,11 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
 
 
 def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_ids):
-    """Sample num_samples turns after each of B contexts: a list of N Turns.
+    """Sample num_samples turns after each context: a list of Turns, context by context.
 
     A context is a list of token ids: a prompt and the response so far.
     """
-    prompt_ids, prompt_mask = pad_left(contexts, model.device)  # (B, P) each
+    prompt_ids, prompt_mask = pad_left(contexts, model.device)  # (contexts, longest context) each
 
     # Take as many prompts at a time as fit into --sampling-tokens when every response has its
     # maximum length. tensor_split makes the parts as equal as possible.
@@ -818,7 +822,7 @@ def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_
         sampled = generate(
             args, model, part_ids, part_mask, num_samples, temperature, eos_ids, tokenizer
         )
-        all_ids, all_masks, all_logprobs = [x.cpu() for x in sampled]  # (part of N, R) each
+        all_ids, all_masks, all_logprobs = [x.cpu() for x in sampled]  # (n, R) each
         for ids, mask, logprobs in zip(all_ids, all_masks, all_logprobs, strict=True):
             kept_ids, call = cut_at_call(tokenizer, ids[mask].tolist())
             # The mask is True, then False, so the kept ids and their logprobs are the first ones.
@@ -860,7 +864,8 @@ def pad_right(rows, device):
 def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
     rollout = sample_responses(args, model, tokenizer, examples, 1, 0.0, eos_ids)
-    # The tool may write an EOS token, too, but that ends nothing.
+    # Only the policy's EOS token is an end. The tool may write one, too, and padding has the id 0,
+    # which is the EOS token of some tokenizers.
     is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
     ended = is_eos.any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
@@ -937,11 +942,8 @@ def calculator(call):
 def exact_value(node):
     """The value of a parsed expression. An operator that isn't in OPERATORS raises KeyError."""
     if isinstance(node, ast.Constant):
-        # isinstance would accept True, which is an int, too.
-        if type(node.value) not in (int, float):
-            raise ValueError(f"{node.value!r} is not a number")
-        # Fraction(0.1) would be the binary fraction next to 0.1. The text "0.1" is exact. Python
-        # reads 1e999 as inf, and Fraction raises an error for the text "inf".
+        # Fraction(0.1) would be the binary fraction next to 0.1. The text "0.1" is exact. Fraction
+        # raises an error for any other text, such as "True", "'5'" and "inf", Python's 1e999.
         return Fraction(repr(node.value))
     if isinstance(node, ast.UnaryOp):
         return OPERATORS[type(node.op)](exact_value(node.operand))

@@ -15,8 +15,10 @@ network, as in PPO:
     L         = L_PPO + mu L_NLL                                                            (Eq. 10)
     L_V       = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
 
-sum_i is over the sequences of the minibatch, and sum_i+ over those whose answer is correct. A_it is
-A_t of response i. r_t is the reward of the whole response at its last token, and 0 before it.
+s_t is the prompt and the tokens before a_t. rho_it is pi / pi_old at token t of response i. A_it is
+A_t of response i. sum_i is over the sequences of the minibatch, and sum_i+ over those whose answer
+is right. mean_t is the mean over all tokens of the minibatch. r_t is the reward of the
+whole response at its last token, and 0 before it.
 
 Parent: ppo_rlhf.py. Differences: (1) value pretraining: in the first --value-warmup-steps steps the
 policy stays as it is, and the value network alone learns; (2) Decoupled GAE: the value network
@@ -25,17 +27,17 @@ lambda grows with the length of the response, so that 1 / (1 - lambda), the sum 
 lambda + lambda^2 + ... of an endless response, is alpha |o_i|; (4) Clip-Higher: the upper bound of
 the ratio is further from 1 than the lower bound; (5) a language-modelling loss on the right
 responses; (6) G samples for each prompt, and one pass of several minibatches; (7) there is no KL
-and no reference, and rules give the rewards instead of a reward model. The losses average over
-tokens, as in the parent.
+and no reference, rules give the rewards instead of a reward model, and a cut response costs no
+penalty. The losses average over tokens, as in the parent.
 
 Departures from the paper: lambda is 0 where its formula is negative, in responses of fewer than
 1 / alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
 gradient of each network is clipped by its own norm. The value network starts from the policy with a
-head of zeros, and not from a reward model. Its pretraining lasts a
-number of steps, as in the paper's Section 5.1; in Section 4.1 it lasts until the value loss is low.
-A response is right if its answer is right, whatever its reward, which counts the format, too. Both
-learning rates follow one schedule from the first step on. So the policy's warm-up is over, and its
-rate has begun to fall, when its own updates begin.
+head of zeros, and not from a reward model. Its pretraining lasts a number of steps, as in the
+paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. A response is right if its
+answer is right. Its reward counts the format, too. Both learning rates follow one schedule from the
+first step on. So the policy's warm-up is over, and its rate has begun to fall, when its own updates
+begin.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -221,9 +223,9 @@ def terminal_rewards(scores, mask):
 
 def adaptive_lambda(args, mask):
     """The lambda of each response (n,), from mask (n, R). Length-Adaptive GAE, Eq. 5."""
-    # 1 / (1 - lambda) is alpha times the length: the sum of the weights 1 + lambda + lambda^2 + ...
-    # of this delta and the later ones, if the response never ended.
-    # For lengths below 1 / alpha the sum would be less than 1, and lambda negative: there it is 0.
+    # In an endless response the weights of the deltas, 1, lambda, lambda^2, ..., add up to
+    # 1 / (1 - lambda). Eq. 5 makes this sum alpha times the length. A length below 1 / alpha would
+    # make lambda negative. There lambda is 0.
     lengths = mask.sum(1)  # (n,)
     return (1 - 1 / (args.gae_alpha * lengths)).clamp(min=0.0)
 
@@ -302,7 +304,7 @@ def explained_variance(values, returns, mask):
 
 
 def lm_loss(args, logprobs, is_right, mask, num_right_tokens):
-    """mu L_NLL, Eq. 9, of the n sequences of a micro-batch: the loss on right responses.
+    """mu L_NLL (Eq. 9, times --lm-coef) of the n sequences of a micro-batch: on right responses.
 
     logprobs (n, R); is_right (n,) bool; mask (n, R) bool. num_right_tokens is the number of tokens
     in the right responses of the whole minibatch, so that the losses of its micro-batches add up
@@ -447,7 +449,7 @@ def main(args: Args) -> dict:
         # transformers recomputes activations in training mode only. No dropout is left.
         model.train()
         value_model.train()
-        # Both are those before the first update. GAE needs the values now.
+        # All updates of the step use these, from before the first one. GAE needs the values now.
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
 
@@ -456,6 +458,7 @@ def main(args: Args) -> dict:
         for name, values in apply_rewards(rollout.completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
         right = scores[REWARDS[0].__name__]  # (N,) float32
+        is_right = right == 1  # (N,) bool
         rewards = sum(scores.values())  # (N,) float32
         token_rewards = terminal_rewards(rewards, response_mask)  # (N, R)
         # Decoupled GAE: the advantages have a lambda for each response. The value network learns
@@ -466,6 +469,7 @@ def main(args: Args) -> dict:
         returns = discounted_returns(args, token_rewards, response_mask)  # (N, R)
 
         # ---- 4. update
+        trains_policy = step > args.value_warmup_steps
         # Sums over the updates of this step, for the log.
         total_loss = 0.0
         total_grad_norm = 0.0
@@ -474,11 +478,11 @@ def main(args: Args) -> dict:
         for minibatch in updates:
             lr = scheduler.get_last_lr()[0]  # of this update; the log has the last update's
             minibatch_tokens = int(response_lengths[minibatch].sum())
-            right_tokens = int(response_lengths[minibatch][right[minibatch] == 1].sum())
+            right_tokens = int((response_lengths * is_right)[minibatch].sum())
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 # In the value pretraining the policy gets no gradient. So it needs no graph, and
                 # Adam leaves it alone.
-                with torch.set_grad_enabled(step > args.value_warmup_steps):
+                with torch.set_grad_enabled(trains_policy):
                     logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)
                 ppo_loss, stats = policy_loss(
                     args,
@@ -488,15 +492,15 @@ def main(args: Args) -> dict:
                     response_mask[rows],
                     num_tokens=minibatch_tokens,
                 )
-                nll_loss = lm_loss(
+                weighted_nll = lm_loss(
                     args,
                     logprobs,
-                    right[rows] == 1,
+                    is_right[rows],
                     response_mask[rows],
                     num_right_tokens=right_tokens,
                 )
-                loss = ppo_loss + nll_loss  # Eq. 10; lm_loss multiplies by mu
-                if step > args.value_warmup_steps:
+                loss = ppo_loss + weighted_nll  # Eq. 10
+                if trains_policy:
                     loss.backward()
                 total_loss += loss.detach()
                 values = compute_values(value_model, rollout.select(rows))  # (n, R)
@@ -1086,7 +1090,7 @@ def check_args(args):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if args.value_warmup_steps >= args.num_steps:
-        raise ValueError("--value-warmup-steps must be below --num-steps: the policy never changes")
+        raise ValueError("--value-warmup-steps must be below --num-steps, to train the policy, too")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):

@@ -267,8 +267,8 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
     for rank in range(world):
         monkeypatch.setenv("RANK", str(rank))
         batches = grpo_multigpu.own_micro_batches(args, torch.tensor(minibatch), lengths)
-        assert all(batch.rows for batch in batches)
-        real += [batch.rows for batch in batches if not batch.is_repeat]
+        assert all(rows for rows, _ in batches)
+        real += [rows for rows, is_repeat in batches if not is_repeat]
         numbers.add(len(batches))
     assert sorted(i for rows in real for i in rows) == sorted(minibatch)
     assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= 10 for rows in real)
@@ -280,13 +280,17 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
 
 
 def test_every_process_has_its_own_noise(several, tmp_path, data):
-    """All prompts of a step are equal. If both processes had the same noise, their samples would be equal, too."""
+    """All prompts of a step are equal. If both processes had the same noise, their samples would be equal, too.
+
+    The processes take 3 and 2 of the 5 prompts.
+    """
     path = tmp_path / "one.jsonl"
     path.write_text('{"question": "47+38=", "answer": "85"}\n' * 40)
-    given = dict(dataset=str(path), num_steps=1, temperature=1.5, num_generations=4)
+    given = dict(num_prompts=5, num_steps=1, temperature=1.5, num_generations=4)
+    given |= dict(dataset=str(path))
     samples = read_jsonl(several(2, **given) / "samples.jsonl")
     completions = [sample["completions"] for sample in samples]
-    assert len(completions) == 4 and completions[:2] != completions[2:]
+    assert len(completions) == 5 and completions[:2] != completions[3:]
 
 
 # ---- killed, stopped, resumed
@@ -386,8 +390,8 @@ def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several)
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        (dict(num_prompts=6), "--num-prompts must be divisible"),
-        (dict(eval_size=3), "--eval-size must be at least"),
+        (dict(num_prompts=3), "--num-prompts and --eval-size must be at least"),
+        (dict(eval_size=3), "--num-prompts and --eval-size must be at least"),
     ],
 )
 def test_sizes_that_do_not_fit_the_processes(monkeypatch, data, given, error):
