@@ -162,9 +162,9 @@ def held():
 configs = [
     memory.llama(2, 128, 4, 2, 512, 64),
     memory.llama(2, 128, 4, 4, 128, 64, head_dim=96),
-    memory.llama(2, 32, 4, 2, 128, 8000),  # the logits, in one script
+    memory.llama(2, 32, 4, 2, 128, 8000),  # the logits
 ]
-cases = [(config, script) for config in configs for script in (grpo, grpo_lora)][:-1]
+cases = [(configs[0], grpo), (configs[1], grpo_lora), (configs[1], grpo), (configs[2], grpo)]
 gc.collect()
 for config, script in cases:
     start = held()
@@ -332,7 +332,7 @@ def test_pieces_on_cuda(runs, name):
 def test_peaks_are_those_that_are_counted(runs):
     """The counted weights match to the byte, except for buffers. The counted activations match within 15 %."""
     lines = re.findall(r"^PEAK (.*)$", runs["peaks"][3], flags=re.M)
-    assert len(lines) == 5, runs["peaks"][3]
+    assert len(lines) == 4, runs["peaks"][3]
     for line in lines:
         script, config, weights, peak = json.loads(line)
         found = memory.count(script, config, micro_batch_tokens=64 * 16)

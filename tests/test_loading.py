@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, SCRIPTS, SHARED, SMALL_TASK
-from scripts import NEEDS_VLLM
 from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -31,9 +30,6 @@ SMALL = dict(
 )
 # Settings for a model that is as small as the bundled one but has another path.
 OTHER_MODEL = dict(instructions="", max_prompt_tokens=64, gradient_checkpointing=False)
-
-# The heads of the story model have 8 dimensions. vLLM has no such kernel for a CPU.
-SAMPLES_STORIES = [script for script in SCRIPTS if script not in ("distill", *NEEDS_VLLM)]
 
 
 @pytest.fixture(autouse=True)
@@ -292,12 +288,10 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     not (STORIES.is_dir() and (SHARED / "data" / "stories").is_dir()),
     reason="stories are not at hand",
 )
-@pytest.mark.scripts(*SAMPLES_STORIES)
+@pytest.mark.scripts("grpo", "dapo", "ppo_rlhf", "grpo_lora", "grpo_tools", "self_distill")
 def test_stories(script, tmp_path):
     dataset = SHARED / "data" / "stories" / "prompts.jsonl"
     given = SMALL | OTHER_MODEL | dict(max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")
-    if script.__name__ == "vapo":
-        given["value_warmup_steps"] = 0
     if script.__name__ == "self_distill":
         given["max_teacher_tokens"] = 128  # the model's context has 512 tokens
     metrics = script.main(script.Args(model=str(STORIES), dataset=str(dataset), **given))
@@ -316,17 +310,20 @@ def test_stories(script, tmp_path):
     not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand"
 )
 def test_gsm8k(script, tmp_path, capsys):
-    """All 7,473 training answers and 1,319 test answers have a number, and the script counts the long prompts."""
+    """The script counts the long prompts and the answers without a number."""
+    for split in ("train", "test"):
+        lines = (SHARED / "data" / "gsm8k" / f"{split}.jsonl").read_text("utf-8").splitlines(True)
+        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:1000]), encoding="utf-8")
     tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
-    args = script.Args(dataset=str(SHARED / "data" / "gsm8k"), max_prompt_tokens=450)
+    args = script.Args(dataset=str(tmp_path), max_prompt_tokens=450)
     splits = script.load_data(args, tokenizer)
     printed = capsys.readouterr().out
-    for split, examples, count in zip(("train", "test"), splits, (7473, 1319), strict=True):
+    for split, examples in zip(("train", "test"), splits, strict=True):
         pattern = (
             rf"{split} data: (\d+) problems; skipped: (\d+) longer than .*, 0 without a readable"
         )
         usable, too_long = map(int, re.search(pattern, printed).groups())
-        assert usable + too_long == count and usable > 0.8 * count and too_long > 0
+        assert usable + too_long == 1000 and usable > 800 and too_long > 0
         assert len(examples) == (usable if split == "train" else args.eval_size)
 
 

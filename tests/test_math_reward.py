@@ -18,7 +18,6 @@ for heading, label, pair in read_table("math_answers.txt"):
 # math-verify would compute these for hours, or reads them in none.
 HOSTILE = [
     "9^{9^{9^9}}",
-    r"\int_0^1 x^x \sin(x^{x}) dx",
     "(" * 400 + "1" + ")" * 400,
     r"\frac{1}{" * 100 + "1" + "}" * 100,
     r"\boxed{" * 100_000,

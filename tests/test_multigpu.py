@@ -7,8 +7,6 @@ import random
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
@@ -339,22 +337,6 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
     assert_same([weights, before["optimizer"]], [dict(seen[0][0]), seen[0][1]])
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     assert_same({name: model.state_dict()[name] for name in weights}, weights)
-
-
-def torchrun(*arguments, **given):
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    for name, value in given.items():
-        arguments += (f"--{name.replace('_', '-')}", str(value))
-    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    return subprocess.Popen([*command, *arguments], cwd=ROOT, **output)
 
 
 def test_rank_0_asks_the_judge_for_all(several, tmp_path):

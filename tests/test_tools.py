@@ -584,29 +584,6 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
         torch.testing.assert_close(saved[name], weights, rtol=1e-6, atol=1e-8)
 
 
-def test_a_resumed_run_ends_as_the_one_that_was_not_stopped(tmp_path, monkeypatch):
-    _, whole = train(tmp_path, "whole", num_steps=3, save_every=1)
-    stopped = tmp_path / "stopped"
-    sample_responses, begun = grpo_tools.sample_responses, []
-
-    def killed(*call, **named):
-        if call[5] > 0:  # the temperature: an evaluation is greedy
-            begun.append(True)
-        if len(begun) == 3:
-            raise KeyboardInterrupt
-        return sample_responses(*call, **named)
-
-    monkeypatch.setattr(grpo_tools, "sample_responses", killed)
-    with pytest.raises(KeyboardInterrupt):
-        train(tmp_path, stopped.name, num_steps=3, save_every=1)
-    monkeypatch.setattr(grpo_tools, "sample_responses", sample_responses)
-    grpo_tools.main(grpo_tools.Args(resume=str(stopped)))
-    assert (whole / "samples.jsonl").read_bytes() == (stopped / "samples.jsonl").read_bytes()
-    one = torch.load(whole / "checkpoint.pt", weights_only=True)["model"]
-    other = torch.load(stopped / "checkpoint.pt", weights_only=True)["model"]
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_without_a_call_it_has_no_accuracy(tmp_path, monkeypatch):
     """The first run finds no call. In the second run every call is an error, and the run continues."""
     with monkeypatch.context() as changed:

@@ -47,6 +47,7 @@ OWN_STATE = [
     "grpo_lora",
     "self_distill",
     "vapo",
+    "grpo_tools",
     "grpo_vllm",
 ]
 # These have code that only they have, and that makes or moves tensors. So the tests run them on an
