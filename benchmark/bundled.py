@@ -1,4 +1,4 @@
-"""Run every script with its defaults, and record what it reached: python benchmark/bundled.py
+"""benchmark/records/bundled.jsonl: what every script reaches with its defaults. python benchmark/bundled.py
 
 The runs need an idle machine, and take an hour of two cores. grpo_multigpu.py runs as two processes of one thread
 each. On GPUs it runs as one process per GPU, at most two. The other scripts run as one process that uses all threads.

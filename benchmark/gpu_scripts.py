@@ -1,4 +1,4 @@
-"""The scripts for three steps on a GPU, at the size of the README's recipe: times, memory, and resuming.
+"""benchmark/records/gpu-scripts.jsonl: three steps of each script on a GPU, at the size of the README's recipe.
 
     python benchmark/gpu_scripts.py --problems train.jsonl     random weights in the shape of SmolLM2-1.7B
     python benchmark/gpu_scripts.py --tiny                     a tiny shape; without a GPU, on an emulated one

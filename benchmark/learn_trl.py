@@ -1,4 +1,4 @@
-"""Do grpo.py and rloo.py learn as TRL's GRPOTrainer and RLOOTrainer do? python benchmark/learn_trl.py
+"""docs/speed.md's curves: do grpo.py and rloo.py learn as TRL's trainers do? python benchmark/learn_trl.py
 
 Both sides train on the bundled task with the same model, data (in another order), batch, learning rate and schedule,
 steps, temperature, KL coefficient and seeds. The gradient of the KL is the same, too: TRL 1.16 multiplies k3 by the

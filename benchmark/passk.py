@@ -1,4 +1,4 @@
-"""pass@k on held-out problems: the chance that at least one of k samples is right.
+"""pass@k, the chance that at least one of k samples is right, for a run or for the lesson in docs/lessons.md.
 
     python benchmark/passk.py runs/NAME runs/OTHER --samples 128 --problems 200
     python benchmark/passk.py --model assets/sums --dataset assets/sums --instructions=    a model before training
@@ -166,7 +166,7 @@ RECORDS = FOLDER / "passk.jsonl"
 PAGE = ROOT / "docs" / "lessons.md"
 PICTURE = ROOT / "docs" / "lessons" / "passk.svg"
 TEACHER = "runs/sums-teacher"
-BUILD_TEACHER = f"tools/build_sums_teacher.py {TEACHER}"
+BUILD_TEACHER = f"tools/build_sums.py --teacher {TEACHER}"
 # A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
 COPY = "right_samples.py"
 RIGHT_ALONE = "REWARDS = [accuracy_reward]"

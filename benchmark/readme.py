@@ -1,10 +1,10 @@
-"""Write the tables and the sample output of the pages from the records.
+"""The tables of README.md, docs/speed.md and variants/README.md, from the records.
 
     python benchmark/readme.py                 README.md, docs/speed.md, variants/README.md
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
-grouped.jsonl, transcript.txt, and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of
+transcript.txt, and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of
 trl-learn.jsonl. The tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and
 pictures match the records.
 """
@@ -98,17 +98,6 @@ def speed_table() -> str:
     return table(["workload", "grpo.py", "TRL 1.16", "speed", "memory"], rows)
 
 
-def grouped_table() -> str:
-    """One row for each number of key heads, one column for each version of transformers."""
-    records = records_of("grouped")
-    header = ["seconds of a rollout"]
-    header += [f"transformers {record['transformers']}" for record in records]
-    rows = []
-    for heads in records[0]["seconds"]:
-        rows.append([f"{heads} key heads", *[str(record["seconds"][heads]) for record in records]])
-    return table(header, rows)
-
-
 def sums_table() -> str:
     """For each seed of grpo.py on assets/sums: sampled accuracy as means of ten steps, and greedy held-out accuracy."""
     records = records_of("bundled-sums")
@@ -165,7 +154,6 @@ BLOCKS = {
     "sums": ("docs/speed.md", sums_table),
     "speed": ("docs/speed.md", speed_table),
     "learning": ("docs/speed.md", learning_table),
-    "grouped": ("docs/speed.md", grouped_table),
     "variants": ("variants/README.md", variants_table),
 }
 

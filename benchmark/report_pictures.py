@@ -1,6 +1,6 @@
-"""Draw the two pictures of report.py's page: python benchmark/report_pictures.py runs/*/
+"""docs/report/curves.png and samples.png, which the pages show: python benchmark/report_pictures.py runs/*/
 
-They are docs/report/curves.png and samples.png. A headless Chromium takes them: apt-get install chromium, and pip
+They are parts of report.py's page. A headless Chromium takes them: apt-get install chromium, and pip
 install playwright==1.65.2. The README shows these runs:
 
     for seed in 1 2 3; do

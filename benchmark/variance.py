@@ -1,4 +1,4 @@
-"""The variance of the policy gradient under five baselines, at a fixed policy: python benchmark/variance.py
+"""docs/lessons.md's table of variances of the policy gradient, under five baselines: python benchmark/variance.py
 
 It measures three moments: assets/adder at the start, and after 20 and 40 steps of rloo.py. At each moment it samples 8
 responses to each of 512 questions, and computes the gradient g of the log-probability of each response. The estimate
