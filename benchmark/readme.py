@@ -1,6 +1,6 @@
-"""The tables of README.md, docs/speed.md and variants/README.md, from the records.
+"""The tables of README.md and docs/speed.md, from the records.
 
-    python benchmark/readme.py                 README.md, docs/speed.md, variants/README.md
+    python benchmark/readme.py                 README.md, docs/speed.md
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
@@ -115,16 +115,6 @@ def sums_table() -> str:
     return table(header, rows)
 
 
-def variants_table() -> str:
-    records, rows = records_of("variants"), []
-    for name in sorted({record["script"] for record in records}):
-        mine = [record for record in records if record["script"] == name]
-        last = [100 * float(np.mean(record["sampled_accuracy"][-WINDOW:])) for record in mine]
-        reached = ", ".join(f"{100 * record['accuracy'][1]:.1f}" for record in mine)
-        rows.append([name, reached, spread(last, 1)])
-    return table(["variant", "held out, %, seeds 1, 2, 3", "sampled, last five steps, %"], rows)
-
-
 def record_transcript() -> None:
     """Run `python grpo.py` with one thread, and record what it prints."""
     result = subprocess.run(
@@ -154,7 +144,6 @@ BLOCKS = {
     "sums": ("docs/speed.md", sums_table),
     "speed": ("docs/speed.md", speed_table),
     "learning": ("docs/speed.md", learning_table),
-    "variants": ("variants/README.md", variants_table),
 }
 
 

@@ -512,14 +512,14 @@ def test_only_grpo_is_killed_and_resumed_on_a_gpu(monkeypatch, name, kills):
 
 
 def test_the_variants_have_three_recorded_seeds():
-    """Each variant has three seeds with at least 95 % greedy accuracy."""
+    """Each variant has three seeds with at least 97.6 % greedy accuracy, as variants/README.md says."""
     import readme
 
     records = readme.records_of("variants")
     names = {path.stem for path in (ROOT / "variants").glob("*.diff")}
     names -= {"full_vocabulary", "sdpo_context"}  # docs/lessons.md has their runs
     assert {(r["script"], r["seed"]) for r in records} == {(n, k) for n in names for k in (1, 2, 3)}
-    assert min(r["accuracy"][1] for r in records) >= 0.95 and not any(r["dirty"] for r in records)
+    assert min(r["accuracy"][1] for r in records) == 0.976 and not any(r["dirty"] for r in records)
 
 
 def test_the_tables_show_the_records():
