@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,12 +23,10 @@ SUM = {"question": "47+38=", "answer": "85"}
 # The rows of each example, and its flags.
 ROWS = {
     "word_reward": ([{"question": "12+34=", "answer": "answer"}], {}),
-    "close_reward": ([SUM], {}),
     "keywords_reward": (
         [{"question": "1+2=", "keywords": ["<", "zebra"], "limit": 1000}],
         {"answer_column": "keywords"},
     ),
-    "check": ([{"question": "1+2=", "answer": ""}], {}),
     "length_reward": ([SUM], {}),
 }
 
@@ -57,7 +56,27 @@ def grpo_with(block):
     return source
 
 
-def test_there_are_five_examples():
+@pytest.mark.parametrize("place", [0, 1])
+def test_two_differences_in_one_script(place, monkeypatch, tmp_path):
+    """The commands of the page make a script that trains for a step. patch may reject hunks of the docstring."""
+    section = PAGE.split("## Two differences in one script")[1]
+    commands = re.findall(r"```\n(.*?)```", section, re.DOTALL)[place]
+    *patches, last = [line for line in commands.splitlines() if "patch" in line]
+    name = re.search(r"-o (\w+)\.py \w+\.py$", last).group(1)
+    for path in (*ROOT.glob("*.py"), ROOT / "variants" / "cispo.diff"):
+        (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        shutil.copy(path, tmp_path / path.relative_to(ROOT))
+    for line in (*patches, last):
+        done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode < 2, done.stderr
+    docstring = 50
+    assert all(int(n) < docstring for n in re.findall(r"FAILED at (\d+)", done.stdout)), done.stdout
+    script = load(monkeypatch, name, (tmp_path / f"{name}.py").read_text(encoding="utf-8"))
+    given = dict(num_steps=1, num_prompts=2, eval_size=2, device="cpu")
+    script.main(script.Args(**small_recipe(script) | given, runs_dir=str(tmp_path / "runs")))
+
+
+def test_there_are_three_examples():
     assert set(BLOCKS) == set(ROWS)
 
 
@@ -79,7 +98,7 @@ def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
         shares = [
             x for sample in samples if sample["step"] == record["step"] for x in sample["right"]
         ]
-        if name in ("word_reward", "check"):
+        if name == "word_reward":
             assert record["rollout/accuracy"] == pytest.approx(sum(shares) / len(shares))
 
 
@@ -106,8 +125,13 @@ def test_a_reward_of_trl_itself(monkeypatch, tmp_path):
 def test_report_marks_what_the_run_calls_right(monkeypatch, tmp_path):
     import report
 
-    rows, _ = ROWS["check"]
-    _, _, samples = run_copy(monkeypatch, tmp_path, grpo_with(BLOCKS["check"]), rows)
+    block = """
+def even_reward(completions, **columns):
+    return [float(len(text) % 2 == 0) for text in completions]
+
+REWARDS = [even_reward]
+"""
+    _, _, samples = run_copy(monkeypatch, tmp_path, grpo_with(block), [SUM])
     groups = report.read_run(tmp_path / "run", "run")["samples"]
     assert [group["right"] for group in groups] == [sample["right"] for sample in samples]
     assert any(any(group["right"]) for group in groups)
