@@ -12,7 +12,7 @@ import huggingface_hub
 import memory
 import pytest
 import tyro
-from conftest import ROOT, SMALL_TASK, small_recipe
+from conftest import ROOT, small_recipe
 from scripts import SCRIPTS, read_script
 
 import grpo
@@ -95,8 +95,7 @@ def test_every_metric_is_a_documented_one():
     metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:rollout|policy|eval|optim|kl|time)/\w+)`", PROSE))
     assert len(named) > 10
-    unknown = {name for name in named if f"`{name}`" not in metrics}
-    assert unknown == {"rollout/near_reward", "eval/near_reward"}  # the page's own
+    assert not {name for name in named if f"`{name}`" not in metrics}
 
 
 def test_it_names_the_values_of_the_recipe():
@@ -108,8 +107,7 @@ def test_it_names_the_values_of_the_recipe():
     assert len(flags) == 7
     for flag, value in flags:
         assert getattr(defaults, flag[2:].replace("-", "_")) == float(value), flag
-    assert "grpo_lora.py takes 3e-5" in " ".join(section.split())
-    assert grpo_lora.Args().learning_rate == 3e-5
+    assert grpo_lora.Args().learning_rate == 3 * defaults.learning_rate  # "Low-rank adapters"
 
 
 # ---- numbers
@@ -225,28 +223,6 @@ def test_a_chat_is_a_question(tmp_path):
     assert run(grpo, tmp_path, "chat", dataset=str(path))[0]["step"] == 1
 
 
-def going_on() -> list[str]:
-    (flags,) = [flags for _, flags in commands() if "runs/first/model" in flags]
-    return flags
-
-
-def test_going_on_with_the_bundled_model(tmp_path):
-    """The page's flags are the bundled run's."""
-    args = tyro.cli(grpo.Args, args=going_on())
-    for name, bundled in vars(grpo.BUNDLED).items():
-        given = getattr(args, name)
-        if name not in ("model", "seed"):
-            assert (str(ROOT / given) if name == "dataset" else given) == bundled, name
-    assert args.seed == 2 != grpo.Args.seed
-
-    _, first = run(grpo, tmp_path, "first")
-    args.model, args.dataset = str(first / "model"), SMALL_TASK
-    for name, value in TINY.items():
-        setattr(args, name, value)
-    args.runs_dir, args.run_name = str(tmp_path), "second"
-    assert grpo.main(args)["step"] == 1
-
-
 def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
     """The page's code answers a question, with the merged model and with the adapter on the first one."""
     pytest.importorskip("peft")
@@ -267,28 +243,6 @@ def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
     assert answers[0] and answers[2]
     # Merged in float32 and rounded to bf16, or added in bf16.
     assert (answers[1] - answers[3]).abs().mean() < 0.05 * answers[1].abs().mean()
-
-
-def test_the_request_for_vllm(monkeypatch, tmp_path):
-    """The request has the run's instructions first, and prints the answer."""
-    (source,) = [block for block in code("python") if "chat/completions" in block]
-    folder = tmp_path / "runs" / "NAME"
-    folder.mkdir(parents=True)
-    (folder / "args.json").write_text(json.dumps({"instructions": "Be short."}))
-    monkeypatch.chdir(tmp_path)
-    sent = []
-
-    def urlopen(request):
-        sent.append(json.loads(request.data))
-        path = tmp_path / "reply.json"
-        path.write_text(json.dumps({"choices": [{"message": {"content": "72"}}]}))
-        return path.open()
-
-    monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    exec(source, {})
-    (message,) = sent[0]["messages"]
-    assert message["role"] == "user" and message["content"].startswith("Be short.\n\n")
-    assert sent[0]["temperature"] == 0
 
 
 # ---- runs by others
