@@ -107,7 +107,7 @@ def test_it_names_the_values_of_the_recipe():
     assert len(flags) == 7
     for flag, value in flags:
         assert getattr(defaults, flag[2:].replace("-", "_")) == float(value), flag
-    assert grpo_lora.Args().learning_rate == 3 * defaults.learning_rate  # "Low-rank adapters"
+    assert grpo_lora.Args().learning_rate == pytest.approx(3 * defaults.learning_rate)
 
 
 # ---- numbers
