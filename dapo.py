@@ -151,7 +151,7 @@ class Args:
     """the penalty grows to 1 over this many tokens before the limit (L_cache); 0: no penalty"""
 
 
-# The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
+# The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),

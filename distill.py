@@ -150,7 +150,7 @@ class Args:
     """folder or full hub id of the teacher, which must have the student's vocabulary"""
 
 
-# The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
+# The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),

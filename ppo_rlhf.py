@@ -8,8 +8,8 @@ response is a sequence of actions, one per token:
 
     r_t      = -beta (log pi_old(a_t | s_t) - log pi_ref(a_t | s_t)),
                plus the score at the last token                                    (Ziegler, Eq. 2)
-    delta_t  = r_t + gamma V(s_t+1) - V(s_t)              V = 0 after the last token   (PPO, Eq. 12)
-    A_t      = delta_t + gamma lambda A_t+1               advantages                   (PPO, Eq. 11)
+    delta_t  = r_t + gamma V(s_{t+1}) - V(s_t)            V = 0 after the last token   (PPO, Eq. 12)
+    A_t      = delta_t + gamma lambda A_{t+1}             advantages                   (PPO, Eq. 11)
     R_t      = A_t + V(s_t)                               returns, which the value network predicts
     L_pi     = -mean_t min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t)                   (PPO, Eq. 7)
     rho_t    = pi(a_t | s_t) / pi_old(a_t | s_t)      s_t is the prompt and the tokens before a_t
@@ -31,8 +31,8 @@ clip none. Beta is fixed; Ziegler adapts it. No mean is subtracted from the scor
 mean 0 on the demonstrations. The penalty is subtracted from the score of a cut response; Huang sets
 that score to -1. Adam's epsilon is 1e-8; Huang has 1e-5. The score is added to the reward of the
 last token. Huang's code adds it one slot later, in the padding. So there the value of that slot
-counts, too, as V(s_t+1) of the last token. With --reward-model "" the rules of utils/rewards.py
-replace the reward model.
+counts, too, as V(s_{t+1}) of the last token. Without --reward-model, which is the default with
+--model, the rules of utils/rewards.py replace the reward model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -168,14 +168,14 @@ class Args:
     gae_lambda: float = 0.95
     """a lower one gives less variance and more bias of the advantages (lambda in PPO's Eq. 11)"""
     vf_coef: float = 0.1
-    """weight of the value loss; little effect: Adam's step doesn't depend on the loss's scale"""
+    """weight of the value loss; Adam ignores a constant scale, but --max-grad-norm doesn't"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
     """start of the value network; without a reward model, the policy with a head of zeros"""
 
 
-# The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
+# The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
@@ -235,9 +235,9 @@ def compute_gae(args, rewards, values, mask):
     next_advantage = torch.zeros_like(values[:, 0])  # (n,)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (n,), Eq. 12
-        next_advantage = delta + args.gamma * args.gae_lambda * next_advantage  # (n,), Eq. 11
+        advantages[:, t] = delta + args.gamma * args.gae_lambda * next_advantage  # (n,), Eq. 11
         next_value = values[:, t]  # (n,)
-        advantages[:, t] = next_advantage
+        next_advantage = advantages[:, t]  # (n,)
     return advantages, advantages + values
 
 
@@ -308,7 +308,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: logged, the rewards have k1
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3, only for the log
     loss = masked_sum(token_loss, mask) / num_tokens
 
     # These count all ratios outside the clip range. For some of them the minimum above takes the
@@ -426,8 +426,9 @@ def main(args: Args) -> dict:
         # transformers recomputes activations in training mode only. No dropout is left.
         model.train()
         value_model.train()
-        # The KL in the rewards needs the log-probabilities now, and GAE needs the values.
+        # A single update needs them before it, too, because the rewards contain the KL.
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
+        # No ratio is taken of the values, so their micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if ref_model is not None:
@@ -441,7 +442,7 @@ def main(args: Args) -> dict:
             scores[name] = torch.tensor(values, device=model.device)
         scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()
         rewards = sum(scores.values())  # (N,) float32: the score of each response, less the penalty
-        # The reward of each token (N, R) is the KL penalty, and at the last token also the score.
+        # These (N, R) are the r_t of the docstring. The score in the docstring is `rewards` here.
         token_rewards = kl_rewards(args, rewards, old_logprobs, ref_logprobs, response_mask)
         advantages, returns = compute_gae(args, token_rewards, old_values, response_mask)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
@@ -887,7 +888,7 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
 
 
 def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples."""
+    """Metrics of greedy responses to held-out examples. A cut response costs no penalty here."""
     rollout = sample_responses(args, model, tokenizer, examples, 1, 0.0, eos_ids)
     ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     scores, right = score_responses(args, reward_model, rollout, examples)
@@ -1056,9 +1057,9 @@ def load_reward_model(args, tokenizer, device):
     if not name:
         return None
     config = load_config(args, name)
-    reward_model, missing = load_classifier(args, name, config, device)
     if config.num_labels != 1:
         raise ValueError(f"--reward-model {name}: has {config.num_labels} labels, not 1")
+    reward_model, missing = load_classifier(args, name, config, device)
     if missing:
         raise ValueError(f"--reward-model {name}: its files have no weights for {missing}")
     if AutoTokenizer.from_pretrained(name).get_vocab() != tokenizer.get_vocab():
@@ -1073,7 +1074,8 @@ def load_value_model(args, model, reward_model):
     config = load_config(args, model.name_or_path)
     config.num_labels = 1
     value_model, _ = load_classifier(args, model.name_or_path, config, model.device)
-    torch.nn.init.zeros_(value_model.score.weight)  # the policy's files have no such head
+    # The policy's files have no such head, so it would be random. With zeros all values start at 0.
+    torch.nn.init.zeros_(value_model.score.weight)
     return value_model
 
 

@@ -142,7 +142,7 @@ class Args:
     """weight of the KL to the reference in the return; 0: no reference"""
 
 
-# The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
+# The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),

@@ -5,10 +5,10 @@ and token-level loss from DAPO (Yu et al. 2025, arXiv:2503.14476).
 For every prompt the policy samples G responses o_1 .. o_G, as in GRPO. The baseline is a value
 network, as in PPO:
 
-    delta_t   = r_t + gamma V(s_t+1) - V(s_t)             V = 0 after the last token   (PPO, Eq. 12)
-    A_t       = delta_t + gamma lambda_i A_t+1            advantages                   (PPO, Eq. 11)
+    delta_t   = r_t + gamma V(s_{t+1}) - V(s_t)           V = 0 after the last token   (PPO, Eq. 12)
+    A_t       = delta_t + gamma lambda_i A_{t+1}          advantages                   (PPO, Eq. 11)
     lambda_i  = 1 - 1 / (alpha |o_i|)                                   (Length-Adaptive GAE, Eq. 5)
-    R_t       = r_t + gamma R_t+1                 returns; no value enters them      (Decoupled GAE)
+    R_t       = r_t + gamma R_{t+1}               returns; no value enters them      (Decoupled GAE)
     S_it      = min(rho_it A_it, clip(rho_it, 1-eps_low, 1+eps_high) A_it)      (Clip-Higher, Eq. 8)
     L_PPO     = -1/(sum_i |o_i|) sum_i sum_t S_it                          (token-level loss, Eq. 7)
     L_NLL     = -1/(sum_i+ |o_i|) sum_i+ sum_t log pi(a_t | s_t)        (Positive Example LM, Eq. 9)
@@ -177,7 +177,7 @@ class Args:
     """in the value loss, a new value is clipped to the old value -+ this"""
 
 
-# The defaults without --model: a bundled model learns to add, in half a minute on a CPU.
+# The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
@@ -244,14 +244,14 @@ def compute_gae(args, rewards, values, mask, gae_lambda):
     next_advantage = torch.zeros_like(values[:, 0])  # (n,)
     for t in reversed(range(values.shape[1])):
         delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (n,), Eq. 12
-        next_advantage = delta + args.gamma * gae_lambda * next_advantage  # (n,), Eq. 11
+        advantages[:, t] = delta + args.gamma * gae_lambda * next_advantage  # (n,), Eq. 11
         next_value = values[:, t]  # (n,)
-        advantages[:, t] = next_advantage
+        next_advantage = advantages[:, t]  # (n,)
     return advantages
 
 
 def discounted_returns(args, rewards, mask):
-    """Returns (n, R) from rewards and mask (n, R): R_t = r_t + gamma R_t+1, and 0 where masked."""
+    """Returns (n, R) of rewards and mask (n, R): R_t = r_t + gamma R_{t+1}; 0 where masked."""
     assert rewards.shape == mask.shape
     rewards = rewards.masked_fill(~mask, 0.0)  # (n, R)
     returns = torch.zeros_like(rewards)  # (n, R)
@@ -1035,7 +1035,8 @@ def load_value_model(args, model):
     value_model = AutoModelForSequenceClassification.from_pretrained(
         model.name_or_path, config=config, dtype=torch.float32
     )
-    torch.nn.init.zeros_(value_model.score.weight)  # the policy's files have no such head
+    # The policy's files have no such head, so it would be random. With zeros all values start at 0.
+    torch.nn.init.zeros_(value_model.score.weight)
     value_model.to(model.device)
     if args.gradient_checkpointing:
         # No forward pass is random, so the random state needn't be kept.
