@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -43,10 +42,6 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
     torch.set_num_threads(1)
     if "rollouts" in how:
         given_rollouts(how["rollouts"], how["gradients"] if rank == 0 else None)
-    if how.get("failing") == rank:
-        grpo_multigpu.load_data = None
-    if "sleep" in how:
-        grpo_multigpu.time.sleep = lambda seconds, sleep=time.sleep: sleep(how["sleep"])
     if how.get("spoiled") == rank:
         spoil_second_step()
     if how.get("trapped") == rank:
@@ -339,25 +334,26 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
     assert_same({name: model.state_dict()[name] for name in weights}, weights)
 
 
-def test_rank_0_asks_the_judge_for_all(several, tmp_path):
+def test_what_one_process_does_for_all(several, tmp_path, monkeypatch):
     """Rank 0 calls the judge once per step, and once per evaluation: before the first step and after the last.
 
-    If every rank called a noisy judge, the advantages would differ.
+    If every rank called a noisy judge, the advantages would differ. Rank 0 alone logs to Weights & Biases. And each
+    rank holds its share of weights, gradients and averages.
     """
-    folder = several(2, how={"judge": str(tmp_path / "asked")}, num_steps=2)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    how = {"judge": str(tmp_path / "asked"), "bytes": str(tmp_path / "bytes")}
+    folder = several(2, how=how, num_steps=2, track=True)
     assert (tmp_path / "asked").read_text() == "0000"
     means = [record["rollout/score"] for record in read_jsonl(folder / "metrics.jsonl")[1:]]
     samples = read_jsonl(folder / "samples.jsonl")
     for step, mean in enumerate(means, 1):
         rewards = [x for sample in samples if sample["step"] == step for x in sample["rewards"]]
         assert sum(rewards) / len(rewards) == pytest.approx(mean)
-
-
-def test_only_rank_0_logs_to_weights_and_biases(several, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    folder = several(2, num_iterations=1, num_minibatches=1, num_steps=1, track=True)
     assert len(list(folder.rglob("offline-run-*"))) == 1
+    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in (0, 1)]
+    parameters = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).num_parameters()
+    assert sum(held) == 16 * parameters and max(held) < 0.51 * sum(held)
 
 
 def test_a_gradient_that_is_not_finite_on_one_process_is_skipped_on_all(several):
@@ -383,13 +379,6 @@ def test_sizes_that_do_not_fit_the_processes(monkeypatch, data, given, error):
 
 
 # ---- memory
-
-
-def test_the_bytes_of_a_process_are_its_share(several, tmp_path):
-    several(2, how={"bytes": str(tmp_path / "bytes")}, num_steps=1)
-    held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in (0, 1)]
-    parameters = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).num_parameters()
-    assert sum(held) == 16 * parameters and max(held) < 0.51 * sum(held)
 
 
 # The recipe's model with 1.7 B parameters, and Llama 3 8B.
