@@ -273,17 +273,13 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
 
 
 def test_every_process_has_its_own_noise(several, tmp_path, data):
-    """All prompts of a step are equal. If both processes had the same noise, their samples would be equal, too.
-
-    The processes take 3 and 2 of the 5 prompts.
-    """
+    """All prompts of a step are equal. If both processes had the same noise, their samples would be equal, too."""
     path = tmp_path / "one.jsonl"
     path.write_text('{"question": "47+38=", "answer": "85"}\n' * 40)
-    given = dict(num_prompts=5, num_steps=1, temperature=1.5, num_generations=4)
-    given |= dict(dataset=str(path))
+    given = dict(dataset=str(path), num_steps=1, temperature=1.5, num_generations=4)
     samples = read_jsonl(several(2, **given) / "samples.jsonl")
     completions = [sample["completions"] for sample in samples]
-    assert len(completions) == 5 and completions[:2] != completions[3:]
+    assert len(completions) == 4 and completions[:2] != completions[2:]
 
 
 # ---- killed, stopped, resumed
@@ -338,15 +334,16 @@ def test_what_one_process_does_for_all(several, tmp_path, monkeypatch):
     """Rank 0 calls the judge once per step, and once per evaluation: before the first step and after the last.
 
     If every rank called a noisy judge, the advantages would differ. Rank 0 alone logs to Weights & Biases. And each
-    rank holds its share of weights, gradients and averages.
+    rank holds its share of weights, gradients and averages. The processes take 3 and 2 of the 5 prompts.
     """
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     how = {"judge": str(tmp_path / "asked"), "bytes": str(tmp_path / "bytes")}
-    folder = several(2, how=how, num_steps=2, track=True)
+    folder = several(2, how=how, num_prompts=5, num_steps=2, track=True)
     assert (tmp_path / "asked").read_text() == "0000"
     means = [record["rollout/score"] for record in read_jsonl(folder / "metrics.jsonl")[1:]]
     samples = read_jsonl(folder / "samples.jsonl")
+    assert len(samples) == 10
     for step, mean in enumerate(means, 1):
         rewards = [x for sample in samples if sample["step"] == step for x in sample["rewards"]]
         assert sum(rewards) / len(rewards) == pytest.approx(mean)
