@@ -157,11 +157,12 @@ def test_a_sliding_window_is_a_limit_like_the_context(tmp_path):
         grpo.load_model(tiny_args(grpo, tmp_path, model=str(model), max_new_tokens=90 - 63))
 
 
+@pytest.mark.scripts(
+    "grpo", "grpo_lora", "grpo_tools", "grpo_offpolicy", "ppo_rlhf", "vapo", "grpo_vllm"
+)
 def test_sampler_and_trainer_that_disagree_stop_the_run(script, tmp_path, monkeypatch):
     """Such a run would train on wrong probabilities. A resumed run is checked, too."""
     skip_without_engine(script)
-    if script.__name__ == "grpo_multigpu":
-        pytest.skip("needs several processes")
     exact = script.compute_logprobs
 
     def shifted(model, rollout, temperature, *more):

@@ -1,4 +1,4 @@
-"""Loading models, recipes, hub data sets, prompts and a real model, and importing the scripts."""
+"""Loading models, data sets and prompts, a run of a real model, and importing the scripts."""
 
 import ast
 import dataclasses

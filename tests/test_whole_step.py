@@ -103,8 +103,7 @@ CASES = [
     ),
     ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015)),
     ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, num_iterations=1, beta=0.0)),
-    ("remax", {}),
-    ("remax", dict(num_minibatches=1, num_generations=1, num_prompts=12)),
+    ("remax", dict(num_generations=1, num_prompts=12)),
     (
         "grpo_offpolicy",
         dict(
@@ -124,12 +123,9 @@ CASES = [
     ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
     ("distill", {}),
     ("full_vocabulary", dict(num_generations=1, num_prompts=12)),
-    ("full_vocabulary", dict(num_iterations=1, num_minibatches=1)),
     ("self_distill", dict(teacher_rate=0.3, num_steps=3)),
     ("sdpo_context", dict(teacher_rate=1.0, learning_rate=5e-4)),
-    ("sdpo_context", dict(num_minibatches=1, teacher_rate=0.0)),
     ("grpo_process", {}),
-    ("grpo_process", dict(num_iterations=1, num_minibatches=1, beta=0.0)),
 ]
 CRITICS = ("ppo_rlhf", "vapo")
 DISTILLERS = ("distill", "self_distill")
