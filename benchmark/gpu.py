@@ -324,7 +324,7 @@ def main() -> None:
     )
     grouped |= dict(vocab_size=151936, num_key_value_heads=2, max_position_embeddings=8192)
     if options.tiny:
-        B, G, P, R = 2, 4, 8, 40
+        B, G, P, R = 2, 4, 8, 16
         shape = dict(
             num_hidden_layers=2, hidden_size=128, num_attention_heads=4, intermediate_size=64
         )

@@ -1,5 +1,6 @@
 """What all tests share: the scripts, the small models and tasks, and one CPU thread."""
 
+import os
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ LONG = ["test_runs", "test_multigpu", "test_cuda", "test_whole_step", "test_load
 
 # More threads don't make such small models faster, and on a busy machine they make them slower.
 torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that the tests start
 
 
 def read_table(name):

@@ -176,7 +176,7 @@ for config, script in cases:
     if script is grpo_lora:
         model = grpo_lora.add_adapters(types.SimpleNamespace(lora_rank=16, lora_alpha=32, seed=1), model)
     model.train()
-    ids = torch.randint(3, 60, (64, 17)).cuda()
+    ids = torch.randint(3, 60, (16, 17)).cuda()
     mask = torch.ones_like(ids, dtype=torch.bool)
     allocated = held() - start - ids.nbytes - mask.nbytes
     for _ in range(2):  # in the second, gradients are there already
@@ -302,7 +302,7 @@ def test_the_benchmark_runs_on_cuda(runs):
     """benchmark/gpu.py measures all that it names. The numbers of an emulated GPU mean nothing."""
     status, recorded, _, text, _ = runs["gpu"]
     assert status == 0 and recorded > 3, text
-    assert " recordings of a graph in 40 steps" in text and "2 recordings later" in text
+    assert " recordings of a graph in 16 steps" in text and "2 recordings later" in text
     assert "4 query and 1 key heads" in text
     assert "8 columns of padding: log-probabilities finite: True" in text
 
@@ -335,7 +335,7 @@ def test_peaks_are_those_that_are_counted(runs):
     assert len(lines) == 4, runs["peaks"][3]
     for line in lines:
         script, config, weights, peak = json.loads(line)
-        found = memory.count(script, config, micro_batch_tokens=64 * 16)
+        found = memory.count(script, config, micro_batch_tokens=16 * 16)
         assert found["weights"] == pytest.approx(weights, abs=20_000), (script, config)
         assert found["activations"] == pytest.approx(peak, rel=0.15), (script, config)
 
