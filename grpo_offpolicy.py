@@ -163,7 +163,7 @@ class Args:
     rollout_correction: float = 2.0
     """upper limit W of a token's weight pi_old / pi_s; 0: no token weights"""
     sequence_cap: float = 0.0
-    """a response whose product of pi_old / pi_s is above this gets w = 0, not its KL; 0: no cap"""
+    """w = 0 for a response whose product of pi_old / pi_s is above this; its KL stays; 0: no cap"""
     dual_clip: float = 3.0
     """upper limit c of the ratio where the advantage is negative; a large value is no limit"""
 

@@ -18,18 +18,19 @@ reward r_i. We maximize J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term gets no weight, as in TRL. So its tokens are samples of
-pi_s instead of pi_old, and its mean is slightly biased. Multiplying A by a weight w >= 0 also
-multiplies C by w. So train multiplies the advantages by the weights, and policy_loss needs no
-argument for them.
+W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for all tokens of a
+response if the product of their ratios pi_old / pi_s, not truncated, is above the cap. The weight w
+has no gradient. The KL term gets no weight, as in TRL. So its tokens are samples of pi_s instead of
+pi_old, and its mean is slightly biased. Multiplying A by a weight w >= 0 also multiplies C by w. So
+`train` multiplies the advantages by the weights, and policy_loss needs no argument for them.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
 evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
 has no `generate`, no --sampling-tokens and no --cuda-graph. (2) The trainer hands its weights over
 before the first step and after every step. So the engine is never stale, and there is no
---staleness. (3) --engine-memory is the engine's share of the GPU's memory. (4) The temperature must
-be from 0.01 to 2, because vLLM takes no other. (5) vLLM must support the model. transformers
-needn't have a static cache for it. If engine and trainer disagree in the first step, the run ends.
+--staleness. (3) --engine-memory is the engine's share of the GPU's memory. (4) --temperature must
+be from 0.01 to 2, because vLLM takes no other, except 0 in the evaluation. (5) vLLM must support
+the model. transformers needn't have a static cache for it.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
@@ -45,10 +46,10 @@ calculation, SmolLM2-1.7B needs 3.4 GB for its weights in bf16, and 0.2 MB a tok
 values. So 0.3 of 80 GB holds about 100,000 tokens: 128 sequences of 780. If a step samples more,
 some wait until others have ended. During the update the engine sleeps, and its memory is free.
 
-When it pays: if not all responses of a step fit into memory at once. vLLM starts a waiting response
-as soon as another one has ended. grpo.py first waits for the longest response of the batch. So vLLM
-pays if responses are long and uneven. On the bundled task, grpo.py's own sampler is faster, and it
-starts at once.
+When it pays: if the responses of a step don't all fit into memory at once. vLLM starts a waiting
+response as soon as another one has ended. grpo.py starts the next batch only when the longest
+response of a batch has ended. So vLLM pays if responses are long and uneven. On the bundled task,
+grpo.py's own sampler is faster, and it starts at once.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -167,7 +168,7 @@ class Args:
     rollout_correction: float = 2.0
     """upper limit W of a token's weight pi_old / pi_s; 0: no token weights"""
     sequence_cap: float = 0.0
-    """a response whose product of pi_old / pi_s is above this gets w = 0, not its KL; 0: no cap"""
+    """w = 0 for a response whose product of pi_old / pi_s is above this; its KL stays; 0: no cap"""
     dual_clip: float = 3.0
     """upper limit c of the ratio where the advantage is negative; a large value is no limit"""
 
@@ -305,12 +306,12 @@ def main(args: Args) -> dict:
     try:
         return train(args, model, tokenizer, eos_ids, engine, run_dir, saved)
     finally:
-        # A notebook keeps the exception of a failed run, and with it the engine's memory.
+        # Also after an error: a notebook keeps the exception, which keeps the engine's memory.
         engine.llm_engine.engine_core.shutdown()
 
 
 def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
-    """The training of main. run_dir and saved: a resumed run's folder and checkpoint, or None."""
+    """Train on a started engine. run_dir, saved: a resumed run's folder and checkpoint, or None."""
     train_data, test_data = load_data(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = reference_copy(model) if args.beta > 0 else None
@@ -485,9 +486,9 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         # them computes this kind of model wrongly.
         tolerance = 1e-3  # nats
         if model.device.type == "cuda" or args.engine_dtype == "bfloat16":
-            # We measured gaps of up to 1.5 % of the entropy from bf16's rounding, and of 5 % if the
-            # engine's temperature was 0.9 times the trainer's.
-            tolerance = max(1e-3, 0.03 * metrics["policy/entropy"])
+            # 3 % of the entropy lies between what we measured: up to 1.5 % from bf16's rounding,
+            # and 5 % if the engine's temperature was 0.9 times the trainer's.
+            tolerance = max(tolerance, 0.03 * metrics["policy/entropy"])
         if step == first_step and not gap.mean() < tolerance:  # NaN is refused, too
             raise ValueError(
                 f"--model {args.model}: not supported, because sampling and training differ by "
@@ -538,7 +539,7 @@ def load_engine(args, model):
         gpu_memory_utilization=args.engine_memory,
         kv_cache_memory_bytes=None if on_gpu else 2**30,  # None: what is left of engine_memory
         max_model_len=args.max_prompt_tokens + args.max_new_tokens,
-        enforce_eager=not on_gpu,  # no compiling, no CUDA graphs
+        enforce_eager=not on_gpu,  # True: no compiling, no CUDA graphs
         enable_sleep_mode=on_gpu,
         # A weight that the trainer doesn't hand over stays random. The check of the gap notices it.
         load_format="dummy",
@@ -548,19 +549,20 @@ def load_engine(args, model):
     # vLLM changes this setting for the whole process, so it's restored.
     torch.set_float32_matmul_precision(precision)
     # If vLLM has no code for a family, it runs the class of transformers and replaces its __call__.
-    # The trainer's model has the same class, and the new __call__ reads this attribute.
+    # The trainer's model has the same class. With this attribute, the new __call__ only runs
+    # forward, and compiles nothing.
     model.base_model.do_not_compile = True
     return engine
 
 
 def refresh_engine(engine, model):
     """Give the engine the model's weights, rounded to --engine-dtype."""
-    # The memory for keys and values comes back last, so that it's not in use while the weights are
-    # copied. On a CPU, and before the first sleep, wake_up does nothing.
     torch.cuda.empty_cache()  # the engine's memory comes from the driver, not from torch
+    # On a CPU, and before the first sleep, wake_up does nothing.
     engine.wake_up(tags=["weights"])
     weights = model.state_dict().items()
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+    # The memory for keys and values comes back last, so that it's free while weights are copied.
     engine.wake_up(tags=["kv_cache"])
     # Keys and values of the old weights must not be used again.
     if not engine.reset_prefix_cache():

@@ -10,17 +10,19 @@ We maximize J, so the loss is -J:
 
 The reward belongs to the whole response, and so does the ratio: a sequence has one ratio, and is
 clipped as a whole or not at all. The gradient of s_i is s_i/|o_i| times the sum of the gradients of
-the log-probabilities of its tokens.
+the log-probabilities of its tokens. So all tokens of a response have the same weight in the
+gradient, while GRPO gives each token its own ratio as its weight.
 
 Parent: grpo.py. Differences: (1) each sequence has one ratio, the geometric mean of its tokens'
-ratios. It moves much less than the ratio of a token, so it is clipped to 1 - 3e-4 .. 1 + 4e-4 and
-not to 1 - 0.2 .. 1 + 0.2; (2) beta is 0 by default; (3) each rollout serves four updates
-(--num-minibatches 4), as in the paper's experiments. With one update per rollout (1) changes
-nothing: the ratio is 1, and the gradient is that of GRPO without a KL.
+ratios. This mean moves much less than the ratio of one token, so its clip range is smaller:
+1 - 3e-4 .. 1 + 4e-4 instead of 1 - 0.2 .. 1 + 0.2; (2) beta is 0 by default; (3) each rollout
+serves four updates (--num-minibatches 4), as in the paper's experiments. With one update per
+rollout (1) changes nothing: the ratio is 1, and the gradient is that of GRPO without a KL.
 
-Departures from the paper: 1e-4 is added to the std, because equal rewards would give 0/0. With
---beta above 0 the loss adds beta times the k3 estimate of the KL to the reference (DeepSeekMath,
-Eq. 4), which the paper leaves out.
+Departures from the paper: Eq. 5 has a single eps. The paper's experiments clip to two ranges, and
+so this script has eps_low and eps_high. 1e-4 is added to the std, because equal rewards would give
+0/0. With --beta above 0 the loss adds beta times the k3 estimate of the KL to the reference
+(DeepSeekMath, Eq. 4), which the paper leaves out.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -135,9 +137,9 @@ class Args:
     """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     clip_eps_low: float = 3e-4
-    """eps_low in Eq. 5: a sequence's ratio is clipped to at least 1 - eps_low"""
+    """eps_low: a sequence's ratio is clipped to at least 1 - eps_low"""
     clip_eps_high: float = 4e-4
-    """eps_high in Eq. 5: a sequence's ratio is clipped to at most 1 + eps_high"""
+    """eps_high: a sequence's ratio is clipped to at most 1 + eps_high"""
     beta: float = 0.0
     """weight of the KL to the reference in the loss; 0: no reference"""
 
@@ -185,6 +187,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
+    # masked_mean drops the masked slots before exp, so they need no masked_fill.
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = masked_mean(logratio, mask, axis=1).exp()  # (n,), s in Eq. 7
     clipped_ratio = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)  # (n,)
@@ -192,6 +195,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     surrogate = torch.minimum(ratio * seq_advantages, clipped_ratio * seq_advantages)  # (n,), Eq. 5
     seq_loss = -surrogate  # (n,)
     if args.beta > 0:
+        # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and
+        # its gradient 0 * inf = NaN.
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
         # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi):
         # docs/algorithms.md.
@@ -199,18 +204,19 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         seq_loss = seq_loss + args.beta * masked_mean(kl, mask, axis=1)
     loss = seq_loss.sum() / num_seqs
 
+    # These count all ratios outside the clip range. For some of them the minimum above takes the
+    # unclipped term, depending on the sign of the advantage.
+    below = ratio < 1 - args.clip_eps_low  # (n,) bool
+    above = ratio > 1 + args.clip_eps_high  # (n,) bool
     per_token = {
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
-        # Each token gets the ratio of its sequence. The mean is over tokens, as in grpo.py.
+        # The log averages over tokens, so each token gets the ratio of its sequence.
         "policy/ratio_mean": ratio[:, None].expand_as(mask),
         "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
-    # These count all sequences with a ratio outside the clip range, clipped or not.
-    below = ratio < 1 - args.clip_eps_low  # (n,) bool
-    above = ratio > 1 + args.clip_eps_high  # (n,) bool
     stats["policy/clip_frac_low"] = below.sum()
     stats["policy/clip_frac_high"] = above.sum()
     stats["policy/clip_frac"] = (below | above).sum()
@@ -361,12 +367,10 @@ def main(args: Args) -> dict:
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
         tokens_trained = num_tokens * args.num_iterations  # every pass takes each token once
-        seqs_trained = N * args.num_iterations
-        stat_means = {}
-        for name, total in stat_sums.items():
-            # The clip fractions are shares of the sequences. All others are means over the tokens.
-            count = seqs_trained if name.startswith("policy/clip_frac") else tokens_trained
-            stat_means[name] = total / count
+        stat_means = {name: total / tokens_trained for name, total in stat_sums.items()}
+        # The clip fractions are shares of the sequences, not of the tokens.
+        for name in ("policy/clip_frac_low", "policy/clip_frac_high", "policy/clip_frac"):
+            stat_means[name] = stat_sums[name] / (N * args.num_iterations)
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens

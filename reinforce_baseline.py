@@ -1,32 +1,33 @@
 """REINFORCE with a baseline, in one file. Williams 1992, "Simple Statistical Gradient-Following
 Algorithms for Connectionist Reinforcement Learning", Machine Learning 8.
 
-For every prompt q the policy samples a response o, which gets a reward r. We maximize J = E[R]. The
-gradient of the loss is -grad J:
+For every prompt q the policy samples a response o, which gets a reward r. We maximize J = E[R],
+where R is the return (in the shapes below, a number of tokens). The gradient of the loss is
+-grad J:
 
     grad J   = E[ (R - b) grad log pi_theta(o | q) ]                            (Williams, Eq. 11)
     R        = r - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
     b        = the mean return of the batch, or a moving average of it over the steps, or 0
 
-R is the return, and b the baseline. The whole response is one action: log pi(o | q) is the sum over
-its tokens. A baseline that does not depend on the response leaves the gradient unbiased. It may
-lower the variance or raise it: that depends on how the return and the size of the gradient vary
-together.
+b is the baseline. R depends on theta, too, through its KL. But the expected gradient of
+log pi_theta(o | q) is 0, so R is taken as a constant. log pi(o | q) is the sum over the tokens of
+the response: all of them get the same R - b. A baseline that does not depend on the response leaves
+the gradient unbiased. It may lower the variance or raise it: that depends on how the return and the
+size of the gradient vary together.
 
 Parent: none. This is the root of the family: all other scripts are derived from it.
 
-Departures from the paper: its return has no KL. Its baseline doesn't depend on the response, but
-1/N of the batch's mean is the response's own return. In expectation this scales the gradient by
-1 - 1/N and leaves its direction. The moving average starts from the first batch's mean. The choice
-of the baseline is the subject of this script, so it is a flag (--baseline) and not a patch.
+Departures from the paper: the return contains a KL. The batch's mean depends on the response: 1/N
+of it is the response's own return. In expectation this scales the gradient by 1 - 1/N and leaves
+its direction. The moving average starts from the first batch's mean, so in step 1 it is the same.
+The choice of the baseline is the subject of this script, so it is a flag (--baseline).
 
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing corrects for that:
 policy/clip_frac and policy/approx_kl say how far off-policy they are.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. In
-the equations R is the return.
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
 
     python reinforce_baseline.py                                 assets/adder, on a CPU
     python reinforce_baseline.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -201,7 +202,7 @@ def minibatches(args, num_seqs):
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
-    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient is that of -J.
+    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient estimates that of -J.
 
     logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
     tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
@@ -211,7 +212,6 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # The ratio serves the metrics alone.
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     token_loss = -advantages * logprobs  # (n, R)
@@ -329,8 +329,8 @@ def main(args: Args) -> dict:
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        # The KL in the returns needs the old log-probabilities now. Without a reference there is no
-        # KL, and a single update computes its own, below.
+        # The KL in the returns needs the old log-probabilities before the update. Without a KL, a
+        # single update computes its own old log-probabilities, below.
         if updates_per_step > 1 or ref_model is not None:
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
         if ref_model is not None:
@@ -343,8 +343,8 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # (B, G): the rewards minus beta times the KL to the reference.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        # The moving average starts at the first step's mean return. It is in `state`, so that a
-        # checkpoint saves it.
+        # The moving average starts at the first step's mean return. It takes in this step's returns
+        # only after it has served as the baseline. It is in `state`, so that a checkpoint saves it.
         average = state.get("rollout/return_average", returns.mean().item())
         baseline = compute_baseline(args, returns, average)
         state["rollout/return_average"] = update_average(average, returns)
