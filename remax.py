@@ -184,7 +184,7 @@ def minibatches(args, num_seqs):
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
-    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient is that of -J.
+    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient estimates that of -J.
 
     logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
     tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
@@ -194,7 +194,6 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # The ratio serves the metrics alone.
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     token_loss = -advantages * logprobs  # (n, R)
@@ -314,8 +313,8 @@ def main(args: Args) -> dict:
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        # The KL in the returns needs the old log-probabilities now. Without a reference there is no
-        # KL, and a single update computes its own, below.
+        # The KL in the returns needs the old log-probabilities before the update. Without a KL, a
+        # single update computes its own old log-probabilities, below.
         if updates_per_step > 1 or ref_model is not None:
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
         if ref_model is not None:
