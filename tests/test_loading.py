@@ -1,4 +1,7 @@
-"""Loading models, data sets and prompts, a run of a real model, and importing the scripts."""
+"""Models, data sets and prompts are loaded as a user gives them: from the hub's cache, a folder or a file.
+
+Also: a real language model trains, and importing a script changes nothing outside of it.
+"""
 
 import ast
 import dataclasses
@@ -288,7 +291,7 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     not (STORIES.is_dir() and (SHARED / "data" / "stories").is_dir()),
     reason="stories are not at hand",
 )
-@pytest.mark.scripts("grpo", "dapo", "ppo_rlhf", "grpo_tools")
+@pytest.mark.scripts("grpo", "ppo_rlhf")
 def test_stories(script, tmp_path):
     dataset = SHARED / "data" / "stories" / "prompts.jsonl"
     given = SMALL | OTHER_MODEL | dict(max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")

@@ -10,6 +10,8 @@ from conftest import read_table
 from utils import math_reward as module
 from utils.math_reward import final_answer, last_boxed, math_gold, math_reward
 
+# The longest comparison of these tests takes a sixth of a second.
+module.SECONDS = 1
 installed = pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
 CASES = []
 for heading, label, pair in read_table("math_answers.txt"):
@@ -70,7 +72,7 @@ def test_a_process_that_is_late_or_dead_is_replaced(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(module, "PATIENCE", 0.1)
         assert math_reward([block(HOSTILE[0])], [r"2^{\sqrt{2}}"]) == [0.0]
-        # It was killed. Otherwise it would go on for the 3 seconds that it has.
+        # It was killed. Otherwise it would go on for the second that it has.
         assert any(process.process is None for process in module.PROCESSES)
     for process in module.PROCESSES:
         process.start()

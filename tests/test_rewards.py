@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 import grpo
 from utils.math_reward import is_right, last_boxed
 from utils.rewards import (
-    RULES,
     accuracy_reward,
     format_reward,
     gold_number,
@@ -451,7 +449,7 @@ NUMBER = st.builds(
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(NUMBER, st.sampled_from(READ), st.sampled_from(READ))
 def test_a_number_is_paid_in_every_notation(value, of_gold, of_answer):
     gold, text = of_gold(value), of_answer(value)
@@ -461,7 +459,7 @@ def test_a_number_is_paid_in_every_notation(value, of_gold, of_answer):
         assert lenient_accuracy_reward([f"9 * 2 is\n{text}"], [gold]) == [1.0]
 
 
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=800, deadline=None)
 @given(NUMBER, NUMBER, st.sampled_from(READ + UNREAD), st.sampled_from(READ + UNREAD))
 def test_no_other_number_is_paid_in_any_notation(value, other, of_gold, of_answer):
     """For no two notations a wrong number is paid, and an unread one isn't paid at all."""
@@ -518,15 +516,6 @@ def test_a_million_hostile_characters(name):
     assert lenient_accuracy_reward([text + "\n5"], ["5"]) == [1.0]
     assert lenient_accuracy_reward(["5"], [text]) == [0.0]
     assert format_reward([text], ["5"])[0] in (0.0, 0.1, 0.2)
-
-
-@pytest.mark.parametrize("name", HOSTILE)
-def test_every_rule_takes_linear_time(name):
-    """The rules see at most a thousand characters. They'd also be fast on a hundred thousand."""
-    for pattern, new in RULES:
-        start = time.process_time()
-        pattern.sub(new, HOSTILE[name][:100_000])
-        assert time.process_time() - start < 5, pattern.pattern
 
 
 @pytest.mark.parametrize(("split", "step"), [("train", 10), ("test", 2)])

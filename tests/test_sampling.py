@@ -660,9 +660,10 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(script):
-    """With this large vocabulary, the logits of at most 16 tokens may exist at a time."""
-    vocab_size = 2**20
+def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(script, monkeypatch):
+    """With this limit and this vocabulary, the logits of at most 16 tokens may exist at a time."""
+    monkeypatch.setitem(script.CHUNK_LOGITS, "cpu", 2**20)
+    vocab_size = 2**16
     sizes = dict(
         hidden_size=4, intermediate_size=4, num_attention_heads=1, num_key_value_heads=1, head_dim=4
     )
@@ -680,8 +681,8 @@ def test_logits_exist_only_in_chunks_and_are_not_kept_for_the_backward_pass(scri
     with Largest() as largest, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         logprobs = script.compute_logprobs(model, rollout, 0.7)
         actual = gradients(model, logprobs.sum())
-    assert largest.elements <= 2**24 < rollout.response_mask.sum() * vocab_size
-    assert max(saved) < 2**24
+    assert largest.elements <= 2**20 < rollout.response_mask.sum() * vocab_size
+    assert max(saved) < 2**20
     expected = [slow_logprobs(model, rollout.select([i]), 0.7) for i in range(2)]
     assert_near(logprobs, torch.cat(expected))
     assert_same_gradients(actual, gradients(model, torch.cat(expected).sum()))

@@ -1,4 +1,7 @@
-"""docs/train.md, and the runs by others: commands, numbers and examples work as they stand on the page."""
+"""docs/train.md: its commands, numbers and examples work as they stand on the page.
+
+The same for benchmark/records/external, the runs that users have contributed.
+"""
 
 import json
 import math

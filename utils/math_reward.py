@@ -173,7 +173,7 @@ class Process:
         if find_spec("math_verify") is None:
             raise ModuleNotFoundError("math_reward needs a package: pip install math-verify")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "utils.math_reward"],
+            [sys.executable, "-m", "utils.math_reward", str(SECONDS)],
             cwd=Path(__file__).resolve().parents[1],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -292,7 +292,7 @@ def on_timer(number, frame):
     raise Late
 
 
-def work():
+def work(seconds):
     """Answer every line of stdin, the JSON of [gold, text], with yes or no."""
     import math_verify  # noqa: F401
 
@@ -306,7 +306,7 @@ def work():
     sys.stdout = sys.stderr = open(os.devnull, "w")
     for line in sys.stdin:
         try:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, seconds)
             verdict = compare(*json.loads(line))
             signal.setitimer(signal.ITIMER_PROF, 0)
         except BaseException:
@@ -316,4 +316,4 @@ def work():
 
 
 if __name__ == "__main__":
-    work()
+    work(float(sys.argv[1]))
