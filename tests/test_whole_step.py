@@ -32,15 +32,16 @@ COMMON = dict(
     learning_rate=2e-3,
 )
 COMMON |= dict(
-    num_iterations=2, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=1
+    num_iterations=1, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=1
 )
 COMMON |= dict(
     clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5
 )
 # (script, fields)
 CASES = [
-    ("grpo", {}),
-    ("grpo", dict(num_iterations=1, num_minibatches=1, lr_schedule="constant_with_warmup")),
+    # All scripts share the loop over the passes, so some of them have two.
+    ("grpo", dict(num_iterations=2)),
+    ("grpo", dict(num_minibatches=1, lr_schedule="constant_with_warmup")),
     ("dr_grpo", {}),
     ("rloo", {}),
     ("rloo", dict(num_minibatches=1)),
@@ -50,7 +51,7 @@ CASES = [
         dict(baseline="batch_mean", num_minibatches=1, num_generations=1, num_prompts=12),
     ),
     ("reinforce_baseline", dict(baseline="none", beta=0.0)),
-    ("dapo", dict(max_resample=5, overlong_cache=4)),
+    ("dapo", dict(max_resample=5, overlong_cache=4, num_iterations=2)),
     # There are fewer mixed groups than prompts, so some minibatches are empty.
     (
         "dapo",
@@ -65,7 +66,7 @@ CASES = [
     ),
     (
         "ppo_rlhf",
-        dict(gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3),
+        dict(gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3, num_iterations=2),
     ),
     (
         "ppo_rlhf",
@@ -85,6 +86,7 @@ CASES = [
         "vapo",
         dict(
             value_warmup_steps=1,
+            num_iterations=2,
             gamma=0.98,
             gae_alpha=0.055,
             lm_coef=0.3,
@@ -101,8 +103,8 @@ CASES = [
             value_learning_rate=3e-3,
         ),
     ),
-    ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015)),
-    ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, num_iterations=1, beta=0.0)),
+    ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015, num_iterations=2)),
+    ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, beta=0.0)),
     ("remax", dict(num_generations=1, num_prompts=12)),
     (
         "grpo_offpolicy",
@@ -111,15 +113,16 @@ CASES = [
             num_steps=3,
             rollout_correction=1.02,
             dual_clip=1.05,
+            num_iterations=2,
             seed=1,
         ),
     ),
     (
         "grpo_offpolicy",
-        dict(staleness=2, num_steps=3, num_iterations=1, num_minibatches=1),
+        dict(staleness=2, num_steps=3, num_minibatches=1),
     ),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
-    ("grpo_multigpu", {}),
+    ("grpo_multigpu", dict(num_iterations=2)),
     ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
     ("distill", {}),
     ("full_vocabulary", dict(num_generations=1, num_prompts=12)),
