@@ -1,13 +1,13 @@
 """GRPO in a hundred lines. Run it with python first.py: it takes a minute on two CPU cores.
 
-A small model adds two numbers and forgets to carry. It learns to carry from rewards alone. For each
-of B questions q, the policy samples a group of G responses o_1 .. o_G, with rewards r_1 .. r_G. In
-all there are N = B*G responses. A prompt has P tokens, a response R, and the vocabulary V. GRPO
+A small model that adds two numbers learns to carry from rewards alone. For each of B questions q,
+the policy samples a group of G responses o_1 .. o_G, with rewards r_1 .. r_G. In all there are
+N = B*G responses. P, R and V count the tokens of a prompt, a response and the vocabulary. GRPO
 (DeepSeekMath, arXiv:2402.03300v3, Eq. 3 without its KL term) maximizes
 
     J      = E[ 1/G sum_i 1/|o_i| sum_t min(rho_it A_i, clip(rho_it, 1-eps, 1+eps) A_i) ]
     rho_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)    pi_old: the policy that sampled
-    A_i    = (r_i - mean(r_1 .. r_G)) / (std(r_1 .. r_G) + 1e-4)    1e-4: equal rewards give no 0/0
+    A_i    = (r_i - mean(r_1 .. r_G)) / (std(r_1 .. r_G) + 1e-4)    1e-4: no 0/0 at equal rewards
 """
 
 import json
@@ -47,7 +47,7 @@ def compute_advantages(rewards):
 def compute_logprobs(model, ids, mask, response_mask):
     positions = (mask.cumsum(1) - 1).clamp(min=0)  # (N, P + R), padding isn't counted
     logits = model(ids, attention_mask=mask, position_ids=positions).logits  # (N, P + R, V)
-    # The logits at a token predict the next token. generate divides by the temperature, too.
+    # The logits at a token predict the next token. Divide by the temperature, as generate does.
     R = response_mask.shape[1]
     logprobs = (logits[:, -R - 1 : -1] / TEMPERATURE).log_softmax(2)  # (N, R, V)
     return logprobs.gather(2, ids[:, -R:, None])[:, :, 0]  # (N, R), those of the sampled tokens
@@ -71,7 +71,7 @@ def main():
     accuracy = rollout(model, tokenizer, test, do_sample=False)[0].mean()
     print(f"before: accuracy {accuracy:.3f} on {len(test)} held-out questions, greedy")
 
-    # The loss is about the whole softmax, so sample from all of it. generate's default is top_k=50.
+    # compute_logprobs uses the whole softmax, so sample from all of it: top_k is 50 by default.
     sampling = dict(do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0)
     for step in range(1, NUM_STEPS + 1):
         rows = [train[i] for i in torch.randint(len(train), (B,)) for _ in range(G)]  # N, in groups
