@@ -152,7 +152,7 @@ def test_the_problems_of_the_example(tmp_path, monkeypatch):
     command = command.replace("python", sys.executable, 1)
     subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
     monkeypatch.chdir(tmp_path)
-    flags = dict(dataset="problems.jsonl", question_column="task", answer_column="result")
+    flags = dict(dataset="sums.jsonl", question_column="task", answer_column="result")
     args = dataclasses.replace(grpo.BUNDLED, **flags)
     _, tokenizer, _ = grpo.load_model(args)
     train, test = grpo.load_data(args, tokenizer)

@@ -52,7 +52,12 @@ def test_a_text_that_takes_for_ever_is_wrong(text):
     # This gold answer has the same operations, so math-verify computes the text.
     gold = r"9^{9} + 5! + \sum_{n=1}^{3} \int_0^1 \sin(x) dx"
     texts, golds = [block(text), text, block(r"\sqrt{8}")], [gold, gold, r"2\sqrt{2}"]
+    for process in module.PROCESSES:
+        process.start()
+    started = [process.process for process in module.PROCESSES]
     assert math_reward(texts, golds) == [0.0, 0.0, 1.0]
+    # The time was up inside of the process. It wasn't killed.
+    assert [process.poll() for process in started] == [None] * len(started)
 
 
 @installed
