@@ -6,8 +6,12 @@ import socket
 import sys
 from pathlib import Path
 
-import pytest
-import torch
+# The recorded runs are the same on every x86 machine only if all use the same kernels. torch reads
+# this when it is imported.
+os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 for folder in ("benchmark", "tools", "."):
