@@ -14,16 +14,18 @@ We maximize J, so the loss is -J:
 Parent: grpo.py. Differences, marked in the code with their numbers: (1) Clip-Higher: the upper
 bound of the ratio is further from 1 than the lower bound, which leaves unlikely tokens room to
 grow; (2) dynamic sampling: a step drops the groups that are all right or all wrong, and samples
-more prompts until it has B mixed groups; (3) the loss is the mean over all tokens of the minibatch,
-so that a long response weighs more than a short one; (4) soft overlong punishment: a response loses
-up to 1 of its reward when its length comes close to --max-new-tokens. There is no KL term, and so
-no reference. With one update per rollout, the default, the ratio is 1, and (1) changes nothing.
+more prompts until it has B mixed groups (the last batch may bring more, which are dropped); (3) the
+loss is the mean over all tokens of the minibatch, so that a long response weighs more than a short
+one; (4) soft overlong punishment: a response loses up to 1 of its reward when its length comes
+close to --max-new-tokens. There is no KL term, and so no reference. With one update per rollout,
+the default, the ratio is 1, and (1) changes nothing.
 
 Departures from the paper: (a) The loss is divided by the tokens of the minibatch, as in verl, so
 each token has the same weight. In Eq. 8 each group has the same weight. (b) 1e-4 is added to the
 std, as in grpo.py. (c) After --max-resample extra batches a step trains on the mixed groups that it
 has. If it has none, it trains on its first B groups: their format and length rewards may still
-differ. (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1.
+differ. (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1. (e) A
+rollout serves one update by default, and 16 in the paper.
 
 The rollout metrics count everything that was sampled, except logprob_gap: it counts the sequences
 to train on.
@@ -95,7 +97,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -148,7 +150,7 @@ class Args:
     max_resample: int = 10
     """maximum number of extra batches that a step samples to find B mixed groups"""
     overlong_cache: int = 60
-    """the penalty grows to 1 over this many tokens before the limit (L_cache); 0: no penalty"""
+    """the penalty grows to 1 over the last tokens before --max-new-tokens (L_cache); 0: none"""
 
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
@@ -249,11 +251,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_ids):
@@ -320,7 +320,7 @@ def main(args: Args) -> dict:
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -330,6 +330,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -349,11 +350,12 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = [kept[part] for part in minibatches(args, len(kept))]  # each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
@@ -401,7 +403,8 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
-            sampler.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -413,9 +416,11 @@ def main(args: Args) -> dict:
         state["episodes"] += N
         state["tokens"] += num_tokens
         state["batches"] += len(examples) // args.num_prompts
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
-        # (tokens of the kept sequences,)
-        gap = (old_logprobs - rollout.sampled_logprobs).abs()[kept][response_mask[kept]]
+        kept_gap = (old_logprobs - rollout.sampled_logprobs).abs()[kept]  # (at most B*G, R)
+        gap = kept_gap[response_mask[kept]]  # (tokens of the kept sequences,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
@@ -441,7 +446,7 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
-        for k, example in enumerate(examples):
+        for k, example in enumerate(examples):  # dropped groups, too
             group = slice(k * G, (k + 1) * G)
             sample = {
                 "step": step,
@@ -508,8 +513,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -518,8 +524,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -529,7 +535,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -578,14 +584,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -652,7 +659,8 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -762,8 +770,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -802,7 +810,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -847,7 +855,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -1023,6 +1032,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

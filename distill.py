@@ -16,10 +16,10 @@ pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of
 
 Only the sampled tokens are used: A_t is the advantage of token t in the clipped loss of GRPO. The
 tokens after t have no part in A_t (a discount of 0). In the first update of a rollout, the gradient
-at token t is an unbiased estimate of KL_t's gradient. (This leaves out that |o| depends on o_t.) In
-later updates it is an approximation. The patch variants/full_vocabulary.diff takes the gradient of
-KL_t itself, without the noise of sampling o_t. The equation tags in the code are those of
-DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
+at token t is an unbiased estimate of KL_t's gradient. (The weight 1/|o| adds a small bias, because
+|o| depends on o_t.) In later updates it is an approximation. The patch
+variants/full_vocabulary.diff takes the gradient of KL_t itself, without the noise of sampling o_t.
+The equation tags in the code are those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
 
 Parent: grpo.py. Differences: (1) The reference is not the initial model but the teacher, loaded
 from --teacher. So in the code "ref" means the teacher. (2) The advantage of a token is a difference
@@ -36,8 +36,8 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
 
-    python distill.py                                                  assets/adder, on a CPU
-    python distill.py --model SmolLM2-360M-Instruct --num-prompts 64   GSM8K, on one GPU
+    python distill.py                                 assets/adder, on a CPU
+    python distill.py --model SmolLM2-360M-Instruct   GSM8K, on one GPU
 """
 
 import copy
@@ -97,8 +97,8 @@ class Args:
     track: bool = False
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
-    model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    model: str = "SmolLM2-360M-Instruct"
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -233,11 +233,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -284,6 +282,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -300,11 +299,12 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities, and the teacher's
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
@@ -329,7 +329,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[rows] = logprobs.detach()
-                # (n, R). Not before the loop, because a single update has just got old_logprobs.
+                # (n, R). Computed here, because a single update has just got its old_logprobs.
                 advantages = compute_advantages(args, old_logprobs[rows], ref_logprobs[rows])
                 loss, stats = policy_loss(
                     args,
@@ -353,7 +353,8 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
-            sampler.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -363,6 +364,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -394,9 +397,6 @@ def main(args: Args) -> dict:
         token_advantages = compute_advantages(args, old_logprobs, ref_logprobs)  # (N, R)
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
-            group_advantages = []  # G lists, each with the advantages of a response's tokens
-            for row, mask in zip(token_advantages[group], response_mask[group], strict=True):
-                group_advantages.append(row[mask].tolist())
             sample = {
                 "step": step,
                 "prompt": example["prompt"],
@@ -404,7 +404,7 @@ def main(args: Args) -> dict:
                 "completions": rollout.completions[group],
                 "rewards": rewards[k].tolist(),
                 "right": (right[group] == 1).tolist(),
-                "advantages": group_advantages,
+                "advantages": unpadded(token_advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
@@ -462,8 +462,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -472,8 +473,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -483,7 +484,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -532,14 +533,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -606,13 +608,19 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
         for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
             logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
     return logprobs
+
+
+def unpadded(values, mask):
+    """For each row of values (n, R), the list of those that count."""
+    return [row[counts].tolist() for row, counts in zip(values, mask, strict=True)]
 
 
 def micro_batches(sequences, lengths, max_tokens):
@@ -698,8 +706,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -738,7 +746,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -783,7 +791,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -836,8 +845,8 @@ def load_teacher(args, model, tokenizer):
     """The teacher, for inference alone, on the student's device."""
     name = args.teacher
     config = load_config(args, name)
-    # A head may have more rows than the tokenizer has tokens, and the student can sample each of
-    # its rows. So the teacher's head must have at least as many.
+    # The student's head may have more rows than the tokenizer has tokens, and the student can
+    # sample any of these rows. So the teacher's head must have at least as many.
     is_narrower = config.get_text_config().vocab_size < model.config.get_text_config().vocab_size
     if is_narrower or AutoTokenizer.from_pretrained(name).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--teacher {name}: must have the vocabulary of --model {args.model}")
@@ -848,8 +857,8 @@ def load_teacher(args, model, tokenizer):
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"--teacher {name}: its files have no weights for {missing}")
     teacher.to(model.device).requires_grad_(False).eval()
-    # compute_logprobs applies the head itself, so the logits must not be capped or scaled. For the
-    # student, main's check of the gap notices it. The teacher doesn't sample, so it has no gap.
+    # compute_logprobs applies the head itself, so the logits must not be capped or scaled. Main's
+    # check of the gap finds such a student. The teacher doesn't sample, so it is checked here.
     ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
     hidden = teacher.base_model(ids).last_hidden_state  # (1, 5, D)
     if not torch.equal(teacher(ids).logits, teacher.get_output_embeddings()(hidden)):
@@ -981,6 +990,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

@@ -17,12 +17,20 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ASSETS = Path(__file__).resolve().parent / "assets"  # found from any working directory
-MODEL, SEED = ASSETS / "adder", 1
-B, G, MAX_NEW_TOKENS, TEMPERATURE = 16, 8, 32, 1.0
-NUM_STEPS, NUM_UPDATES, LEARNING_RATE, CLIP_EPS = 40, 2, 5e-5, 0.2  # NUM_UPDATES in each step
+MODEL = ASSETS / "adder"
+SEED = 1
+B = 16
+G = 8
+MAX_NEW_TOKENS = 32
+TEMPERATURE = 1.0
+NUM_STEPS = 40
+NUM_UPDATES = 2  # in each step, on the same rollout
+LEARNING_RATE = 5e-5
+CLIP_EPS = 0.2
 
 
 def rollout(model, tokenizer, rows, **options):
+    """Sample a response to each of N questions, and reward it."""
     prompts = tokenizer([row["question"] for row in rows], padding=True, return_tensors="pt")
     ids = model.generate(**prompts, max_new_tokens=MAX_NEW_TOKENS, **options)  # (N, P + R)
     response_ids = ids[:, prompts.input_ids.shape[1] :]  # (N, R)
@@ -30,34 +38,35 @@ def rollout(model, tokenizer, rows, **options):
     # The first EOS token counts, and nothing after it does.
     is_eos = (response_ids == tokenizer.eos_token_id).long()  # (N, R)
     response_mask = (is_eos.cumsum(1) - is_eos == 0).long()  # (N, R)
-    mask = torch.cat([prompts.attention_mask, response_mask], 1)  # (N, P + R)
+    attention_mask = torch.cat([prompts.attention_mask, response_mask], 1)  # (N, P + R)
 
     # The reward is 1 for a response that ends in the right answer, and 0 for any other.
     texts = tokenizer.batch_decode(response_ids, skip_special_tokens=True)
     ends = [f"<answer>{row['answer']}</answer>" for row in rows]
     is_right = [text.endswith(end) for text, end in zip(texts, ends, strict=True)]
     rewards = torch.tensor(is_right).float()  # (N,)
-    return rewards, texts, ids, mask, response_mask
+    return rewards, texts, ids, attention_mask, response_mask
 
 
 def compute_advantages(rewards):
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
-def compute_logprobs(model, ids, mask, response_mask):
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # (N, P + R), padding isn't counted
-    logits = model(ids, attention_mask=mask, position_ids=positions).logits  # (N, P + R, V)
+def compute_logprobs(model, ids, attention_mask, response_mask):
+    positions = (attention_mask.cumsum(1) - 1).clamp(min=0)  # (N, P + R), padding isn't counted
+    outputs = model(ids, attention_mask=attention_mask, position_ids=positions)
     # The logits at a token predict the next token. Divide by the temperature, as generate does.
     R = response_mask.shape[1]
-    logprobs = (logits[:, -R - 1 : -1] / TEMPERATURE).log_softmax(2)  # (N, R, V)
+    logprobs = (outputs.logits[:, -R - 1 : -1] / TEMPERATURE).log_softmax(2)  # (N, R, V)
     return logprobs.gather(2, ids[:, -R:, None])[:, :, 0]  # (N, R), those of the sampled tokens
 
 
-def policy_loss(logprobs, old_logprobs, advantages, mask):
+def policy_loss(logprobs, old_logprobs, advantages, response_mask):
     ratio = (logprobs - old_logprobs).exp()  # (N, R)
     clipped_ratio = ratio.clamp(1 - CLIP_EPS, 1 + CLIP_EPS)  # (N, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (N, R)
-    objective = (surrogate * mask).sum(1) / mask.sum(1)  # (N,), a mean over each response's tokens
+    # (N,): the mean over the tokens of each response.
+    objective = (surrogate * response_mask).sum(1) / response_mask.sum(1)
     return -objective.mean()
 
 

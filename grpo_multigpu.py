@@ -1,5 +1,6 @@
 """GRPO on several GPUs and machines, in one file: grpo.py (DeepSeekMath, Shao et al. 2024,
-arXiv:2402.03300v3) with torch's FSDP2 (Zhao et al. 2023, arXiv:2304.11277), started by torchrun.
+arXiv:2402.03300v3) with torch's FSDP2, started by torchrun. Zhao et al. 2023 (arXiv:2304.11277)
+describe its first version.
 
 The objective and its equations are those of grpo.py:
 
@@ -7,18 +8,18 @@ The objective and its equations are those of grpo.py:
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
                pi_old is the policy that sampled, not the reference
-    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 Parent: grpo.py. Differences: (1) each of W processes samples for its share of the prompts, with its
 own noise. Then every process gets the whole rollout. Rank 0 computes the rewards for all, because a
 reward may be a paid model, or differ from call to call. Every process computes the same advantages.
 (2) The processes share the sequences of an update evenly. All have to call the sharded model
-equally often, so a process that has one micro-batch less repeats one with the weight 0. The loss is
-divided by the number of sequences in the whole minibatch, so the update doesn't depend on the
-number of processes, except for rounding. (3) Weights, gradients and Adam's averages are sharded:
-each process holds 1/W of them. A layer is whole only while it is computed. (4) The copy that
-samples and the reference are whole on every process, so that sampling needs no communication.
+equally often, so a process with fewer micro-batches repeats one of rank 0's, with the weight 0. The
+loss is divided by the number of sequences in the whole minibatch, so the update doesn't depend on
+the number of processes, except for rounding. (3) Weights, gradients and Adam's averages are
+sharded: each process holds 1/W of them. A layer is whole only while it is computed. (4) The copy
+that samples and the reference are whole on every process, so that sampling needs no communication.
 (5) Rank 0 prints, logs, tracks and saves.
 
 A checkpoint is whole, so any number of processes can resume it. Every process reads it, so several
@@ -76,8 +77,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 REWARDS = [accuracy_reward, format_reward]  # summed; 1.0 from the first means a right answer
-# A checkpoint has whole weights and Adam's averages instead of shards. Rank 0 gets them in the
-# memory of the host; the other processes get nothing.
+# With these options the functions for state dicts read and write whole weights and Adam's averages,
+# not shards. Rank 0 gets them in the memory of the host, and the other processes get nothing.
 WHOLE = sharded_state.StateDictOptions(full_state_dict=True, cpu_offload=True)
 INSTRUCTIONS = """Solve the problem step by step. Write your reasoning between <think> and \
 </think>, and then the final number alone between <answer> and </answer>. For example:
@@ -108,7 +109,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -123,7 +124,7 @@ class Args:
     """longer prompts are skipped, counted and reported"""
     # ---- sampling
     num_prompts: int = 16
-    """prompts per step (B)"""
+    """prompts per step (B), over all processes"""
     num_generations: int = 8
     """samples per prompt (G)"""
     max_new_tokens: int = 300
@@ -155,7 +156,7 @@ class Args:
     """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     clip_eps: float = 0.2
-    """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
+    """the ratio is clipped to 1 - eps .. 1 + eps (eps in DeepSeekMath's Eq. 3)"""
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
 
@@ -212,7 +213,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi):
+        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
         # docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
@@ -250,11 +251,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -283,6 +282,8 @@ def main(args: Args) -> dict:
     # policy(rollout, temperature) gathers the sharded weights and calls compute_logprobs.
     policy = LogprobModel(model)
     shard(policy, mesh)
+    if ref_model is not None:
+        reference = LogprobModel(ref_model)  # not sharded, but called in the same way
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -312,7 +313,7 @@ def main(args: Args) -> dict:
     if not saved:
         run_dir = make_run(args) if rank == 0 else None
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -331,7 +332,7 @@ def main(args: Args) -> dict:
         # The factor keeps the steps of runs with neighboring seeds apart.
         step_seed = 1_000_003 * args.seed + step
         # Each process has its own noise, so that its samples are independent of the others'. The
-        # offset is larger than any number of steps, so no two steps of a run share a seed.
+        # offset is so large that no step of one process has the seed of another process's step.
         torch.manual_seed(step_seed + 10**12 * rank)
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
@@ -344,18 +345,18 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
             old_logprobs = rollout_logprobs(args, policy, rollout, total_lengths, first_pass)
         if ref_model is not None:
-            reference = LogprobModel(ref_model)  # not sharded, but called in the same way
             ref_logprobs = rollout_logprobs(args, reference, rollout, total_lengths, first_pass)
 
         # ---- 3. reward and advantage
@@ -421,6 +422,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -495,13 +498,13 @@ def main(args: Args) -> dict:
 # The cache of keys and values grows by this many columns at a time. With more, attention also reads
 # many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
 # more often.
-SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
+SEGMENT = {"cpu": 32, "cuda": 128}
 # In a cache of at most this many tokens (rows times columns), a decode step is so fast that
 # recording a graph for fewer rows takes longer than it saves.
 SMALL_CACHE = 2**15
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 @torch.no_grad()
@@ -520,8 +523,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -530,8 +534,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -541,7 +545,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -590,14 +594,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -665,7 +670,8 @@ def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
     model is a LogprobModel. The processes share the work, and each gets the whole result.
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -708,7 +714,7 @@ def own_micro_batches(args, sequences, lengths):
     longest_first = sorted(sequences.tolist(), key=lambda i: (-lengths[i], i))
     splits = []  # for each process its micro-batches
     for rank in range(W):
-        share = torch.tensor(longest_first[rank::W], dtype=torch.long)
+        share = torch.tensor(longest_first[rank::W], dtype=torch.long)  # (sequences of the rank,)
         splits.append(micro_batches(share, lengths, args.micro_batch_tokens))
     num_calls = max(len(split) for split in splits)
     own = splits[process_rank()]
@@ -778,9 +784,9 @@ def inference_copy(model):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
-    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
-    bit.
+    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
+    before it uses them. So while the policy's weights are the initial ones, both models compute the
+    same log-probabilities, bit for bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -837,7 +843,7 @@ def gather_objects(value):
 
 
 def gather_rows(tensor):
-    """The tensors of all processes, by rank, concatenated along dim 0. Lengths may differ."""
+    """The tensors of all processes, by rank, concatenated along dim 0; their rows may differ."""
     parts = gather_objects(tensor.cpu())
     return torch.cat(parts).to(tensor.device)
 
@@ -866,8 +872,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -877,7 +883,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
 def ask_rank_0(completions, examples):
     """apply_rewards, called by rank 0 for all processes.
 
-    A judge may cost money, or may not say the same twice.
+    A reward may be a paid model, or differ from call to call.
     """
     scores = [None]
     if process_rank() == 0:
@@ -918,7 +924,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -963,7 +969,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -1068,7 +1075,7 @@ def connect(args):
     """
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
     backend = "gloo"
-    if on_gpu and dist.is_nccl_available():  # an emulated GPU has no NCCL
+    if on_gpu and dist.is_nccl_available():  # the tests' emulated GPU has no NCCL
         backend = "cpu:gloo,cuda:nccl"  # Python objects still go over gloo
     timeout = timedelta(hours=2)  # the others wait while rank 0 saves or asks a judge
     if "RANK" in os.environ:

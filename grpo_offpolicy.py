@@ -15,11 +15,12 @@ maximize J, so the loss is -J:
     C_it     = max(S_it, c A_it) if A_it < 0, else S_it                       dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
                corrects for the updates: pi_theta moves away from pi_old
-    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term gets no weight, as in TRL. So its tokens are samples of
-pi_s instead of pi_old, and its mean is slightly biased. Multiplying A by a weight w >= 0 also
+The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
+pi_s instead of pi_old, and is slightly biased. Sections and equations without a name are
+DeepSeekMath's. Multiplying A by a weight w >= 0 also
 multiplies C by w. So main multiplies the advantages by the weights, and policy_loss needs no
 argument for them.
 
@@ -27,13 +28,13 @@ Parent: grpo.py. Differences: (1) The weight w of each token corrects for the en
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
 --sequence-cap, w is 0 for all tokens of a response if the product of their ratios pi_old / pi_s,
 not truncated, is above the cap. (2) The dual clip replaces a ratio above c by c (--dual-clip) if
-the advantage is negative. There the minimum in S leaves large ratios unclipped. (3) A copy of the
-model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets the
-trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the trainer's
-current weights (in bf16 on a GPU), not the engine.
+the advantage is negative, because the minimum in S then leaves large ratios unclipped. (3) A copy
+of the model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets
+the trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the
+trainer's current weights (in bf16 on a GPU), not the engine.
 
 With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
-as grpo.py does.
+as grpo.py does, except for rounding.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
@@ -106,7 +107,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -157,11 +158,11 @@ class Args:
     """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     clip_eps: float = 0.2
-    """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
+    """the ratio is clipped to 1 - eps .. 1 + eps (eps in DeepSeekMath's Eq. 3)"""
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: no token weights"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, before --sequence-cap"""
     sequence_cap: float = 0.0
     """w = 0 for a response whose product of pi_old / pi_s is above this; its KL stays; 0: no cap"""
     dual_clip: float = 3.0
@@ -240,7 +241,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi):
+        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
         # docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
@@ -251,7 +252,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # main averages these over the tokens that the engine sampled, without the weights w.
+    # main averages these over the tokens that the engine sampled, without the weights w. But a
+    # token with w = 0 is never dual-clipped.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -280,11 +282,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -334,7 +334,7 @@ def main(args: Args) -> dict:
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, eval_model, tokenizer, test_data, eos_ids)
@@ -344,6 +344,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -360,11 +361,12 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes them, because the engine's weights and arithmetic may differ. It uses
-        # the micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the engine's weights may be older. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -418,7 +420,8 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if eval_model is not model:
-            eval_model.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            eval_model.load_state_dict(model.state_dict())
         if step % args.staleness == 0:  # otherwise the engine keeps its older weights
             engine.load_state_dict(model.state_dict())  # rounds them to --engine-dtype
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
@@ -430,6 +433,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
@@ -531,8 +536,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -541,8 +547,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -552,7 +558,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -601,14 +607,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -675,7 +682,8 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -703,7 +711,7 @@ def micro_batches(sequences, lengths, max_tokens):
 
 
 def inference_copy(model):
-    """A copy of the model for sampling on a GPU, not trained. It's in bf16, except for its head.
+    """A copy of the model for sampling, not trained. It's in bf16, except for its head.
 
     Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
     as many bytes.
@@ -723,9 +731,9 @@ def inference_copy(model):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
-    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
-    bit.
+    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
+    before it uses them. So while the policy's weights are the initial ones, both models compute the
+    same log-probabilities, bit for bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -782,8 +790,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -822,7 +830,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -867,7 +875,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -1041,6 +1050,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

@@ -5,29 +5,31 @@ A response o has several turns, in which the policy and the tool write tokens. T
 until EOS or the end of a call. The text of the call goes to the tool, and the tool's answer is
 appended to the response. Then the policy samples again:
 
-    47+38=    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
-                                       the tool wrote "=85", and the policy wrote the rest
+    prompt      47+38=
+    response    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
+                the tool wrote "=85", and the policy wrote the rest of the response
 
     J(theta) = E[ 1/G sum_i 1/|w_i| sum_{t in w_i} ( S_it - beta KL_it ) ]   (DeepSeekMath, Eq. 3)
     w_i      = the positions t of o_i that the policy wrote    (Search-R1, Eq. 3: I(y_t) = 1)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
                pi_old is the policy that sampled, not the reference
-    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token is conditioned on all tokens
-before it, including the tool's. The policy did not choose the tool's tokens, so they have no
+Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token is conditioned on all
+tokens before it, including the tool's. The policy did not choose the tool's tokens, so they have no
 gradient.
 
 Parent: grpo.py. Differences: (1) sample_responses samples turn by turn, and each turn computes the
 keys and values of the prompt and the response so far again. The tool's answer is tokenized alone.
-Sampled tokens are never decoded and tokenized again, because the same text can have other ids.
-(2) There are two masks. context_mask has all tokens of the response, which attention sees.
-response_mask has the tokens that the policy wrote, and only these count. (3) TOOL is a function
-from text to text. It answers at most --max-calls calls in a response. (4) --tool-cost is subtracted
-from the reward for each answered call. (5) The bundled model can already use a call's result, and
-has to learn only to call. It learns with twice the learning rate of grpo.py.
+Sampled tokens are never decoded and tokenized again, because the same text can have other ids. (2)
+There are two masks. context_mask has all tokens of the response, which attention sees.
+response_mask has the tokens that the policy wrote, and only these count. (3) TOOL (below, a
+calculator) is a function from text to text. It answers at most --max-calls calls in a response. (4)
+--tool-cost is subtracted from the reward for each answered call. (5) The bundled model can already
+use a call's result, and has to learn only to call. It learns with twice the learning rate of
+grpo.py.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
 without a <calc> is a call, too: its text is all of this turn up to the </calc>. Departures from
@@ -110,7 +112,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -161,12 +163,12 @@ class Args:
     tool_cost: float = 0.0
     """subtracted from the reward for each answered call, in training only"""
     clip_eps: float = 0.2
-    """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
+    """the ratio is clipped to 1 - eps .. 1 + eps (eps in DeepSeekMath's Eq. 3)"""
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
 
 
-# The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
+# The defaults without --model: a bundled model learns to call the tool, in a minute or so on a CPU.
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "caller"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
@@ -184,6 +186,11 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
+def subtract_tool_cost(args, rewards, num_calls):
+    """Rewards (N,) less --tool-cost for each of the num_calls (N,) that the tool answered."""
+    return rewards - args.tool_cost * num_calls
+
+
 def compute_advantages(args, rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
@@ -218,7 +225,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi):
+        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
         # docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
@@ -303,7 +310,7 @@ def main(args: Args) -> dict:
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -313,6 +320,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -332,11 +340,12 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -351,7 +360,7 @@ def main(args: Args) -> dict:
             scores[name] = torch.tensor(values, device=model.device)
         answered = [len(answers) for answers in rollout.tool_answers]
         num_calls = torch.tensor(answered, device=model.device)  # (N,): the answered calls
-        rewards = sum(scores.values()) - args.tool_cost * num_calls  # (N,) float32
+        rewards = subtract_tool_cost(args, sum(scores.values()), num_calls)  # (N,) float32
         rewards = rewards.view(-1, G)  # (B, G)
         advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
 
@@ -389,7 +398,8 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
-            sampler.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -399,6 +409,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         total_calls = int(num_calls.sum())
         num_errors = sum(answers.count(ERROR) for answers in rollout.tool_answers)
@@ -487,8 +499,9 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids, tokenizer):
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
-    A response ends with EOS or with a call. Other tokens can follow a call in what is returned:
-    sample_turn cuts them off.
+    Here a prompt is a prompt with the response so far, and a response is one turn, which ends with
+    EOS or with a call. Other tokens can follow a call in what is returned: sample_turn cuts them
+    off.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -500,13 +513,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     num_rows = len(prompt_ids) * num_samples
     response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
-    # The slots that hold a sampled token. A row may be dropped for a call that its whole text
-    # doesn't have: with byte fallback, the tokens before a window can change the window's text.
+    # True where a token was sampled: after its last token, a dropped row holds zeros. Most often
+    # sample_turn cuts them off after the call. But the window below may contain CALL_END when the
+    # whole text doesn't, because earlier tokens can change how a window is decoded (byte fallback).
     is_drawn = torch.zeros_like(response_ids, dtype=torch.bool)  # (N, R)
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -515,8 +530,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -526,7 +541,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -583,14 +598,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -657,7 +673,8 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -705,9 +722,9 @@ def inference_copy(model):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
-    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
-    bit.
+    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
+    before it uses them. So while the policy's weights are the initial ones, both models compute the
+    same log-probabilities, bit for bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -879,8 +896,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -913,8 +930,8 @@ def apply_rewards(completions, examples):
 
 
 # ==== the tool ====
-# The policy writes the text of a call, and a policy that is paid for odd inputs will find them. So
-# a fault of the tool becomes the answer ERROR.
+# The policy can write anything as a call, also a text on which the tool fails. This must not end
+# the run, so the answer is then ERROR.
 ERROR = "=error"
 MAX_CHARS = 500  # of a call, and of the tool's answer
 TOOL_SECONDS = 5.0  # for all calls of a turn, which run at the same time
@@ -985,7 +1002,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -1030,7 +1047,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -1202,6 +1220,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

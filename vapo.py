@@ -23,25 +23,26 @@ whole response at its last token, and 0 before it.
 Parent: ppo_rlhf.py. Differences: (1) value pretraining: in the first --value-warmup-steps steps the
 policy stays as it is, and the value network alone learns; (2) Decoupled GAE: the value network
 learns the plain return (lambda 1), which contains none of its own predictions; (3) the policy's
-lambda grows with the length of the response, so that 1 / (1 - lambda), the sum of the weights 1 +
-lambda + lambda^2 + ... of an endless response, is alpha |o_i|; (4) Clip-Higher: the upper bound of
+lambda grows with the length of the response: 1 / (1 - lambda), the number of tokens over which it
+looks ahead, is alpha |o_i|; (4) Clip-Higher: the upper bound of
 the ratio is further from 1 than the lower bound; (5) a language-modelling loss on the right
 responses; (6) G samples for each prompt, and one pass of several minibatches; (7) there is no KL
 and no reference, rules give the rewards instead of a reward model, and a cut response costs no
 penalty. The losses average over tokens, as in the parent.
 
-Departures from the paper: lambda is 0 where its formula is negative, in responses of fewer than
-1 / alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
+Departures from the paper: lambda is 0 where its formula is negative, in responses of fewer than 1 /
+alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
 gradient of each network is clipped by its own norm. The value network starts from the policy with a
 head of zeros, and not from a reward model. Its pretraining lasts a number of steps, as in the
-paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. A response is right if its
-answer is right. Its reward counts the format, too. Both learning rates follow one schedule from the
-first step on. So the policy's warm-up is over, and its rate has begun to fall, when its own updates
-begin.
+paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. The language-modelling
+loss takes all responses with a right answer, also those that miss the format. Both learning rates
+follow one schedule from the first step on. So the policy's warm-up is over, and its rate has begun
+to fall, when its own updates begin.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. In
+the equations R is the return.
 
     python vapo.py                                 assets/adder, on a CPU
     python vapo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -111,7 +112,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without "/" is one of HuggingFaceTB's; see --model X --help"""
+    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -172,7 +173,7 @@ class Args:
     lm_coef: float = 0.1
     """weight of the language-modelling loss on right responses (mu)"""
     vf_coef: float = 0.1
-    """weight of the value loss; little effect: Adam's step doesn't depend on the loss's scale"""
+    """weight of the value loss; Adam ignores it, but --max-grad-norm doesn't"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to the old value -+ this"""
 
@@ -192,13 +193,13 @@ BUNDLED = Args(
     gradient_checkpointing=False,
     num_steps=40,
     value_warmup_steps=5,
-    gae_alpha=1.0,
+    gae_alpha=1.0,  # with 0.05, the lambda of these short responses would be almost 0
 )
 
 
 # ==== algorithm ====
 def whiten(values, mask, shift_mean=True):
-    """Shift values of any shape to mean 0 over the mask, scale to variance 1; 0 where masked.
+    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked.
 
     With shift_mean False the mean stays.
     """
@@ -304,7 +305,7 @@ def explained_variance(values, returns, mask):
 
 
 def lm_loss(args, logprobs, is_right, mask, num_right_tokens):
-    """mu L_NLL (Eq. 9, times --lm-coef) of the n sequences of a micro-batch: on right responses.
+    """mu L_NLL: --lm-coef times Eq. 9, over the right ones of the n sequences of a micro-batch.
 
     logprobs (n, R); is_right (n,) bool; mask (n, R) bool. num_right_tokens is the number of tokens
     in the right responses of the whole minibatch, so that the losses of its micro-batches add up
@@ -368,11 +369,9 @@ class Rollout(NamedTuple):
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        *tensors, completions = self
-        return Rollout(
-            *[tensor[rows] for tensor in tensors],
-            [completions[i] for i in rows],
-        )
+        tensors = [tensor[rows] for tensor in self[:-1]]
+        completions = [self.completions[i] for i in rows]
+        return Rollout(*tensors, completions)
 
 
 def main(args: Args) -> dict:
@@ -416,7 +415,7 @@ def main(args: Args) -> dict:
     if not saved:
         run_dir = make_run(args)
     metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # so every ratio is 1
+    if updates_per_step == 1:  # then every ratio is 1
         print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
     if not saved:
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -426,6 +425,7 @@ def main(args: Args) -> dict:
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
@@ -442,27 +442,31 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities and old values
-        # The trainer computes them, because the sampler's arithmetic differs a little. It uses the
-        # micro-batches of the updates, because bf16 rounds differently in other micro-batches.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
+        # uses the micro-batches of the updates, because bf16 rounds differently in others.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
-        # transformers recomputes activations in training mode only. No dropout is left.
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
-        # All updates of the step use these, from before the first one. GAE needs the values now.
+        # Both stay fixed in all updates of the step, also if there is only one.
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
+        # The values enter no ratio, so their micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
 
         # ---- 3. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
         for name, values in apply_rewards(rollout.completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
+        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
+        # has this name with any REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         is_right = right == 1  # (N,) bool
         rewards = sum(scores.values())  # (N,) float32
         token_rewards = terminal_rewards(rewards, response_mask)  # (N, R)
-        # Decoupled GAE: the advantages have a lambda for each response. The value network learns
-        # the returns themselves, in which no value has a part.
+        # Decoupled GAE: the advantages use the lambda of each response. The value network learns
+        # the plain returns, which contain no predicted value.
         lambdas = adaptive_lambda(args, response_mask)  # (N,)
         advantages = compute_gae(args, token_rewards, old_values, response_mask, lambdas)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
@@ -480,8 +484,8 @@ def main(args: Args) -> dict:
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int((response_lengths * is_right)[minibatch].sum())
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
-                # In the value pretraining the policy gets no gradient. So it needs no graph, and
-                # Adam leaves it alone.
+                # In the value pretraining these losses are only logged. The policy gets no
+                # gradient, so Adam leaves it alone.
                 with torch.set_grad_enabled(trains_policy):
                     logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)
                 ppo_loss, stats = policy_loss(
@@ -525,7 +529,8 @@ def main(args: Args) -> dict:
             scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
-            sampler.load_state_dict(model.state_dict())  # rounds the new weights to bf16
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -539,7 +544,8 @@ def main(args: Args) -> dict:
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
-            # 1 if all rewards of the step are equal, else 0: the step counts as one group.
+            # 1 if all rewards of the step are equal, else 0: no group is compared here, so the step
+            # counts as one.
             "rollout/zero_std_frac": (rewards == rewards[0]).all(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
@@ -632,8 +638,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. It writes columns in place, as a CUDA
-    # graph needs, and select_rows enlarges it.
+    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
+    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
@@ -642,8 +649,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     ).logits  # (B, 1, V)
     # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
     # number masks it.
-    masked = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
     prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
     select_rows(cache, prompt_of)
     logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
@@ -653,7 +660,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,), of the cache
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
@@ -702,14 +709,15 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(live) == 0:
             break
-        # Dropping rows copies the cache, so wait until half of the rows have finished. On a GPU it
-        # also needs a new graph, so with a small cache don't drop any.
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
         is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
         half_finished = len(live) <= len(finished) / 2
         if cache_is_full or (half_finished and not is_small):
             new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
             select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked)  # (rows, 1, 1, columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
             logits, token, position = logits[live], token[live], position[live]
             sequence, finished = sequence[live], finished[live]
             graph = None  # it was recorded on the old tensors
@@ -787,7 +795,8 @@ def compute_values(value_model, rollout):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches. Each is split into the same micro-batches as in its update.
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -894,8 +903,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
-        # The last number of a response counts, with or without the tags. A large difference to
-        # accuracy_reward means that the policy computes well and misses the format.
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
         lenient = lenient_accuracy_reward(rollout.completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
@@ -934,7 +943,7 @@ def load_data(args, tokenizer):
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
     elif path.is_dir():
@@ -979,7 +988,8 @@ def render(args, tokenizer, question):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
     if args.instructions:
-        # They stand in the user's message, because some templates take no system message.
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     if not tokenizer.chat_template and not earlier:
         return last["content"]
@@ -1169,6 +1179,7 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved
