@@ -1,4 +1,6 @@
-"""Whole runs: the files they write, and whether they repeat, learn and survive kills, signals, full disks and NaNs.
+"""Whole runs: their files, and whether a run that was killed, or had a full disk or a NaN, ends as an undisturbed one.
+
+Also: numbers that must not change, exact first ratios, W&B, learning, and the evaluation by hand.
 
 A killed or interrupted run is a real process. The tests fork it from their own process, which saves the imports.
 """
@@ -74,24 +76,20 @@ def without_times(records: list[dict]) -> list[dict]:
     ]
 
 
+def plain(value):
+    """The value with lists for tuples and tensors, and each tensor's dtype, so that == compares all of it."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.tolist()]
+    if isinstance(value, dict):
+        return {name: plain(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    return value
+
+
 def assert_same(one, other) -> None:
     """Both values are equal to the last bit, also inside dicts, lists and tuples."""
-    assert (
-        type(one) is type(other)
-        or isinstance(one, list | tuple)
-        and isinstance(other, list | tuple)
-    )
-    if isinstance(one, dict):
-        assert list(one) == list(other)
-        one, other = list(one.values()), list(other.values())
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype and torch.equal(one, other)
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for a, b in zip(one, other, strict=True):
-            assert_same(a, b)
-    else:
-        assert one == other
+    assert plain(one) == plain(other)
 
 
 def assert_same_runs(folder: Path, other: Path) -> None:
@@ -209,7 +207,6 @@ def test_files(script, finished):
         # A script that replaces useless prompts has more episodes.
         assert record["episodes"] >= record["step"] * N
         assert record["episodes"] % (N + 4 * extra) == 0
-    assert args["num_steps"] <= metrics[-1]["tokens"] <= 24 * metrics[-1]["episodes"]
 
     samples = read_jsonl(finished / "samples.jsonl")
     steps = [sample["step"] for sample in samples]
@@ -222,15 +219,6 @@ def test_files(script, finished):
         assert sample["prompt"].endswith("=") and isinstance(sample["answer"], str)
         assert all(isinstance(completion, str) for completion in sample["completions"])
         assert {len(sample[name]) for name in ("completions", "rewards", "advantages")} == {group}
-    for record in metrics[1:]:
-        rewards = [
-            reward
-            for sample in samples
-            if sample["step"] == record["step"]
-            for reward in sample["rewards"]
-        ]
-        assert sum(rewards) / len(rewards) == pytest.approx(record["rollout/reward_mean"], abs=1e-6)
-
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
     # A checkpoint of grpo_lora.py contains only the adapters: see tests/test_lora.py.
     if script.__name__ != "grpo_lora":
@@ -342,24 +330,9 @@ def test_nothing_has_changed_that_nobody_expected(script, finished, request):
 
 
 @pytest.mark.scripts("grpo")
-def test_one_seed_one_run(script, run, finished):
-    """A second run repeats the first, in another folder and after a change to the random states of Python and torch.
-
-    For the other scripts, the test of killed runs shows the same.
-    """
-    random.seed(99)
-    torch.manual_seed(99)
-    assert_same_runs(run("again", **MANY_UPDATES), finished)
-
-
-@pytest.mark.scripts("grpo")
 def test_another_seed_is_another_run(run, finished):
     other = run("other", seed=2, **MANY_UPDATES)
     assert (other / "samples.jsonl").read_text() != (finished / "samples.jsonl").read_text()
-    weights = [
-        (folder / "model" / "model.safetensors").read_bytes() for folder in (other, finished)
-    ]
-    assert weights[0] != weights[1]
 
 
 # ---- killed, interrupted, resumed
@@ -407,9 +380,9 @@ def set_trap(
                 os.kill(os.getpid(), number)
 
     def trapped(*args, **kwargs):
-        if not match or any(match in str(value) for value in args):
-            calls.append(1)
-        here = len(calls) == call and (not match or any(match in str(value) for value in args))
+        counts = not match or any(match in str(value) for value in args)
+        calls.append(counts)
+        here = counts and sum(calls) == call
         if here and not after:
             strike()
         result = function(*args, **kwargs)
@@ -510,28 +483,24 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
 
 
 @pytest.mark.scripts("grpo")
-@pytest.mark.parametrize(("every", "steps"), [(0, [0, 5]), (2, [0, 2, 4, 5]), (9, [0, 5])])
-def test_when_it_evaluates(run, every, steps):
-    """The script evaluates before, after and at multiples of --eval-every. 0 means only before and after."""
-    records = read_jsonl(run(num_steps=5, eval_every=every) / "metrics.jsonl")
-    assert [record["step"] for record in records if "eval/accuracy" in record] == steps
+@pytest.mark.parametrize(
+    ("every", "evaluated", "saved"),
+    [(0, [0, 5], [5]), (2, [0, 2, 4, 5], [2, 4, 5]), (9, [0, 5], [5])],
+)
+def test_when_it_evaluates_and_saves(run, watch, every, evaluated, saved):
+    """Before (only evaluated), after, and at multiples of --eval-every and --save-every; 0: none between."""
+    steps = []
+    watch(
+        "save_checkpoint", lambda args, folder, trained, state, *rest: steps.append(state["step"])
+    )
+    records = read_jsonl(run(num_steps=5, eval_every=every, save_every=every) / "metrics.jsonl")
+    assert [record["step"] for record in records if "eval/accuracy" in record] == evaluated
+    assert steps == saved
 
 
 @pytest.mark.scripts("grpo")
-@pytest.mark.parametrize(("every", "steps"), [(0, [5]), (2, [2, 4, 5])])
-def test_when_it_saves(run, watch, every, steps):
-    """The script saves after the last step, and at multiples of --save-every."""
-    saved = []
-    watch(
-        "save_checkpoint", lambda args, run_dir, trained, state, *rest: saved.append(state["step"])
-    )
-    run(num_steps=5, save_every=every)
-    assert saved == steps
-
-
-@pytest.mark.scripts("grpo", "rloo")
 @pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_a_run_says_what_one_update_per_rollout_looks_like(script, run, capsys, num_minibatches):
+def test_a_run_says_what_one_update_per_rollout_looks_like(run, capsys, num_minibatches):
     """A loss near 0 and no clipped ratio look like a bug."""
     run(num_steps=1, num_minibatches=num_minibatches)
     said = "one update per rollout: clip_frac is 0" in capsys.readouterr().out
@@ -614,34 +583,24 @@ def test_gradient_checkpointing_computes_every_layer_twice(script, run, monkeypa
     assert counts[0] > 0 and counts[1] == 2 * counts[0]
 
 
-@pytest.fixture
-def spoil(script, monkeypatch, tmp_path):
-    """Multiply the loss of these steps by the factor. Return the list of weights that the run saves after each step."""
-
-    def call(steps, factor):
-        policy_loss, save, states = script.policy_loss, torch.save, []
-
-        def spoiled(*args, **count):
-            loss, stats = policy_loss(*args, **count)
-            # The log has a line for step 0 and one for each finished step.
-            step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
-            return loss * (factor if step in steps else 1.0), stats
-
-        def watched_save(state, file):
-            states.append({name: tensor.clone() for name, tensor in state["model"].items()})
-            save(state, file)
-
-        monkeypatch.setattr(script, "policy_loss", spoiled)
-        monkeypatch.setattr(torch, "save", watched_save)
-        return states
-
-    return call
-
-
 @pytest.mark.scripts("grpo", "ppo_rlhf")
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_is_skipped(script, run, spoil, factor):
-    states = spoil([2, 3], factor)
+def test_a_gradient_that_is_not_finite_is_skipped(script, run, monkeypatch, tmp_path, factor):
+    """The losses of steps 2 and 3 are spoiled. These steps are counted, and leave the weights alone."""
+    policy_loss, save, states = script.policy_loss, torch.save, []
+
+    def spoiled(*args, **count):
+        loss, stats = policy_loss(*args, **count)
+        # The log has a line for step 0 and one for each finished step.
+        step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
+        return loss * (factor if step in (2, 3) else 1.0), stats
+
+    def watched_save(state, file):
+        states.append({name: tensor.clone() for name, tensor in state["model"].items()})
+        save(state, file)
+
+    monkeypatch.setattr(script, "policy_loss", spoiled)
+    monkeypatch.setattr(torch, "save", watched_save)
     metrics = read_jsonl(run(save_every=1, num_steps=4) / "metrics.jsonl")
     assert [record.get("optim/skipped") for record in metrics] == [None, 0, 1, 1, 0]
     for step in range(2, 5):
@@ -671,37 +630,24 @@ def test_a_minibatch_of_one_token_takes_a_step(tmp_path, data, monkeypatch):
     assert set(map(float, steps)) == {8.0}
 
 
-# ---- the output of a run
-
-
-@pytest.mark.scripts("grpo")
-def test_what_is_said(run, capsys):
-    """The run prints the accuracy before and after, and samples, and says how many responses end."""
-    run(max_new_tokens=2, num_steps=3)
-    out = capsys.readouterr().out
-    assert "before: accuracy" in out and "after: accuracy" in out
-    assert re.search(r"\nstep 3: reward=.*, acc=.*, len=2, eos=0\n", out)
-    assert re.search(r"\n    '\d+\+\d+=' -> '.*', reward 0\.\d0\n", out)
+# ---- Weights & Biases
 
 
 @pytest.fixture
-def wandb_settings(monkeypatch):
-    """Set W&B's environment variables for a user without an account. None removes a variable."""
-
-    def call(**settings):
-        for name, value in {"MODE": None, "API_KEY": None, "SILENT": "true", **settings}.items():
-            if value is None:
-                monkeypatch.delenv(f"WANDB_{name}", raising=False)
-            else:
-                monkeypatch.setenv(f"WANDB_{name}", value)
-        monkeypatch.setenv("NETRC", os.devnull)
-
-    return call
+def offline(monkeypatch):
+    """W&B for a user without an account or a network."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "NETRC": os.devnull,
+    }.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.scripts("grpo")
-def test_track_without_a_network(run, wandb_settings):
-    wandb_settings(MODE="offline")
+def test_track_without_a_network(run, offline):
     folder = run(num_steps=2, track=True)
     # finish() returns before W&B writes the last block to the file; teardown() waits for this block.
     wandb.teardown()
@@ -714,9 +660,8 @@ def test_track_without_a_network(run, wandb_settings):
 
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("track", [True, False])
-def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track):
+def test_a_run_after_a_tracked_run_that_failed(run, watch, offline, track):
     """In one process, the second run must not write into the first one's W&B run. The first one has failed."""
-    wandb_settings(MODE="offline")
     tracked = []
 
     def fail_once(*args):
@@ -733,7 +678,10 @@ def test_a_run_after_a_tracked_run_that_failed(run, watch, wandb_settings, track
     assert len(list(two.rglob("offline-run-*"))) == track
 
 
-@pytest.mark.scripts("grpo", "gspo")
+# ---- ratios
+
+
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("num_minibatches, passes_before", [(1, 0), (4, 4)])
 def test_the_ratio_of_the_first_update_is_exactly_1(
     script, run, watch, monkeypatch, num_minibatches, passes_before
@@ -779,66 +727,21 @@ def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
     assert len(differences) > 4 and set(differences) == {0.0}, differences
 
 
-@pytest.mark.scripts("grpo")
-def test_a_sampler_that_is_the_trainer_needs_no_correction(
-    script, run, finished_runs, tmp_path, data
-):
-    """On a CPU in float32, with a sampler refreshed every step, grpo_offpolicy.py equals grpo.py up to rounding."""
-    other = __import__("grpo_offpolicy")
-    given = dict(MANY_UPDATES, staleness=1, engine_dtype="float32", dual_clip=1e9)
-    other.main(make_args(other, runs_dir=str(tmp_path), run_name="run", dataset=data, **given))
-    runs = [
-        read_jsonl(folder / "metrics.jsonl") for folder in (tmp_path / "run", finished_runs(script))
-    ]
-    for mine, of_grpo in zip(*map(without_times, runs), strict=True):
-        assert (
-            mine.pop("rollout/truncated_frac", 0.0) == mine.pop("policy/dual_clip_frac", 0.0) == 0.0
-        )
-        assert mine == pytest.approx(of_grpo, rel=1e-3, abs=1e-5)
-    states = [
-        read_checkpoint(folder)["model"] for folder in (tmp_path / "run", finished_runs(script))
-    ]
-    for name, weights in states[0].items():
-        torch.testing.assert_close(weights, states[1][name], rtol=1e-3, atol=1e-5)
-
-
-def test_truncated_is_what_lies_above_the_cap_and_not_at_it(tmp_path, data):
-    """If the sampler equals the trainer, the weights are 1 up to rounding. A cap of 1 then truncates few of them."""
+def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data, monkeypatch):
+    """grpo_offpolicy.py's last evaluation uses the saved model's weights, even if the engine is stale."""
     script = __import__("grpo_offpolicy")
-    given = dict(staleness=1, engine_dtype="float32", rollout_correction=1.0, num_steps=1)
-    metrics = script.main(
-        make_args(script, runs_dir=str(tmp_path), run_name="run", dataset=data, **given)
-    )
-    assert metrics["rollout/truncated_frac"] < 0.5
+    evaluate, evaluated = script.evaluate, []
 
+    def watched(args, model, *rest):
+        evaluated.append({name: x.clone() for name, x in model.state_dict().items()})
+        return evaluate(args, model, *rest)
 
-def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data):
-    """The last evaluation uses the saved model's weights, even if the sampler is stale."""
-    script = __import__("grpo_offpolicy")
-    given = dict(
-        staleness=100,
-        num_steps=3,
-        learning_rate=2e-3,
-        runs_dir=str(tmp_path),
-        run_name="run",
-        dataset=data,
-    )
-    metrics = script.main(make_args(script, **given))
-    folder = tmp_path / "run"
-    args = script.Args(**read_checkpoint(folder)["args"])
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    examples = script.load_data(args, tokenizer)[1]
-    mine, start = [
-        script.evaluate(
-            args,
-            AutoModelForCausalLM.from_pretrained(model),
-            tokenizer,
-            examples,
-            torch.tensor([2]),
-        )
-        for model in (folder / "model", args.model)
-    ]
-    assert mine == {name: metrics[name] for name in mine} != start
+    monkeypatch.setattr(script, "evaluate", watched)
+    given = dict(staleness=100, num_steps=2, learning_rate=2e-3, dataset=data)
+    script.main(make_args(script, **given, runs_dir=str(tmp_path), run_name="run"))
+    saved = read_checkpoint(tmp_path / "run")
+    assert_same(evaluated[-1], dict(saved["model"]))
+    assert plain(evaluated[0]) == plain(dict(saved["engine"])) != plain(evaluated[-1])
 
 
 # ---- learning
