@@ -118,6 +118,14 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
     script.check_args(tiny_args(script, tmp_path))
 
 
+def test_a_temperature_that_vllm_would_replace(tmp_path):
+    """Below 0.01 vLLM samples at 0.01, and only warns."""
+    script = __import__("grpo_vllm")
+    script.check_args(tiny_args(script, tmp_path, temperature=0.01))
+    with pytest.raises(ValueError, match="--temperature must be at least 0.01"):
+        script.check_args(tiny_args(script, tmp_path, temperature=0.009))
+
+
 def test_every_script_refuses_two_rewards_of_one_name(script, tmp_path, monkeypatch):
     """The scores are logged by name, so the second reward would replace the first."""
 

@@ -281,18 +281,6 @@ def test_responses_of_a_batch_go_on_together(tokenizer, monkeypatch):
     ]
 
 
-def test_rows_of_a_rollout_keep_their_fields_together(tokenizer, monkeypatch):
-    turns = {"1=": "<calc>1</calc>", "1=<calc>1</calc>=1": "</s>", "2=": "2</s>", "3=": "33</s>"}
-    script_model(monkeypatch, tokenizer, turns, [])
-    rollout = respond(tokenizer, ["1=", "2=", "3="])
-    rows = [2, 0]
-    selected = rollout.select(rows)
-    assert selected.completions == ["33", "<calc>1</calc>=1"]
-    assert selected.tool_answers == [[], ["=1"]]
-    for name in rollout._fields[:-2]:
-        assert torch.equal(getattr(selected, name), getattr(rollout, name)[rows]), name
-
-
 def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, monkeypatch):
     """If the tool writes EOS or the end of a call, both are ordinary text."""
     monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "</s></calc>" if call == "1" else "")
@@ -401,59 +389,6 @@ def test_a_slot_that_was_never_drawn_does_not_count(student, tokenizer):
     assert looks[3:5] == [2, 1]  # the fourth look dropped the first row
     assert mask[0].tolist() == [True] * 4 + [False] * 20
     assert mask[1].sum() > 4 and (logprobs[mask] < 0).all() and (logprobs[~mask] == 0).all()
-
-
-def sampled(student, tokenizer, **given):
-    sizes = dict(max_prompt_tokens=64, max_new_tokens=32, sampling_tokens=49152)
-    args = grpo_tools.Args(**sizes | dict(temperature=1.0) | given)
-    questions = ["47+38=", "9+4=", "50+7="]
-    examples = [{"prompt_ids": tokenizer(text).input_ids} for text in questions]
-    torch.manual_seed(3)
-    return args, grpo_tools.sample_responses(args, student, tokenizer, examples, 16, 1.0, EOS_IDS)
-
-
-def test_the_trainer_sees_what_the_sampler_saw(student, tokenizer):
-    """Sampler, trainer and a plain forward pass agree on the policy tokens, with the tool's tokens in the context."""
-    args, rollout = sampled(student, tokenizer)
-    called = [i for i, answers in enumerate(rollout.tool_answers) if answers]
-    assert 0 < len(called) < 48
-    with torch.no_grad():
-        logprobs = grpo_tools.compute_logprobs(student, rollout, 1.0)
-    torch.testing.assert_close(logprobs, rollout.sampled_logprobs, rtol=0, atol=2e-5)
-    assert (logprobs[~rollout.response_mask] == 0).all()
-    for i in called[:3]:
-        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
-        response = rollout.response_ids[i][rollout.context_mask[i]].tolist()
-        wrote = rollout.response_mask[i][rollout.context_mask[i]]
-        with torch.no_grad():
-            plain = logprobs_of(student, (prompt, response), 1.0)
-        torch.testing.assert_close(
-            logprobs[i][: len(response)][wrote], plain[wrote], rtol=0, atol=2e-5
-        )
-
-
-def test_a_token_of_the_tool_has_no_gradient_and_no_part_in_any_mean(student, tokenizer):
-    args, rollout = sampled(student, tokenizer)
-    args.beta = 0.1
-    by_tool = rollout.context_mask & ~rollout.response_mask
-    assert by_tool.any()
-    logprobs = grpo_tools.compute_logprobs(student, rollout, 1.0).detach()
-    junk = torch.where(by_tool, torch.tensor(float("nan")), logprobs).requires_grad_()
-    N = len(junk)
-    advantages = torch.linspace(-1, 1, N)[:, None]
-    mask = rollout.response_mask
-    infinite = torch.tensor(float("inf"))
-    old_logprobs = (logprobs - 0.1).where(mask, infinite)
-    ref_logprobs = (logprobs + 0.1).where(mask, infinite)
-    loss, stats = grpo_tools.policy_loss(
-        args, junk, old_logprobs, ref_logprobs, advantages, mask, num_seqs=N
-    )
-    loss.backward()
-    assert (junk.grad[~mask] == 0).all() and (junk.grad[mask] != 0).all()
-    num_tokens = int(mask.sum())
-    assert num_tokens < rollout.context_mask.sum()
-    assert stats["policy/ratio_mean"] / num_tokens == pytest.approx(math.exp(0.1), rel=1e-4)
-    assert all(math.isfinite(float(x)) for x in stats.values())
 
 
 # ==== whole runs ====

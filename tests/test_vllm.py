@@ -204,25 +204,18 @@ def test_evaluated_are_the_current_weights(tmp_path):
 
 
 @ENGINE
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wrong_temperature_ends_the_run(dtype, tmp_path, monkeypatch):
-    """Even under bf16, the first step tells a wrong temperature from rounding, after --resume too."""
+def test_a_wrong_temperature_ends_the_run(tmp_path, monkeypatch):
+    """Even under bf16, the first step tells a wrong temperature from rounding."""
     whole = grpo_vllm.sample_responses
 
     def wrong(args, engine, tokenizer, examples, num_samples, temperature, eos_ids):
         return whole(args, engine, tokenizer, examples, num_samples, 0.9 * temperature, eos_ids)
 
-    folder = run_main(tmp_path, engine_dtype=dtype, num_steps=2, save_every=1, eval_size=4)
-    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
-    saved["args"]["num_steps"] = 3
-    torch.save(saved, folder / "checkpoint.pt")
+    given = dict(engine_dtype="bfloat16", num_steps=1, eval_size=4)
+    run_main(tmp_path, **given)
     monkeypatch.setattr(grpo_vllm, "sample_responses", wrong)
-    for given in (dict(engine_dtype=dtype, num_steps=1, eval_size=4), dict(resume=str(folder))):
-        with pytest.raises(ValueError, match="sampling and training differ"):
-            if "resume" in given:
-                grpo_vllm.main(dataclasses.replace(grpo_vllm.BUNDLED, **given))
-            else:
-                run_main(tmp_path, name="wrong", **given)
+    with pytest.raises(ValueError, match="sampling and training differ"):
+        run_main(tmp_path, name="wrong", **given)
 
 
 @ENGINE
@@ -280,20 +273,6 @@ def test_a_program_that_is_interrupted_resumes_and_ends(tmp_path):
     assert process.returncode == 0 and "after: accuracy" in out, err
     # At the start the engine's weights are random. The hand-over at --resume replaces them.
     assert read_metrics(folder)[-1]["rollout/logprob_gap"] < 1e-5
-
-
-# ---- errors
-
-
-@ENGINE
-def test_an_architecture_that_vllm_does_not_have(tmp_path):
-    tokenizer = AutoTokenizer.from_pretrained(grpo_vllm.BUNDLED.model)
-    sizes = dict(d_model=64, num_layers=1, attention_heads=2, ffn_dim=64)
-    config = transformers.XGLMConfig(vocab_size=len(tokenizer), **sizes, eos_token_id=2)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    with pytest.raises(Exception, match="XGLMForCausalLM"):
-        run_main(tmp_path, model=str(tmp_path / "model"), num_steps=1, eval_size=4)
 
 
 # ---- the engine against the trainer
@@ -370,23 +349,6 @@ def test_log_probabilities_are_those_at_the_temperature(started):
         rollout = sample(started, some_prompts(8, 12), temperature=temperature)
         assert largest_gap(started, rollout, temperature) < 1e-5
         assert largest_gap(started, rollout, 1.0) > 0.1
-
-
-@one_family
-def test_without_the_hand_over_or_the_reset_the_gap_is_large(started, monkeypatch):
-    """The gap that is logged shows stale weights, and stale keys and values of long prompts."""
-    _, engine, model, _, _ = started
-    examples = some_prompts(4, 150)
-    for missing in ("collective_rpc", "reset_prefix_cache"):
-        grpo_vllm.refresh_engine(engine, model)
-        assert largest_gap(started, sample(started, examples)) < 1e-5
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter *= 1.3
-        with monkeypatch.context() as patch:
-            patch.setattr(engine, missing, lambda *call, **options: True)
-            grpo_vllm.refresh_engine(engine, model)
-        assert largest_gap(started, sample(started, examples)) > 1e-2, missing
 
 
 @one_family
@@ -498,16 +460,3 @@ def test_the_rollout_is_in_group_order_and_padded_as_documented(started):
         text_ids = tokens[:-1] if tokens[-1] == 2 else tokens
         assert rollout.completions[i] == tokenizer.decode(text_ids)
     assert rollout.prompt_mask.sum(1).tolist() == [9] * 6 + [3] * 3 + [6] * 6
-
-
-@one_family
-def test_temperature_0_is_greedy(started):
-    _, engine, model, _, _ = started
-    grpo_vllm.refresh_engine(engine, model)
-    examples = some_prompts(4, 7)
-    rollout = sample(started, examples, num_samples=1, temperature=0.0)
-    for i, example in enumerate(examples):
-        response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
-        ids = torch.tensor([example["prompt_ids"] + response])
-        logits = model(ids).logits[0, len(example["prompt_ids"]) - 1 : -1]
-        assert logits.argmax(1).tolist() == response
