@@ -301,7 +301,7 @@ LESSONS = {
             "kl/ref, highest": (highest("kl/ref"), 2),
         }
         | {
-            f"{words} parts at step": (parts_at(metric), 0)
+            f"{words} departs at step": (parts_at(metric), 0)
             for words, metric in {
                 "accuracy": ACCURACY,
                 "kl/ref": "kl/ref",
