@@ -1,4 +1,4 @@
-"""docs/speed.md's comparison with TRL's GRPOTrainer: seconds per step, sampled tokens per second, peak memory.
+"""records/trl-cpu.txt, docs/speed.md's comparison with TRL: seconds per step, tokens per second, peak memory.
 
     pip install -r benchmark/requirements.txt
     python benchmark/compare_trl.py --workload W1  the bundled model and task, 16 x 8 samples of <= 32 tokens

@@ -1,4 +1,4 @@
-"""GRPO with a reward that is worth too much: python benchmark/gamed.py --weight 0.5 --num-steps 40
+"""The runs of docs/lessons.md's lesson on a gamed reward: python benchmark/gamed.py --weight 0.5 --num-steps 40
 
 This program adds a third reward to grpo.py: --weight for each character of a response. All other flags are those of
 grpo.py. The idea behind such a reward is that a longer response has thought for longer. docs/lessons.md shows what the

@@ -1,4 +1,4 @@
-"""How close grpo.py comes to a GPU's limits: decoding against memory bandwidth, the update against matrix products.
+"""Prints how close grpo.py comes to a GPU's limits: decoding against bandwidth, updates against matrix products.
 
     python benchmark/gpu.py                  random weights in the shape of SmolLM2-1.7B, one CUDA device, some minutes
     python benchmark/gpu.py --profile        also where the time goes, kernel by kernel

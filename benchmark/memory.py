@@ -1,6 +1,6 @@
-"""How much GPU memory a script needs, by calculation: python benchmark/memory.py
+"""The memory tables of docs/train.md, by calculation: python benchmark/memory.py
 
-It writes the tables of docs/train.md: which script trains which model on which card, and with which flags. It loads no
+They say which script trains which model on which card, and with which flags. It loads no
 model, because the shapes from each model's config.json are in MODELS below. For one model:
 
     python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576

@@ -3,9 +3,8 @@
     python benchmark/readme.py                 README.md, docs/speed.md
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
-It reads these records: bundled.jsonl, bundled-sums.jsonl and variants.jsonl, which bundled.py writes, trl-learn.jsonl,
-transcript.txt, and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of
-trl-learn.jsonl. The tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and
+It reads these records: bundled.jsonl and bundled-sums.jsonl, which bundled.py writes, trl-learn.jsonl, transcript.txt,
+and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl. The tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and
 pictures match the records.
 """
 

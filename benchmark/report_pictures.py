@@ -1,6 +1,6 @@
-"""docs/report/curves.png and samples.png, which the pages show: python benchmark/report_pictures.py runs/*/
+"""docs/report/samples.png, which README.md shows: python benchmark/report_pictures.py runs/*/
 
-They are parts of report.py's page. A headless Chromium takes them: apt-get install chromium, and pip
+It is a part of report.py's page. A headless Chromium takes it: apt-get install chromium, and pip
 install playwright==1.65.2. The README shows these runs:
 
     for seed in 1 2 3; do
@@ -46,18 +46,12 @@ def main(folders: list[Path]) -> None:
         page = chromium.new_page(viewport={"width": 1280, "height": 1600})
         page.goto(path.as_uri())
 
-        def take(name: str, last: str) -> None:
-            """From the heading of this name to the end of the last element."""
-            top, bottom = (page.locator(x).bounding_box() for x in (f"#{name}", last))
-            height = bottom["y"] + bottom["height"] - top["y"] + 8
-            clip = {"x": 0, "y": top["y"] - 5, "width": 1280, "height": height}
-            page.screenshot(path=FOLDER / f"{name}.png", clip=clip, full_page=True)
-
-        page.locator("#curves").scroll_into_view_if_needed()
-        page.wait_for_function("document.querySelectorAll('#first .main-svg').length >= 6")
-        take("curves", "#first")
         page.select_option("#kind", "mixed")
-        take("samples", ".group >> nth=2")
+        # From the heading of the samples to the end of the third group.
+        top, bottom = (page.locator(x).bounding_box() for x in ("#samples", ".group >> nth=2"))
+        height = bottom["y"] + bottom["height"] - top["y"] + 8
+        clip = {"x": 0, "y": top["y"] - 5, "width": 1280, "height": height}
+        page.screenshot(path=FOLDER / "samples.png", clip=clip, full_page=True)
 
 
 if __name__ == "__main__":

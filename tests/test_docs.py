@@ -1,4 +1,4 @@
-"""The pages under docs/ agree with the code and the records."""
+"""The pages: links, quoted lines, exercises, generated tables and measured numbers are those of scripts and records."""
 
 import dataclasses
 import http.server
@@ -6,7 +6,6 @@ import inspect
 import json
 import math
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ import pytest
 import torch
 from conftest import ROOT, small_recipe
 from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, parent_of
-from torch.autograd import DeviceType
 
 import grpo
 
@@ -59,18 +57,6 @@ def test_the_lines_beside_the_formulas_are_the_scripts():
             assert lines in script, lines
         seen.add(Path(name).stem)
     assert seen >= set(SCRIPTS) - set(MULTI_PROCESS)
-
-
-def test_the_contents_name_every_section():
-    """The contents of docs/algorithms.md are a numbered list of its sections, in their order."""
-    text = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
-    contents, sections = text.split("\n## ", 1)
-    entries = [
-        " ".join(x.split()) for x in re.findall(r"^ *(?:\d+\.|-) \[([^]]+)\]", contents, re.M)
-    ]
-    assert entries == re.findall(r"^##+ (.*)$", "## " + sections, re.MULTILINE)
-    numbers = re.findall(r"^(\d+)\. ", contents, re.MULTILINE)
-    assert numbers == [str(k + 1) for k in range(len(numbers))]
 
 
 def test_the_skeleton_of_main_is_main():
@@ -141,8 +127,6 @@ def test_the_differences_shown_are_real():
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
     excerpt = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[1]
     assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
-    count = len(list((ROOT / "variants").glob("*.diff")))
-    assert count == 23 and "has twenty-three such patches" in text
 
 
 def test_the_problems_of_the_example(tmp_path, monkeypatch):
@@ -195,25 +179,6 @@ def test_the_variances_are_what_is_recorded():
 
     table = variance.make_table(variance.read(variance.OUT))
     assert f"<!-- variance -->\n{table}<!-- end variance -->\n" in variance.PAGE.read_text("utf-8")
-
-
-def test_the_answer_to_the_first_exercise(monkeypatch):
-    """At a ratio of 1.5 and A = 1, d loss / d logprob is 0 in GRPO and -1.2 in CISPO."""
-    command = ["patch", "-s", "-o", "-", "grpo.py", "variants/cispo.diff"]
-    patched = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    cispo = load(monkeypatch, "cispo", patched.stdout)
-    old = torch.tensor([[-math.log(1.5)]])
-    one = torch.ones(1, 1)
-
-    def gradient(script, args, **count):
-        logprobs = torch.zeros(1, 1, requires_grad=True)
-        loss, _ = script.policy_loss(args, logprobs, old, old, one, one.bool(), **count)
-        loss.backward()
-        return logprobs.grad.item()
-
-    assert gradient(grpo, grpo.Args(beta=0.0), num_seqs=1) == pytest.approx(0.0)
-    args = cispo.Args(beta=0.0, clip_eps_high=0.2)
-    assert gradient(cispo, args, num_tokens=1) == pytest.approx(-1.2)
 
 
 def first_step(script, folder) -> dict:
@@ -336,190 +301,15 @@ def test_no_record_tells_where_the_project_was_on_a_disk():
         assert not found, (path.name, found[0])
 
 
-def test_the_contents_have_a_line_for_each_lesson():
-    """The first table of docs/lessons.md: the page's sections in order, whether the effect is seen, and its numbers."""
-    import lessons
-
-    page = (ROOT / "docs" / "lessons.md").read_text(encoding="utf-8")
-    contents, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
-    sections = {section.partition("\n")[0]: section for section in sections}
-    rows = re.findall(r"^\| .* \| \[(.*)\]\((.*?)\)(.*) \| (.*) \|$", contents, re.MULTILINE)
-    titles = [title for title, target, _, _ in rows if target.startswith("#")]
-    assert titles == [title for title in sections if title != "How to read them"]
-    assert {mark for *_, mark in rows} == {"seen", "partly seen", "not seen"}
-    for title, target, finding, _ in rows:
-        if target.startswith("#"):
-            assert measured(finding) <= numbers(generated(sections[title])), title
-    # Five lessons share a section with others.
-    shared = {"rate": lessons.LESSONS["adapters"].title}
-    shared |= dict.fromkeys(("leash", "credit", "clip-higher", "vapo"), "Looked for, not seen")
-    for name, lesson in lessons.LESSONS.items():
-        text = lessons.page_of(name).read_text(encoding="utf-8")
-        heading = re.findall(r"^## (.*)$", text.split(f"<!-- lesson {name} -->")[0], re.MULTILINE)[
-            -1
-        ]
-        assert heading == shared.get(name, lesson.title), name
-
-
-def test_the_commands_of_a_lesson_are_printed(monkeypatch, capsys):
-    """--print runs nothing. It also prints what makes the student and the scripts of the patches."""
-    import lessons
-
-    monkeypatch.setattr(lessons, "run_missing", None)
-    monkeypatch.setattr(sys, "argv", ["lessons.py", "length", "teacher", "--print"])
-    lessons.main()
-    _, length, teacher = capsys.readouterr().out.split("# ")
-    assert length.splitlines()[:3] == [
-        "length: the commands, each with --seed 1, 2 and 3: 9 runs, 10 minutes of one core",
-        "python tools/build_hesitant.py runs/hesitant",
-        f"python {lessons.LESSONS['length'].arms['1/length (GRPO)']}",
-    ]
-    patch, *commands = teacher.split("\n", 1)[1].strip().splitlines()
-    assert patch == "patch -o full_vocabulary.py distill.py variants/full_vocabulary.diff"
-    assert commands == [f"python {command}" for command in lessons.LESSONS["teacher"].arms.values()]
-
-
-def test_the_columns_of_the_lessons_by_hand(monkeypatch):
-    """What the tables say of a record of ten steps with eight responses each, worked out by hand."""
-    import lessons
-    import records
-
-    curves = {
-        "episodes": [8 * k for k in range(1, 11)],
-        "rollout/accuracy": [k / 10 for k in range(10)],
-        "kl/ref": [None, 2.0, 4.0, *[1.0] * 7],
-        "length/right": [None, *[10.0] * 9],
-        "length/wrong": [20.0] * 10,
-    }
-    record = {"curves": curves, "args": {"value_warmup_steps": 3}, "eval": {"0": 0.1, "10": 0.55}}
-    assert lessons.over("rollout/accuracy", 2, 4)(record) == pytest.approx(20)
-    assert lessons.over("rollout/accuracy", -5, -1)(record) == pytest.approx(70)
-    assert lessons.over("kl/ref", 1, 3)(record) == 3
-    assert math.isnan(lessons.over("kl/ref", 11, 20)(record))
-    assert math.isnan(lessons.over("value/explained_var", 1, 5)(record))
-    assert lessons.highest("kl/ref")(record) == 4
-    assert lessons.held_out(record) == pytest.approx(55)
-    # Responses 17 to 40: steps 3, 4 and 5.
-    assert lessons.between(16, 40)(record) == pytest.approx(30)
-    # Response 56 is in step 7: steps 3 to 7.
-    assert lessons.accuracy_at(record, 56) == pytest.approx(40)
-    assert lessons.after_pretraining(1, 3)(record) == pytest.approx(40)
-    # Step 6: half are right.
-    assert lessons.curve(record, "length/all")[5] == pytest.approx(15)
-
-    def run(values):
-        return {"curves": {"x": values}}
-
-    others = {("plain", 1): run([0.0] * 13), ("plain", 2): run([1.0] * 13)}
-    others[("plain", 3)] = run([2.0] * 13)
-    monkeypatch.setattr(lessons, "read_records", lambda: others)
-    parts_at = lessons.parts_at("x", "plain")
-    assert parts_at(run([1, 3, 1, *[3] * 5, *[-1] * 5])) == 4
-    assert math.isnan(parts_at(run([1, *[3] * 9, 2, 3, 3])))
-    assert records.spread([math.nan, 1, 3], 1) == "2.0 (1.0 to 3.0) in 2 of 3 runs"
-    assert records.spread([math.nan] * 3) == "-" and records.spread([1, 2, 6]) == "3 (1 to 6)"
-
-
-def test_the_gamed_reward_counts_characters(monkeypatch):
-    """benchmark/gamed.py adds its weight for each character to grpo.py's rewards, and passes on all other flags."""
-    import gamed
-
-    runs, rewards = [], grpo.REWARDS
-    monkeypatch.setattr(grpo, "main", runs.append)
-    monkeypatch.setattr(grpo, "REWARDS", rewards)
-    monkeypatch.setattr(grpo, "SCRIPT", grpo.SCRIPT)
-    monkeypatch.setattr(sys, "argv", ["gamed.py", "--num-steps", "3", "--weight", "0.5"])
-    gamed.main()
-    assert runs == [grpo.Args(num_steps=3)] and grpo.REWARDS[:-1] == rewards
-    assert grpo.REWARDS[-1](["", "abc"]) == [0, 1.5] and grpo.SCRIPT.name == "gamed.py"
-
-
-def test_a_record_has_the_state_of_the_machine():
-    import records
-
-    machine = records.provenance()["machine"]
-    assert machine["cpu"] and machine["cores"] >= 1 and machine["load"] >= 0
-
-
-@pytest.mark.parametrize("missing", ["git", "repository"])
-def test_a_record_without_a_commit_counts_as_changed(monkeypatch, tmp_path, missing):
-    import records
-
-    if missing == "git":
-        monkeypatch.setenv("PATH", str(tmp_path))
-    else:
-        monkeypatch.setattr(records, "ROOT", tmp_path)
-    found = records.provenance()
-    assert found["commit"] is None and found["dirty"] is True and found["machine"]["cpu"]
-
-
-def test_the_longest_kernel_is_no_operator():
-    """An operator has the time of its kernels. A GPU's profile may have no kernel at all."""
-    import gpu
-
-    def event(key, device_type, on_cpu, on_device):
-        times = dict(self_cpu_time_total=on_cpu, self_device_time_total=on_device)
-        return types.SimpleNamespace(key=key, device_type=device_type, **times)
-
-    operators = [event("slow", DeviceType.CPU, 9, 0), event("attend", DeviceType.CPU, 1, 5)]
-    kernels = [event("copy", DeviceType.CUDA, 0, 1), event("attention", DeviceType.CUDA, 0, 4)]
-    assert gpu.longest_kernel(operators + kernels, on_gpu=True) == "attention"
-    assert gpu.longest_kernel(operators, on_gpu=True) == "the profiler recorded no kernel"
-    assert gpu.longest_kernel(operators, on_gpu=False) == "slow"
-
-
-def test_rollouts_are_compared_with_those_of_vllm(monkeypatch, capsys):
-    """gpu.py --vllm samples with grpo.py's sampler, too. This test leaves vLLM out."""
-    import gpu
-
-    core = types.SimpleNamespace(shutdown=lambda: None)
-    engine = types.SimpleNamespace(llm_engine=types.SimpleNamespace(engine_core=core))
-    monkeypatch.setattr(gpu.grpo_vllm, "load_engine", lambda args, model: engine)
-    monkeypatch.setattr(gpu.grpo_vllm, "refresh_engine", lambda engine, model: None)
-    time_rollout = gpu.time_rollout
-
-    def without_vllm(script, *rest):
-        if script is grpo:
-            time_rollout(script, *rest)
-
-    monkeypatch.setattr(gpu, "time_rollout", without_vllm)
-    shape = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, intermediate_size=8)
-    model = gpu.random_model(shape | dict(vocab_size=60), torch.device("cpu"))
-    gpu.compare_rollouts(model, model.config, tiny=True)
-    printed = capsys.readouterr().out
-    assert "grpo.py, at most 12 tokens" in printed and "grpo.py, at most 40 tokens" in printed
-
-
-@pytest.mark.parametrize("name, kills", [("grpo", 1), ("rloo", 0)])
-def test_only_grpo_is_killed_and_resumed_on_a_gpu(monkeypatch, name, kills):
-    import gpu_scripts
-
-    commands, interrupted = [], []
-
-    def run(command, **options):
-        commands.append(shlex.split(command[-1]))
-        return types.SimpleNamespace(stdout="", stderr="")
-
-    monkeypatch.setattr(sys, "argv", ["gpu_scripts.py", "--tiny", "--scripts", name])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu_scripts, "make_models", lambda *arguments: None)
-    monkeypatch.setattr(gpu_scripts, "interrupted", lambda *call: interrupted.append(call))
-    monkeypatch.setattr(gpu_scripts.subprocess, "run", run)
-    gpu_scripts.main()
-    (command,) = commands
-    assert command[0] == f"{name}.py" and len(interrupted) == kills
-
-
 def test_the_variants_have_three_recorded_seeds():
-    """Each variant has three seeds with at least 97.6 % greedy accuracy, as variants/README.md says."""
+    """Each variant has three seeds that learn the bundled task."""
     import readme
 
     records = readme.records_of("variants")
     names = {path.stem for path in (ROOT / "variants").glob("*.diff")}
     names -= {"full_vocabulary", "sdpo_context"}  # docs/lessons.md has their runs
     assert {(r["script"], r["seed"]) for r in records} == {(n, k) for n in names for k in (1, 2, 3)}
-    assert min(r["accuracy"][1] for r in records) == 0.976 and not any(r["dirty"] for r in records)
+    assert min(r["accuracy"][1] for r in records) >= 0.95 and not any(r["dirty"] for r in records)
 
 
 def test_the_tables_show_the_records():
@@ -546,9 +336,4 @@ def test_the_bundled_task_is_recorded_for_every_script():
     assert {record["script"] for record in emulated} == set(SCRIPTS) - set(NEEDS_VLLM)
     assert len(emulated) == len(SCRIPTS) - len(NEEDS_VLLM)
     assert not any(record["dirty"] for record in records + emulated)
-
-    text = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
-    low, high = [100 * bound(record["accuracy"][1] for record in emulated) for bound in (min, max)]
-    reached = f"all scripts except grpo_vllm.py reach {low:.1f} to {high:.0f} % on this task"
-    assert reached in " ".join(text.split())
-    assert max(record["logprob_gap"] for record in emulated) < 0.002 and "stays below 0.002" in text
+    assert max(record["logprob_gap"] for record in emulated) < 0.002

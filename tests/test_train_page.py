@@ -4,7 +4,6 @@ The same for benchmark/records/external, the runs that users have contributed.
 """
 
 import json
-import math
 import re
 import shlex
 import sys
@@ -81,17 +80,15 @@ def test_every_command_is_accepted():
         parse(name, flags)
 
 
-def test_the_lines_that_it_quotes_are_printed():
-    first_column = re.findall(r"^\| `([^`]*)` \|", PAGE, re.MULTILINE)
-    text = read_script("grpo")
-    for line in [
-        "no weights for",
-        "context or attention window",
-        "sampling and training differ by",
-    ]:
-        assert line in first_column and line in text
-    for line in ["first prompt:", "one update per rollout:", "before: accuracy"]:
-        assert line in first_column and line in text
+@pytest.mark.parametrize("heading", ["| the line says |", "| line | what to check |"])
+def test_the_lines_that_it_quotes_are_printed(heading):
+    """The first column of a table quotes what grpo.py prints. A name or a number may stand at its start or end."""
+    table = PAGE.split(heading)[1].split("\n\n")[0]
+    lines = re.findall(r"^\| `([^`]*)`", table, re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        fixed = re.sub(r"^(train|test)(?= )|(?<= )\d+:$", "", line)
+        assert fixed in read_script("grpo"), line
 
 
 def test_every_metric_is_a_documented_one():
@@ -135,34 +132,6 @@ def test_the_memory_is_what_the_program_calculates():
     whole = memory.count("grpo", memory.MODELS["Qwen2.5-7B"])["peak"] / 1e9
     assert f"All weights of a 7 B model need {whole:.1f} GB" in " ".join(PROSE.split())
     assert f"with prompts of {memory.PROMPT} tokens" in PROSE
-
-
-def test_the_disk_and_the_host():
-    text = " ".join(PROSE.split())
-    small, middle, large = (
-        memory.parameters(memory.MODELS[name]) / 1e9
-        for name in ("Qwen2.5-0.5B", "SmolLM2-1.7B", "Qwen2.5-7B")
-    )
-    two = f"{24 * middle:.0f} GB for SmolLM2-1.7B, {24 * small:.0f} GB for Qwen2.5-0.5B"
-    merged = f"float32: {4 * middle:.0f} GB for SmolLM2-1.7B, {4 * large:.0f} GB for Qwen2.5-7B"
-    assert two in text and merged in text
-    assert (
-        f"`--resume` reads the whole checkpoint into the host's memory: {12 * middle:.0f} GB"
-        in text
-    )
-
-
-def test_the_standard_errors():
-    before, after = 575 / 1319, 662 / 1319  # the first source's counts
-    assert "| 43.59 | 50.19 |" in CURVE
-    assert (f"{100 * before:.2f}", f"{100 * after:.2f}") == ("43.59", "50.19")
-    one = 100 * math.sqrt(0.25 / 1319)
-    both = 100 * math.sqrt((before * (1 - before) + after * (1 - after)) / 1319)
-    rise = 100 * (after - before)
-    text = " ".join(CURVE.split())
-    assert f"one standard error on 1,319 questions is {one:.1f} points" in text
-    assert f"of two such accuracies is {both:.1f}." in text and f"It was {rise:.1f} points" in text
-    assert f"a rise of {rise - 2 * both:.1f} to {rise + 2 * both:.1f} points" in text
 
 
 # ---- the examples
@@ -246,45 +215,3 @@ def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
     assert answers[0] and answers[2]
     # Merged in float32 and rounded to bf16, or added in bf16.
     assert (answers[1] - answers[3]).abs().mean() < 0.05 * answers[1].abs().mean()
-
-
-# ---- runs by others
-
-
-def expected_row(folder, card: str) -> str:
-    """The row of a run in the table of benchmark/records/external/README.md. The card isn't in its files."""
-    args = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines]
-    script = re.search(r"\b(\w+\.py)\b", (folder / "notes.md").read_text(encoding="utf-8"))[1]
-    cells = [f"[{folder.name}]({folder.name}/notes.md)", card, script, args["model"]]
-    cells += [str(args["seed"]), str(args["eval_size"])]
-    for name in ("eval/accuracy", "eval/accuracy_lenient"):
-        values = [100 * record[name] for record in records if name in record]
-        cells.append(f"{values[0]:.1f} to {values[-1]:.1f}")
-    seconds = [x["time/rollout_s"] + x["time/update_s"] for x in records if "time/rollout_s" in x]
-    cells += [str(records[-1]["step"]), f"{sum(seconds) / 3600:.1f}"]
-    return f"| {' | '.join(cells)} |"
-
-
-def test_the_runs_by_others_are_what_their_files_say():
-    table = CURVE.split("```")[0]
-    rows = re.findall(r"^(\| \[([^\]]+)\].*\|)$", table, re.MULTILINE)
-    shown = {name: row for row, name in rows}
-    folders = {path.name: path for path in EXTERNAL.iterdir() if path.is_dir()}
-    assert set(shown) <= set(folders), "a row without a folder"
-    for name, folder in folders.items():
-        row = shown.get(name, "| | GPU and its memory |")
-        expected = expected_row(folder, row.split(" | ")[1].removesuffix(" |"))
-        assert row == expected, f"the row of {name} should be\n{expected}"
-    assert bool(folders) != ("There is no run yet." in CURVE)
-
-
-def test_the_example_row_has_the_columns_of_the_table(tmp_path):
-    (header,) = re.findall(r"^\| run \|.*\|$", CURVE, re.MULTILINE)
-    (example,) = re.findall(r"^\| \[ada.*\|$", CURVE, re.MULTILINE)
-    _, folder = run(grpo, tmp_path, "ada-grpo-qwen2.5-0.5b-1")
-    (folder / "notes.md").write_text("`python grpo.py`")
-    row = expected_row(folder, "RTX 4090, 24 GB")
-    assert header.count("|") == example.count("|") == row.count("|")
-    assert row.split(" | ")[:3] == example.split(" | ")[:3]

@@ -1,4 +1,4 @@
-"""Rebuild the other adders from a seed, on one CPU core: python tools/build_adders.py teacher, or small
+"""Rebuild assets/adder-teacher, or tests/small and small-judge, from a seed: tools/build_adders.py teacher, or small
 
 Both have the network and the questions of assets/adder, and other training solutions or another size.
 

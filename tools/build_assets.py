@@ -1,4 +1,4 @@
-"""Rebuilds everything in assets/ from a seed, on two CPU cores: `python tools/build_assets.py`.
+"""Rebuilds assets/addition, adder and adder-judge from a seed, on two CPU cores: `python tools/build_assets.py`.
 
 addition/train.jsonl, test.jsonl   all additions of two numbers from 0 to 99, with 500 held out for the test. Someone
                                    who has practised 47+38 knows 38+47, too. So mirror images are held out as well.

@@ -1,4 +1,4 @@
-"""Show what each script changes of its parent.
+"""docs/diffs/, CONTRIBUTING.md's table and README.md's diff: what each script changes of its parent.
 
     python tools/siblings.py            print the number of changed lines, and the names of what differs
     python tools/siblings.py vapo       only for these scripts

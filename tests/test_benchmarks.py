@@ -1,0 +1,99 @@
+"""benchmark/: what its programs compute and record."""
+
+import math
+import sys
+import types
+
+import pytest
+from torch.autograd import DeviceType
+
+import grpo
+
+
+def test_the_columns_of_the_lessons_by_hand(monkeypatch):
+    """What the tables say of a record of ten steps with eight responses each, worked out by hand."""
+    import lessons
+    import records
+
+    curves = {
+        "episodes": [8 * k for k in range(1, 11)],
+        "rollout/accuracy": [k / 10 for k in range(10)],
+        "kl/ref": [None, 2.0, 4.0, *[1.0] * 7],
+        "length/right": [None, *[10.0] * 9],
+        "length/wrong": [20.0] * 10,
+    }
+    record = {"curves": curves, "args": {"value_warmup_steps": 3}, "eval": {"0": 0.1, "10": 0.55}}
+    assert lessons.over("rollout/accuracy", 2, 4)(record) == pytest.approx(20)
+    assert lessons.over("rollout/accuracy", -5, -1)(record) == pytest.approx(70)
+    assert lessons.over("kl/ref", 1, 3)(record) == 3
+    assert math.isnan(lessons.over("kl/ref", 11, 20)(record))
+    assert math.isnan(lessons.over("value/explained_var", 1, 5)(record))
+    assert lessons.highest("kl/ref")(record) == 4
+    assert lessons.held_out(record) == pytest.approx(55)
+    # Responses 17 to 40: steps 3, 4 and 5.
+    assert lessons.between(16, 40)(record) == pytest.approx(30)
+    # Response 56 is in step 7: steps 3 to 7.
+    assert lessons.accuracy_at(record, 56) == pytest.approx(40)
+    assert lessons.after_pretraining(1, 3)(record) == pytest.approx(40)
+    # Step 6: half are right.
+    assert lessons.curve(record, "length/all")[5] == pytest.approx(15)
+
+    def run(values):
+        return {"curves": {"x": values}}
+
+    others = {("plain", 1): run([0.0] * 13), ("plain", 2): run([1.0] * 13)}
+    others[("plain", 3)] = run([2.0] * 13)
+    monkeypatch.setattr(lessons, "read_records", lambda: others)
+    parts_at = lessons.parts_at("x", "plain")
+    assert parts_at(run([1, 3, 1, *[3] * 5, *[-1] * 5])) == 4
+    assert math.isnan(parts_at(run([1, *[3] * 9, 2, 3, 3])))
+    assert records.spread([math.nan, 1, 3], 1) == "2.0 (1.0 to 3.0) in 2 of 3 runs"
+    assert records.spread([math.nan] * 3) == "-" and records.spread([1, 2, 6]) == "3 (1 to 6)"
+
+
+def test_the_gamed_reward_counts_characters(monkeypatch):
+    """benchmark/gamed.py adds its weight for each character to grpo.py's rewards, and passes on all other flags."""
+    import gamed
+
+    runs, rewards = [], grpo.REWARDS
+    monkeypatch.setattr(grpo, "main", runs.append)
+    monkeypatch.setattr(grpo, "REWARDS", rewards)
+    monkeypatch.setattr(grpo, "SCRIPT", grpo.SCRIPT)
+    monkeypatch.setattr(sys, "argv", ["gamed.py", "--num-steps", "3", "--weight", "0.5"])
+    gamed.main()
+    assert runs == [grpo.Args(num_steps=3)] and grpo.REWARDS[:-1] == rewards
+    assert grpo.REWARDS[-1](["", "abc"]) == [0, 1.5] and grpo.SCRIPT.name == "gamed.py"
+
+
+def test_a_record_has_the_state_of_the_machine():
+    import records
+
+    machine = records.provenance()["machine"]
+    assert machine["cpu"] and machine["cores"] >= 1 and machine["load"] >= 0
+
+
+@pytest.mark.parametrize("missing", ["git", "repository"])
+def test_a_record_without_a_commit_counts_as_changed(monkeypatch, tmp_path, missing):
+    import records
+
+    if missing == "git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setattr(records, "ROOT", tmp_path)
+    found = records.provenance()
+    assert found["commit"] is None and found["dirty"] is True and found["machine"]["cpu"]
+
+
+def test_the_longest_kernel_is_no_operator():
+    """An operator has the time of its kernels. A GPU's profile may have no kernel at all."""
+    import gpu
+
+    def event(key, device_type, on_cpu, on_device):
+        times = dict(self_cpu_time_total=on_cpu, self_device_time_total=on_device)
+        return types.SimpleNamespace(key=key, device_type=device_type, **times)
+
+    operators = [event("slow", DeviceType.CPU, 9, 0), event("attend", DeviceType.CPU, 1, 5)]
+    kernels = [event("copy", DeviceType.CUDA, 0, 1), event("attention", DeviceType.CUDA, 0, 4)]
+    assert gpu.longest_kernel(operators + kernels, on_gpu=True) == "attention"
+    assert gpu.longest_kernel(operators, on_gpu=True) == "the profiler recorded no kernel"
+    assert gpu.longest_kernel(operators, on_gpu=False) == "slow"
