@@ -21,10 +21,10 @@ import tyro
 from utils.rewards import accuracy_reward
 
 PAGE = Path(__file__).resolve().parent / "assets" / "report.html"
-# The six metrics to watch first, as in docs/metrics.md.
+# The six metrics to watch first.
 FIRST = ["rollout/reward_mean", "rollout/accuracy", "rollout/eos_frac", "rollout/zero_std_frac"]
 FIRST += ["policy/entropy", "kl/ref"]
-# The marks of a broken run, as in docs/metrics.md.
+# The marks of a broken run.
 BROKEN = {
     "rollout/eos_frac": ("below", 0.5, "most responses are cut"),
     "rollout/zero_std_frac": ("above", 0.9, "most groups have equal rewards"),
@@ -110,7 +110,7 @@ def series(metrics, name):
 
 
 def marks(metrics, args):
-    """The marks of a broken run, as in docs/metrics.md, that these metrics show."""
+    """The marks of a broken run that these metrics show."""
     found = []
     if not metrics or metrics[-1]["step"] < FEWEST_STEPS:
         return found

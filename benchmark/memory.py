@@ -1,7 +1,7 @@
-"""The memory tables of docs/train.md, by calculation: python benchmark/memory.py
+"""The memory table of docs/train.md, by calculation: python benchmark/memory.py
 
-They say which script trains which model on which card, and with which flags. It loads no
-model, because the shapes from each model's config.json are in MODELS below. For one model:
+It has the peak of each model with each script. No model is loaded: the shapes from each model's config.json are in
+MODELS below. For the parts of one peak, or for other flags:
 
     python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576
     python benchmark/memory.py grpo path/to/model        a folder with a config.json
@@ -21,7 +21,6 @@ from records import ROOT, fill, table
 
 # Tokens of a long prompt in the recipe: a GSM8K question, the instructions and a template.
 PROMPT = 212
-CARDS = [16, 24, 40, 48, 80]  # GB
 # The scripts whose memory this file counts.
 COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]
 # The names of a count that need more words for a reader.
@@ -39,13 +38,6 @@ FLAGS = dict(
     max_new_tokens=300,
     gradient_checkpointing=True,
 )
-# The flags to try, in this order, until the script fits.
-LOWER = [
-    {},
-    dict(sampling_tokens=24576),
-    dict(sampling_tokens=12288),
-    dict(sampling_tokens=12288, beta=0),
-]
 
 
 def llama(layers, width, heads, key_heads, inner, vocabulary, tied=True, **more):
@@ -209,43 +201,12 @@ def count(script: str, config: dict, **flags) -> dict[str, int]:
     return found | {"peak": always + max(while_sampling, while_training)}
 
 
-def words(flags: dict) -> str:
-    return " ".join(f"`--{name.replace('_', '-')} {value}`" for name, value in flags.items())
-
-
-def verdict(script: str, config: dict, card: int) -> str:
-    """Whether the script fits on a card with `card` GB, and with which flags."""
-    for flags in LOWER:
-        if count(script, config, **flags)["peak"] <= card * 1e9:
-            return "yes" if not flags else words(flags)
-    return "no"
-
-
-def fits_table() -> str:
+def peaks_table() -> str:
     rows = []
     for model, config in MODELS.items():
-        for script in COUNTED:
-            peak = count(script, config)["peak"] / 1e9
-            cells = [verdict(script, config, card) for card in CARDS]
-            rows.append([model, f"{script}.py", f"{peak:.1f}", *cells])
-    return table(["model", "script", "GB by default", *(f"{card} GB" for card in CARDS)], rows)
-
-
-def parts_table(model: str) -> str:
-    counts = {script: count(script, MODELS[model]) for script in COUNTED}
-    names = dict.fromkeys(name for found in counts.values() for name in found)
-    names = [name for name in names if name != "peak"] + ["peak"]
-    rows = [
-        [
-            WORDS.get(name, name),
-            *(f"{found[name] / 1e9:.1f}" if name in found else "-" for found in counts.values()),
-        ]
-        for name in names
-    ]
+        peaks = [count(script, config)["peak"] / 1e9 for script in COUNTED]
+        rows.append([model, *(f"{peak:.1f}" for peak in peaks)])
     return table(["GB", *(f"{script}.py" for script in COUNTED)], rows)
-
-
-TABLES = {"memory": lambda: parts_table("SmolLM2-1.7B"), "fits": fits_table}
 
 
 def main() -> None:
@@ -266,8 +227,7 @@ def main() -> None:
     options = vars(parser.parse_args())
     script, model = options.pop("script"), options.pop("model")
     if script is None:
-        for name, make in TABLES.items():
-            fill(ROOT / "docs" / "train.md", name, make())
+        fill(ROOT / "docs" / "train.md", "memory", peaks_table())
         return
     if model in MODELS:
         config = MODELS[model]

@@ -4,8 +4,8 @@
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl and bundled-sums.jsonl, which bundled.py writes, trl-learn.jsonl, transcript.txt,
-and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl. The tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and
-pictures match the records.
+and trl-cpu.txt, which compare_trl.py prints. It also draws the picture of trl-learn.jsonl. The tables stand between
+<!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and pictures match the records.
 """
 
 import os
@@ -96,15 +96,14 @@ def sums_table() -> str:
     """For each seed of grpo.py on assets/sums: sampled accuracy as means of ten steps, and greedy held-out accuracy."""
     records = records_of("bundled-sums")
     ends = [step for step, _ in records[0]["held_out"]]
-    header = ["seed"] + [f"sampled, steps to {end}, %" for end in (10, *ends[1:])]
-    header += [f"greedy, step {end}, %" for end in ends] + ["tokens"]
+    header = ["seed"] + [f"sampled, steps {end - 9} to {end}, %" for end in (10, *ends[1:])]
+    header += [f"greedy, step {end}, %" for end in ends]
     rows = []
     for record in records:
         row = [str(record["seed"])]
         for end in (10, *ends[1:]):
             row.append(f"{100 * np.mean(record['sampled_accuracy'][end - 10 : end]):.0f}")
         row += [f"{100 * accuracy:.0f}" for _, accuracy in record["held_out"]]
-        row.append(f"{np.mean(record['response_len']):.0f}")
         rows.append(row)
     return table(header, rows)
 
