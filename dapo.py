@@ -1,8 +1,8 @@
 """DAPO: Decoupled Clip and Dynamic Sampling Policy Optimization, in one file. Yu et al. 2025,
 arXiv:2503.14476v1.
 
-For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i.
-We maximize J, so the loss is -J:
+For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+maximize J, so the loss is -J:
 
     J(theta) = E[ 1/(sum_i |o_i|) sum_i sum_t S_it ]                                        (Eq. 8)
                over groups in which some responses are right and some are wrong
@@ -97,7 +97,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -350,8 +350,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = [kept[part] for part in minibatches(args, len(kept))]  # each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -416,8 +417,8 @@ def main(args: Args) -> dict:
         state["episodes"] += N
         state["tokens"] += num_tokens
         state["batches"] += len(examples) // args.num_prompts
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         kept_gap = (old_logprobs - rollout.sampled_logprobs).abs()[kept]  # (at most B*G, R)
         gap = kept_gap[response_mask[kept]]  # (tokens of the kept sequences,)

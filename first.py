@@ -1,8 +1,8 @@
 """GRPO in a hundred lines. Run it with python first.py: it takes a minute on two CPU cores.
 
 A small model that adds two numbers learns to carry from rewards alone. For each of B questions q,
-the policy samples a group of G responses o_1 .. o_G, with rewards r_1 .. r_G. In all there are
-N = B*G responses. P, R and V count the tokens of a prompt, a response and the vocabulary. GRPO
+the policy samples a group of G responses o_1 .. o_G, with rewards r_1 .. r_G. In all there are N =
+B*G responses. P, R and V count the tokens of a prompt, a response and the vocabulary. GRPO
 (DeepSeekMath, arXiv:2402.03300v3, Eq. 3 without its KL term) maximizes
 
     J      = E[ 1/G sum_i 1/|o_i| sum_t min(rho_it A_i, clip(rho_it, 1-eps, 1+eps) A_i) ]

@@ -1,8 +1,8 @@
 """GRPO: Group Relative Policy Optimization, in one file. DeepSeekMath, Shao et al. 2024,
 arXiv:2402.03300v3.
 
-For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i.
-We maximize J, so the loss is -J. The KL has a minus sign in J and a plus sign in the loss:
+For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+maximize J, so the loss is -J. The KL has a minus sign in J and a plus sign in the loss:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
@@ -87,7 +87,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -298,8 +298,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -364,8 +365,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {

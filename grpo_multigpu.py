@@ -2,6 +2,7 @@
 arXiv:2402.03300v3) with torch's FSDP2, started by torchrun. Zhao et al. 2023 (arXiv:2304.11277)
 describe its first version.
 
+For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i.
 The objective and its equations are those of grpo.py:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
@@ -28,8 +29,9 @@ resumed run on CPUs is bit-identical to an uninterrupted one. With another numbe
 samples with other noise.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W.
-The copy that samples takes 2, and 4 for its head. The reference (none with --beta 0) takes 2, and 4
-for its embedding and head. docs/train.md counts the rest, and what the processes send each other.
+The copy that samples is not divided: it takes 2, but 4 in its head. Nor is the reference (none with
+--beta 0): it takes 2, but 4 in its embedding and head. docs/train.md counts the rest, and what the
+processes send each other.
 
 Departures from the paper: those of grpo.py.
 
@@ -109,7 +111,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -275,7 +277,8 @@ def main(args: Args) -> dict:
     ref_model = reference_copy(model) if args.beta > 0 else None
     # Every process samples from a whole copy, on a GPU in bf16.
     if model.device.type == "cuda":
-        # Copying the reference needs less memory than copying the model: it's mostly in bf16.
+        # The reference still has the model's weights. It's mostly in bf16, so copying it needs less
+        # memory.
         sampler = inference_copy(model if ref_model is None else ref_model)
     else:
         sampler = copy.deepcopy(model).requires_grad_(False).eval()
@@ -345,8 +348,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -422,8 +426,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -493,7 +497,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+# A first reading may stop here, except for own_micro_batches, LogprobModel and shard: the rest
+# makes the loop above fast, or sets it up.
 
 # The cache of keys and values grows by this many columns at a time. With more, attention also reads
 # many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
@@ -708,7 +713,7 @@ def own_micro_batches(args, sequences, lengths):
     The sequences are dealt to the processes by their lengths, so that all get about the same work.
     All processes have to call the sharded model equally often, because each call gathers the
     weights from all. So a process that has fewer micro-batches repeats the first one of rank 0.
-    Rank 0 counts it, and is_repeat is True for it here.
+    Only rank 0 counts that micro-batch. The process that repeats it gets it with is_repeat True.
     """
     W = num_processes()
     longest_first = sorted(sequences.tolist(), key=lambda i: (-lengths[i], i))
@@ -1075,9 +1080,9 @@ def connect(args):
     """
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
     backend = "gloo"
-    if on_gpu and dist.is_nccl_available():  # the tests' emulated GPU has no NCCL
+    if on_gpu and dist.is_nccl_available():  # tests/emulated_cuda has no NCCL
         backend = "cpu:gloo,cuda:nccl"  # Python objects still go over gloo
-    timeout = timedelta(hours=2)  # the others wait while rank 0 saves or asks a judge
+    timeout = timedelta(hours=2)  # the others wait while rank 0 saves or computes the rewards
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:  # without torchrun
@@ -1188,6 +1193,7 @@ def load_checkpoint(args):
     path = Path(args.resume, "checkpoint.pt")
     # mmap: the processes of a machine share the memory of the checkpoint.
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

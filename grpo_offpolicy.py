@@ -20,9 +20,8 @@ maximize J, so the loss is -J:
 
 The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
 pi_s instead of pi_old, and is slightly biased. Sections and equations without a name are
-DeepSeekMath's. Multiplying A by a weight w >= 0 also
-multiplies C by w. So main multiplies the advantages by the weights, and policy_loss needs no
-argument for them.
+DeepSeekMath's. Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies the
+advantages by the weights, and policy_loss needs no argument for them.
 
 Parent: grpo.py. Differences: (1) The weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
@@ -107,7 +106,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -162,9 +161,9 @@ class Args:
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, before --sequence-cap"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, unless --sequence-cap acts"""
     sequence_cap: float = 0.0
-    """w = 0 for a response whose product of pi_old / pi_s is above this; its KL stays; 0: no cap"""
+    """w = 0 if the product of a response's pi_old / pi_s is above this (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
     """upper limit c of the ratio where the advantage is negative; a large value is no limit"""
 
@@ -235,8 +234,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
+    # `advantages` is w A here. So the surrogate above is w S, and with the dual clip it is w C.
     dual_clipped = torch.maximum(surrogate, args.dual_clip * advantages)  # (n, R)
-    # advantages is w A here, so S above is w S, and this is w C.
     surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R)
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
@@ -252,8 +251,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # main averages these over the tokens that the engine sampled, without the weights w. But a
-    # token with w = 0 is never dual-clipped.
+    # main averages these over the tokens that the engine sampled, without the weights w. Only
+    # policy/dual_clip_frac leaves out tokens with w = 0, because their w A isn't negative.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -361,8 +360,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the engine's weights may be older. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the engine's weights may be older. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -433,8 +433,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)

@@ -1,9 +1,10 @@
 """GRPO with a policy that calls a tool, in one file. Eq. 3 of DeepSeekMath, Shao et al. 2024,
 arXiv:2402.03300v3, with the mask of Search-R1, Jin et al. 2025, arXiv:2503.09516v3.
 
-A response o has several turns, in which the policy and the tool write tokens. The policy samples
-until EOS or the end of a call. The text of the call goes to the tool, and the tool's answer is
-appended to the response. Then the policy samples again:
+For every prompt q the policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+maximize J, so the loss is -J. A response has several turns, in which the policy and the tool write
+tokens. The policy samples until EOS or the end of a call. The text of the call goes to the tool,
+and the tool's answer is appended to the response. Then the policy samples again:
 
     prompt      47+38=
     response    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
@@ -112,7 +113,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -340,8 +341,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -409,8 +411,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         total_calls = int(num_calls.sum())
         num_errors = sum(answers.count(ERROR) for answers in rollout.tool_answers)
@@ -423,7 +425,7 @@ def main(args: Args) -> dict:
             "rollout/accuracy": right.mean(),
             "tool/calls": total_calls / N,
             "tool/error_frac": num_errors / max(1, total_calls),
-            # The accuracy of the responses with an answered call; NaN without one.
+            # The accuracy of the responses with an answered call; NaN if there are none.
             "tool/call_accuracy": right[num_calls > 0].mean(),
             "rollout/response_len": response_lengths.float().mean(),
             "rollout/eos_frac": ended.float().mean(),
@@ -481,7 +483,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+# A first reading may stop here, except for sample_responses, sample_turn and the tool: the rest
+# makes the loop above fast, or sets it up.
 
 # The cache of keys and values grows by this many columns at a time. With more, attention also reads
 # many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
@@ -499,9 +502,9 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids, tokenizer):
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
-    Here a prompt is a prompt with the response so far, and a response is one turn, which ends with
-    EOS or with a call. Other tokens can follow a call in what is returned: sample_turn cuts them
-    off.
+    A prompt of this function is a context: an example's prompt and the response so far. A response
+    of this function is one turn, which ends with EOS or with a call. The ids that it returns can go
+    on after a call: sample_turn cuts them off.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -513,9 +516,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     num_rows = len(prompt_ids) * num_samples
     response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
-    # True where a token was sampled: after its last token, a dropped row holds zeros. Most often
-    # sample_turn cuts them off after the call. But the window below may contain CALL_END when the
-    # whole text doesn't, because earlier tokens can change how a window is decoded (byte fallback).
+    # True where a token was sampled. A row that was dropped after a call has only zeros from there
+    # on, which aren't tokens. sample_turn cuts off what follows a call, so usually the zeros, too.
+    # But a window of tokens can decode to CALL_END where the whole turn doesn't (byte fallback).
+    # Then nothing is cut off, and this mask leaves the zeros out.
     is_drawn = torch.zeros_like(response_ids, dtype=torch.bool)  # (N, R)
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
@@ -827,8 +831,8 @@ def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_
     """
     prompt_ids, prompt_mask = pad_left(contexts, model.device)  # (contexts, longest context) each
 
-    # Take as many prompts at a time as fit into --sampling-tokens when every response has its
-    # maximum length. tensor_split makes the parts as equal as possible.
+    # Take as many contexts at a time as fit into --sampling-tokens when every turn has its maximum
+    # length. tensor_split makes the parts as equal as possible.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     num_parts = math.ceil(len(prompt_ids) / at_a_time)
@@ -854,13 +858,13 @@ def cut_at_call(tokenizer, ids):
     """
     if CALL_END not in tokenizer.decode(ids):
         return ids, None
-    # Several tokens can spell CALL_END, and the last one may carry text after it. So this looks for
-    # the shortest beginning whose text has it.
+    # Several tokens can spell CALL_END, and its last token may contain more text. So find the
+    # smallest number of ids whose text contains CALL_END.
     length = 1
     while CALL_END not in tokenizer.decode(ids[:length]):
         length += 1
     before_end, _, _ = tokenizer.decode(ids[:length]).partition(CALL_END)
-    # The call begins after the last CALL_START. Without one it is all that stands before its end.
+    # The call begins after the last CALL_START. Without a CALL_START it is the whole text.
     _, _, call = before_end.rpartition(CALL_START)
     return ids[:length], call
 
@@ -960,7 +964,7 @@ def exact_value(node):
     """The value of a parsed expression. An operator that isn't in OPERATORS raises KeyError."""
     if isinstance(node, ast.Constant):
         # Fraction(0.1) would be the binary fraction next to 0.1. The text "0.1" is exact. Fraction
-        # raises an error for any other text, such as "True", "'5'" and "inf", Python's 1e999.
+        # raises an error for any other text, such as "True", "'5'" and "inf" (1e999).
         return Fraction(repr(node.value))
     if isinstance(node, ast.UnaryOp):
         return OPERATORS[type(node.op)](exact_value(node.operand))

@@ -22,16 +22,18 @@ W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for
 response if the product of their ratios pi_old / pi_s, not truncated, is above the cap. The weight w
 has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of pi_s instead
 of pi_old, and is slightly biased. Sections and equations without a name are DeepSeekMath's.
-Multiplying A by a weight w >= 0 also multiplies C by w. So
-`train` multiplies the advantages by the weights, and policy_loss needs no argument for them.
+Multiplying A by a weight w >= 0 also multiplies C by w. So `train` multiplies the advantages by the
+weights, and policy_loss needs no argument for them.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
 evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
 has no `generate`, no --sampling-tokens and no --cuda-graph. (2) The trainer hands its weights over
 before the first step and after every step. So the engine is never stale, and there is no
 --staleness. (3) --engine-memory is the engine's share of the GPU's memory. (4) --temperature must
-be from 0.01 to 2: vLLM refuses larger values, and replaces smaller ones by 0.01. (5) vLLM must
-support the model. It needn't work with transformers' static cache, as grpo.py's sampler needs.
+be from 0.01 to 2: vLLM refuses larger values, and would replace smaller ones by 0.01. (5) vLLM must
+support the model. The model needn't work with transformers' static cache, which grpo.py needs. (6)
+main starts the engine, and `train` has the loop, so that the engine is shut down in any case. (7)
+In bf16, engine and trainer may differ by 3 % of the entropy in the first step.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. As in Yao et al., w corrects the probability of each token given
@@ -116,7 +118,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -141,7 +143,7 @@ class Args:
     engine_memory: float = 0.3
     """the engine's share of the GPU's memory; on a CPU, its keys and values get 1 GiB"""
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """precision in which the engine computes; auto: bfloat16 on a GPU, else float32"""
+    """precision of the engine, except of its head; auto: bfloat16 on a GPU, else float32"""
     # ---- optimization
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
@@ -167,9 +169,9 @@ class Args:
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, before --sequence-cap"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, unless --sequence-cap acts"""
     sequence_cap: float = 0.0
-    """w = 0 for a response whose product of pi_old / pi_s is above this; its KL stays; 0: no cap"""
+    """w = 0 if the product of a response's pi_old / pi_s is above this (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
     """upper limit c of the ratio where the advantage is negative; a large value is no limit"""
 
@@ -240,8 +242,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
+    # `advantages` is w A here. So the surrogate above is w S, and with the dual clip it is w C.
     dual_clipped = torch.maximum(surrogate, args.dual_clip * advantages)  # (n, R)
-    # advantages is w A here, so S above is w S, and this is w C.
     surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R)
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
@@ -257,8 +259,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # train averages these over the tokens that the engine sampled, without the weights w. But a
-    # token with w = 0 is never dual-clipped.
+    # train averages these over the tokens that the engine sampled, without the weights w. Only
+    # policy/dual_clip_frac leaves out tokens with w = 0, because their w A isn't negative.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -306,7 +308,7 @@ def main(args: Args) -> dict:
     try:
         return train(args, model, tokenizer, eos_ids, engine, run_dir, saved)
     finally:
-        # A notebook keeps an exception, and with it the engine. This frees the engine's memory.
+        # A notebook keeps an exception, and the exception keeps the engine. So shut it down here.
         engine.llm_engine.engine_core.shutdown()
 
 
@@ -370,8 +372,9 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the engine's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the engine's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -438,8 +441,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
@@ -513,7 +516,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+# A first reading may stop here, except for load_engine, refresh_engine and sample_responses: the
+# rest makes the loop above fast, or sets it up.
 
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
@@ -560,7 +564,7 @@ def load_engine(args, model):
 
 
 def refresh_engine(engine, model):
-    """Give the engine the model's weights, rounded to --engine-dtype."""
+    """Give the engine the model's weights, rounded to --engine-dtype except for the head."""
     # The engine takes its memory from the driver, so torch first gives back what it doesn't use.
     torch.cuda.empty_cache()
     # On a CPU, and before the first sleep, wake_up does nothing.
@@ -622,8 +626,8 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
-    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
-    micro-batches as in its update.
+    parts is a list of minibatches, such as train's first_pass. Each minibatch is split into the
+    same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
@@ -920,7 +924,7 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if args.temperature < 0.01:
         raise ValueError(
-            "--temperature must be at least 0.01, because vLLM raises lower ones to it"
+            "--temperature must be at least 0.01, because vLLM would sample at 0.01 instead"
         )
     if not args.dual_clip > 1:
         raise ValueError("--dual-clip must be above 1")

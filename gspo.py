@@ -1,7 +1,7 @@
 """GSPO: Group Sequence Policy Optimization, in one file. Zheng et al. 2025, arXiv:2507.18071v2.
 
-For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i.
-We maximize J, so the loss is -J:
+For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i min(s_i A_i, clip(s_i, 1-eps_low, 1+eps_high) A_i) ]            (Eq. 5)
     A_i      = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)                                   (Eq. 6)
@@ -14,11 +14,11 @@ the log-probabilities of its tokens. So all tokens of a response have the same w
 gradient, while GRPO gives each token its own ratio as its weight.
 
 Parent: grpo.py. Differences: (1) each sequence has one ratio, the geometric mean of its tokens'
-ratios. This mean moves much less than the ratio of one token, so its clip range is smaller:
-1 - 3e-4 .. 1 + 4e-4 instead of 1 - 0.2 .. 1 + 0.2; (2) beta is 0 by default; (3) each rollout
-serves four updates (--num-minibatches 4), as in the paper's experiments; (4) policy/clip_frac is a
-share of the sequences, not of the tokens. With one update per
-rollout (1) changes nothing: the ratio is 1, and the gradient is that of GRPO without a KL.
+ratios. This mean moves much less than the ratio of one token, so its clip range is smaller: 1 -
+3e-4 .. 1 + 4e-4 instead of 1 - 0.2 .. 1 + 0.2; (2) beta is 0 by default; (3) each rollout serves
+four updates (--num-minibatches 4), as in the paper's experiments; (4) policy/clip_frac is a share
+of the sequences, not of the tokens. With one update per rollout (1) changes nothing: the ratio is
+1, and the gradient is that of GRPO without a KL.
 
 Departures from the paper: Eq. 5 has a single eps. The paper's experiments use a different eps below
 and above 1, so this script has eps_low and eps_high. 1e-4 is added to the std, because equal
@@ -91,7 +91,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -306,8 +306,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -377,8 +378,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {

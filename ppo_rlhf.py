@@ -109,7 +109,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -172,7 +172,7 @@ class Args:
     vf_coef: float = 0.1
     """weight of the value loss; Adam ignores it, but --max-grad-norm doesn't"""
     value_clip_eps: float = 0.2
-    """in the value loss, a new value is clipped to the old value -+ this"""
+    """in the value loss, a new value is clipped to within this distance of the old value"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
     """what the value network starts from; without a reward model: policy, with a head of zeros"""
 
@@ -418,8 +418,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities, and old values
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,

@@ -1,20 +1,20 @@
 """REINFORCE with a baseline, in one file. Williams 1992, "Simple Statistical Gradient-Following
 Algorithms for Connectionist Reinforcement Learning", Machine Learning 8.
 
-For every prompt q the policy samples a response o, which gets a reward r. We maximize J = E[R],
-the expected return. The gradient of the loss is -grad J:
+For every prompt q the policy samples a response o, which gets a reward r. We maximize J = E[R], the
+expected return. The gradient of the loss is -grad J:
 
     grad J   = E[ (R - b) grad log pi_theta(o | q) ]                            (Williams, Eq. 11)
     R        = r - beta sum_t (log pi_theta(o_t | q, o_<t) - log pi_ref(o_t | q, o_<t))
     b        = the mean return of the batch, or a moving average of it over the steps, or 0
 
-b is the baseline. R depends on theta, too, through its KL. But the expected gradient of
-log pi_theta(o | q) is 0, so R is taken as a constant. log pi(o | q) is the sum over the tokens of
-the response: all of them get the same R - b. A baseline that does not depend on the response leaves
-the gradient unbiased. It may lower the variance or raise it: that depends on how the return and the
+b is the baseline. R depends on theta, too: grad R = -beta grad log pi_theta(o | q). The expectation
+of this gradient is 0, so R is taken as a constant. log pi(o | q) is the sum over the tokens of the
+response: all of them get the same R - b. A baseline that does not depend on the response leaves the
+gradient unbiased. It may lower the variance or raise it: that depends on how the return and the
 size of the gradient vary together. The choice of the baseline is the subject of this script, so it
-is a flag (--baseline). The moving average starts from the first batch's mean, so in step 1 these
-two baselines are equal.
+is a flag (--baseline). The moving average starts from the first batch's mean, so in step 1 it
+equals the mean of the batch.
 
 Parent: none. This is the root of the family: all other scripts are derived from it.
 
@@ -94,7 +94,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -191,7 +191,7 @@ def update_average(average, returns):
 def compute_advantages(args, rewards, baseline):
     """(B, G) -> (B, G): each return minus the baseline, which is one number. Williams, Eq. 11.
 
-    `rewards` holds the returns here: the name is the same in all scripts.
+    `rewards` holds the returns here: the argument has the same name in grpo.py.
     """
     assert rewards.ndim == 2 and torch.as_tensor(baseline).ndim == 0, rewards.shape
     return rewards - baseline
@@ -319,16 +319,17 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        # The KL in the returns needs the old log-probabilities before the update. A single update
-        # computes them, too, below: without a KL these are the only ones, else they are equal.
+        # The KL in the returns needs the old log-probabilities now. Without a KL, a single update
+        # computes them itself, below. With a KL, it computes the same numbers again.
         if updates_per_step > 1 or ref_model is not None:
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, updates)
         if ref_model is not None:
@@ -392,8 +393,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {

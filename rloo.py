@@ -89,7 +89,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -167,7 +167,7 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 def compute_advantages(args, rewards):
     """(B, G) -> (B, G): each return minus the mean return of the prompt's other samples. Kool 2019.
 
-    `rewards` holds the returns here: the name is the same in all scripts.
+    `rewards` holds the returns here: the argument has the same name in grpo.py.
     """
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # The computed mean of equal returns can be off by a rounding error. Subtracting the first
@@ -299,16 +299,17 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        # The KL in the returns needs the old log-probabilities before the update. A single update
-        # computes them, too, below: without a KL these are the only ones, else they are equal.
+        # The KL in the returns needs the old log-probabilities now. Without a KL, a single update
+        # computes them itself, below. With a KL, it computes the same numbers again.
         if updates_per_step > 1 or ref_model is not None:
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, updates)
         if ref_model is not None:
@@ -367,8 +368,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {

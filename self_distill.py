@@ -113,7 +113,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-360M-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -164,7 +164,7 @@ class Args:
     context_column: str = "answer"
     """column with the teacher's context; GSM8K's answer is a solution; empty cell: no context"""
     context_template: str = CONTEXT_TEMPLATE
-    """the teacher's prompt, with {question} and {context}"""
+    """takes the question's place in the teacher's prompt; has {question} and {context}"""
     max_teacher_tokens: int = 1024
     """a teacher's prompt with more tokens loses its context"""
     teacher_rate: float = 0.05
@@ -331,8 +331,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities, and the teacher's
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -341,11 +342,12 @@ def main(args: Args) -> dict:
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
             old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
-        # One context for each response. Here the G responses to a prompt share it.
+        # One context for each response: here the same for all responses to a prompt, and another
+        # one for each response in variants/sdpo_context.diff.
         contexts = [example["context"] for example in batch for _ in range(G)]  # N
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch, contexts)
-        # The teacher takes the student's micro-batches. Its prompts are longer, so these may exceed
-        # --micro-batch-tokens. Without a gradient they still fit into memory.
+        # The teacher computes the student's micro-batches. The teacher's prompts are longer, so a
+        # micro-batch may have more than --micro-batch-tokens. Without a gradient it still fits.
         ref_logprobs = rollout_logprobs(args, teacher, teacher_rollout, total_lengths, first_pass)
         loss_mask = response_mask & has_context[:, None]  # (N, R) bool
 
@@ -405,8 +407,8 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -476,7 +478,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+# A first reading may stop here, except for add_contexts: the rest makes the loop above fast, or
+# sets it up.
 
 # The cache of keys and values grows by this many columns at a time. With more, attention also reads
 # many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
@@ -937,8 +940,9 @@ def load_config(args, name):
         longest_prompt = max(args.max_prompt_tokens, args.max_teacher_tokens)
         if limit and longest_prompt + args.max_new_tokens > limit:
             raise ValueError(
-                "the larger of --max-prompt-tokens and --max-teacher-tokens, + --max-new-tokens: "
-                f"more than the {limit} tokens of the context or attention window of {name}"
+                "--max-new-tokens + the larger of --max-prompt-tokens and --max-teacher-tokens: "
+                f"more than the {limit} tokens of the context or attention window of {name}; lower "
+                "one of them"
             )
     return config
 

@@ -17,23 +17,23 @@ network, as in PPO:
 
 s_t is the prompt and the tokens before a_t. rho_it is pi / pi_old at token t of response i. A_it is
 A_t of response i. sum_i is over the sequences of the minibatch, and sum_i+ over those whose answer
-is right. mean_t is the mean over all tokens of the minibatch. r_t is the reward of the
-whole response at its last token, and 0 before it.
+is right. mean_t is the mean over all tokens of the minibatch. r_t is the reward of the whole
+response at its last token, and 0 before it.
 
 Parent: ppo_rlhf.py. Differences: (1) value pretraining: in the first --value-warmup-steps steps the
 policy stays as it is, and the value network alone learns; (2) Decoupled GAE: the value network
 learns the plain return (lambda 1), which contains none of its own predictions; (3) the policy's
 lambda grows with the length of the response: 1 / (1 - lambda), the number of tokens over which it
-looks ahead, is alpha |o_i|; (4) Clip-Higher: the upper bound of
-the ratio is further from 1 than the lower bound; (5) a language-modelling loss on the right
-responses; (6) G samples for each prompt, and one pass of several minibatches; (7) there is no KL
-and no reference, rules give the rewards instead of a reward model, and a cut response costs no
-penalty. The losses average over tokens, as in the parent.
+looks ahead, is alpha |o_i|; (4) Clip-Higher: the upper bound of the ratio is further from 1 than
+the lower bound; (5) a language-modelling loss on the right responses; (6) G samples for each
+prompt, and one pass of several minibatches; (7) there is no KL and no reference, rules give the
+rewards instead of a reward model, and a cut response costs no penalty. The losses average over
+tokens, as in the parent.
 
 Departures from the paper: lambda is 0 where its formula is negative, in responses of fewer than 1 /
 alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
 gradient of each network is clipped by its own norm. The value network starts from the policy with a
-head of zeros, and not from a reward model. Its pretraining lasts a number of steps, as in the
+head of zeros, and not from a reward model. Its pretraining lasts a fixed number of steps, as in the
 paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. The language-modelling
 loss takes all responses with a right answer, also those that miss the format. Both learning rates
 follow one schedule from the first step on. So the policy's warm-up is over, and its rate has begun
@@ -112,7 +112,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; one without "/" is HuggingFaceTB's; --model X --help shows its defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
@@ -169,13 +169,13 @@ class Args:
     gamma: float = 1.0
     """discount of the rewards per token (gamma)"""
     gae_alpha: float = 0.05
-    """alpha in lambda = 1 - 1 / (alpha * length): how far to look ahead"""
+    """alpha in lambda = 1 - 1 / (alpha * length): look ahead over alpha * length tokens"""
     lm_coef: float = 0.1
     """weight of the language-modelling loss on right responses (mu)"""
     vf_coef: float = 0.1
     """weight of the value loss; Adam ignores it, but --max-grad-norm doesn't"""
     value_clip_eps: float = 0.2
-    """in the value loss, a new value is clipped to the old value -+ this"""
+    """in the value loss, a new value is clipped to within this distance of the old value"""
 
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
@@ -442,15 +442,16 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities and old values
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs a bit. It
-        # uses the micro-batches of the updates, because bf16 rounds differently in others.
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
-        # Both stay fixed in all updates of the step, also if there is only one.
+        # Both are computed before the update, even if it is the only one: GAE needs the old values.
         old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)  # (N, R)
         # The values enter no ratio, so their micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout, total_lengths)  # (N, R)
@@ -459,8 +460,8 @@ def main(args: Args) -> dict:
         scores = {}  # name of the reward function -> (N,) float32
         for name, values in apply_rewards(rollout.completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
-        # The first reward is 1.0 for a right answer. Its mean is also logged as the accuracy, which
-        # has this name with any REWARDS.
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         is_right = right == 1  # (N,) bool
         rewards = sum(scores.values())  # (N,) float32
@@ -484,8 +485,8 @@ def main(args: Args) -> dict:
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int((response_lengths * is_right)[minibatch].sum())
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
-                # In the value pretraining these losses are only logged. The policy gets no
-                # gradient, so Adam leaves it alone.
+                # In the value pretraining, ppo_loss and weighted_nll below are only logged. The
+                # policy gets no gradient, so Adam leaves its weights alone.
                 with torch.set_grad_enabled(trains_policy):
                     logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)
                 ppo_loss, stats = policy_loss(
