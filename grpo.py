@@ -87,7 +87,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X --help has X's defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X changes other defaults"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
     eval_size: int = 500
