@@ -272,7 +272,7 @@ LESSONS = {
         LAST | HALFWAY,
     ),
     "goodhart": Lesson(
-        "Without a KL penalty, the judge's score hides wrong sums",
+        "Without a KL penalty, the judge's score hides wrong answers",
         {
             f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}"
             for beta in (0, 0.05, 0.2, 1)
@@ -512,7 +512,7 @@ LESSONS = {
         rows=2,
     ),
     "baselines": Lesson(
-        "A baseline raises the variance once most answers are right",
+        "A baseline raises the variance once nearly all answers are right",
         {
             "no baseline": f"{BASELINE} --baseline none",
             "moving average": f"{BASELINE} --baseline moving_average",
