@@ -37,7 +37,9 @@ COMMON |= dict(
 COMMON |= dict(
     clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5
 )
-# (script, fields)
+# The sampler's weights are up to two steps old.
+STALE = dict(staleness=3, num_steps=3, num_minibatches=6, beta=0.0)
+# (script or patch, fields)
 CASES = [
     # All scripts share the loop over the passes, so some of them have two.
     ("grpo", dict(num_iterations=2)),
@@ -105,7 +107,7 @@ CASES = [
     ),
     ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015, num_iterations=2)),
     ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, beta=0.0)),
-    ("remax", dict(num_generations=1, num_prompts=12)),
+    ("remax", dict(num_generations=2, num_prompts=6)),
     (
         "grpo_offpolicy",
         dict(
@@ -129,11 +131,23 @@ CASES = [
     ("self_distill", dict(teacher_rate=0.3, num_steps=3)),
     ("sdpo_context", dict(teacher_rate=1.0, learning_rate=5e-4)),
     ("grpo_process", {}),
+    ("copg", dict(num_minibatches=4, beta=0.5)),
+    ("p3o", dict(num_minibatches=4, beta=0.5, clip_eps=0.02)),
+    ("clip_cov", dict(num_iterations=2, cov_low=0.05, cov_high=0.6, cov_share=1.0)),
+    # Two sequences per minibatch: in some minibatches all sequences are left out.
+    ("geo_mask", dict(STALE, geo_low=0.98, geo_high=1.02, rollout_correction=1.02)),
+    ("icepop", dict(STALE, icepop_low=0.9, icepop_high=1.1)),
+    ("opsm", dict(STALE, opsm_delta=0.01, num_iterations=2)),
+    ("kimi_kl", dict(STALE, num_minibatches=2, kl_tau=0.1, num_iterations=2)),
 ]
 CRITICS = ("ppo_rlhf", "vapo")
 DISTILLERS = ("distill", "self_distill")
 # The patches of variants/ that are compared here, and the scripts that they change.
 PATCHES = {"full_vocabulary": "distill", "sdpo_context": "self_distill"}
+PATCHES |= {"copg": "rloo", "p3o": "rloo", "clip_cov": "grpo"}
+PATCHES |= dict.fromkeys(("geo_mask", "icepop", "opsm", "kimi_kl"), "grpo_offpolicy")
+RENEWING = ("copg", "p3o", "clip_cov")  # they compute the advantages before each update
+LEAVING_OUT = ("p3o", "clip_cov", "geo_mask", "icepop", "opsm")  # and these leave out some
 
 
 def norm(layer, hidden):
@@ -427,8 +441,50 @@ def weight(name, args, minibatch, length, counted):
     }[name]
 
 
-def reference(name, args, steps, exact=False):
-    """The weights after all steps, and each step's metrics, computed from its tokens and rewards."""
+def renewed_advantages(patch, args, minibatch, rewards, advantages, memory, *logprobs):
+    """The advantages per token that copg, p3o and clip_cov compute before an update.
+
+    The last three arguments are the log-probabilities of the old policy, of the reference and of the current policy.
+    """
+    old, ref, current = logprobs
+    G = args.num_generations
+    if patch == "clip_cov":
+        places = [(i, t) for i in minibatch for t in range(len(old[i]))]
+        mean_logprob = math.fsum(current[i][t] for i, t in places) / len(places)
+        mean_advantage = math.fsum(advantages[i][t] for i, t in places) / len(places)
+        kept = [list(row) for row in advantages]
+        for i, t in places:
+            covariance = (current[i][t] - mean_logprob) * (advantages[i][t] - mean_advantage)
+            left_out = args.cov_low < covariance < args.cov_high
+            kept[i][t] = 0.0 if left_out else kept[i][t]
+            memory["left_out"].add(left_out)
+        return kept
+    of_return = current if patch == "copg" else old
+    returns = [
+        reward - args.beta * (math.fsum(row) - math.fsum(ref_row))
+        for reward, row, ref_row in zip(rewards, of_return, ref, strict=True)
+    ]
+    if patch == "copg":
+        per_sequence = group_advantages("rloo", returns, G, args, memory)
+    else:
+        moved = [math.fsum(x) - math.fsum(y) for x, y in zip(current, old, strict=True)]
+        per_sequence = []
+        for i in range(len(returns)):
+            total = 0.0
+            for j in range(i - i % G, i - i % G + G):
+                gain, gained = returns[i] - returns[j], moved[i] - moved[j]
+                left_out = gained > args.clip_eps if gain > 0 else -gained > args.clip_eps
+                total += 0.0 if left_out else gain * math.exp(moved[i] + moved[j])
+                memory["left_out"].add(left_out)
+            per_sequence.append(total / (G - 1))
+    return [[a] * len(row) for a, row in zip(per_sequence, old, strict=True)]
+
+
+def reference(name, args, steps, patch=None):
+    """The weights after all steps, and each step's metrics, computed from its tokens and rewards.
+
+    With a patch, name is the script that the patch changes.
+    """
     load = dict(dtype=torch.float64)
     model, ref_model, sampler = [
         AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(3)
@@ -451,14 +507,15 @@ def reference(name, args, steps, exact=False):
         networks, rates = [model, value_model], [args.learning_rate, args.value_learning_rate]
     # Every update sets the learning rate.
     optimizers = [torch.optim.Adam(n.parameters(), lr=1.0) for n in networks]
-    G, memory, all_metrics = args.num_generations, {}, []
+    G, memory, all_metrics = args.num_generations, {"left_out": set()}, []
     beta = getattr(args, "beta", 0.0)
     per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
-    planned, (low, high) = 0, bounds_of(args)
+    # p3o's --clip-eps bounds no token's ratio.
+    planned, (low, high) = 0, (0.2, 0.2) if patch == "p3o" else bounds_of(args)
     for number_of_step, step in enumerate(steps, start=1):
-        memory["tokens"] = memory.get("tokens", 0) + sum(
-            len(response) for _, response in step["sequences"] + step["greedy"]
-        )
+        sampled_now = step["sequences"] + step["greedy"]
+        memory["episodes"] = memory.get("episodes", 0) + len(sampled_now)
+        memory["tokens"] = memory.get("tokens", 0) + sum(len(x) for _, x in sampled_now)
         if name == "remax":
             greedy_rewards = rewards_of_the_greedy(model, step, args, tokenizer)
         sequences = step["sequences"]
@@ -490,6 +547,7 @@ def reference(name, args, steps, exact=False):
             "rollout/eos_frac": sum(ended) / len(ended),
         }
         metrics |= {"rollout/response_len": sum(lengths) / len(lengths), "tokens": memory["tokens"]}
+        metrics["episodes"] = memory["episodes"]
 
         # ---- advantages per token
         if name in CRITICS:
@@ -566,19 +624,32 @@ def reference(name, args, steps, exact=False):
                 with torch.no_grad():
                     rows = [logprobs_of(sampler, s, args.temperature) for s in sequences]
                 sampled = [row.tolist() for row in rows]
-            cap = args.rollout_correction
-            gaps, truncated, weighted = [], [], []
+            cap = getattr(args, "rollout_correction", 0.0)  # icepop has none
+            gaps, truncated, weighted, masked = [], [], [], []
             for i, length in enumerate(lengths):
+                logratios = [p - q for p, q in zip(old[i], sampled[i], strict=True)]
+                geometric_mean = math.exp(math.fsum(logratios) / length)
+                in_bounds = patch != "geo_mask" or args.geo_low <= geometric_mean <= args.geo_high
+                if patch == "geo_mask":
+                    masked.append(not in_bounds)
                 weighted.append([])
                 for t in range(length):
-                    raw_weight = math.exp(old[i][t] - sampled[i][t])
+                    raw_weight = math.exp(logratios[t])
                     sampler_weight = min(raw_weight, cap) if cap > 0 else 1.0
-                    weighted[i].append(advantages[i][t] * sampler_weight)
-                    gaps.append(abs(old[i][t] - sampled[i][t]))
+                    if patch == "icepop":
+                        in_bounds = args.icepop_low <= raw_weight <= args.icepop_high
+                        sampler_weight = raw_weight
+                        masked.append(not in_bounds)
+                    weighted[i].append(advantages[i][t] * sampler_weight * in_bounds)
+                    gaps.append(abs(logratios[t]))
                     truncated.append(raw_weight > cap > 0)
             advantages = weighted
             metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
-            metrics["rollout/truncated_frac"] = sum(truncated) / len(truncated)
+            if patch != "icepop":
+                metrics["rollout/truncated_frac"] = sum(truncated) / len(truncated)
+            if masked:
+                metrics["rollout/masked_frac"] = sum(masked) / len(masked)
+                memory["left_out"].update(masked)
 
         # ---- the sequences in the minibatches and the tokens that count
         kept, counted = list(range(len(sequences))), lengths
@@ -630,6 +701,8 @@ def reference(name, args, steps, exact=False):
                     "n",
                     "dual",
                     "clips",
+                    "masked",
+                    "sampler",
                 ),
                 0.0,
             ),
@@ -638,11 +711,24 @@ def reference(name, args, steps, exact=False):
         )
         for number, minibatch in enumerate(step["minibatches"]):
             total = torch.zeros(())
+            used = advantages
+            if patch in RENEWING:
+                with torch.no_grad():
+                    rows = [logprobs_of(model, s, args.temperature) for s in sequences]
+                given = rewards, advantages, memory, old, ref, [row.tolist() for row in rows]
+                used = renewed_advantages(patch, args, minibatch, *given)
             for i in minibatch:
                 if counted[i] == 0:
                     continue
                 logprobs = logprobs_of(model, sequences[i], args.temperature)
-                if exact:
+                row = used[i]
+                if patch == "opsm":
+                    distance = (math.fsum(sampled[i]) - logprobs.sum().item()) / lengths[i]
+                    left_out = row[0] < 0 and distance > args.opsm_delta
+                    row = [0.0] * lengths[i] if left_out else row
+                    sums["masked"] += left_out * lengths[i]
+                    memory["left_out"].add(left_out)
+                if patch == "full_vocabulary":
                     kls = reverse_kl_of(model, ref_model, sequences[i], told[i], args.temperature)
                 scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
                 # The sequence's mean log-ratio.
@@ -651,9 +737,13 @@ def reference(name, args, steps, exact=False):
                     logratio = mean if name == "gspo" else logprobs[t] - old[i][t]
                     total = total + scale * (
                         kls[t]
-                        if exact
-                        else token_loss(name, args, logprobs[t], logratio, advantages[i][t])
+                        if patch == "full_vocabulary"
+                        else token_loss(name, args, logprobs[t], logratio, row[t])
                     )
+                    if patch == "kimi_kl":
+                        to_sampler = logprobs[t] - sampled[i][t]
+                        total = total + scale * args.kl_tau * to_sampler**2
+                        sums["sampler"] += 0.5 * to_sampler.item() ** 2
                     if (
                         name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process")
                         and args.beta > 0
@@ -666,9 +756,7 @@ def reference(name, args, steps, exact=False):
                         sums["low"] += ratio < 1 - low
                         sums["high"] += ratio > 1 + high
                         sums["clips"] += 1
-                    sums["dual"] += (
-                        ratio > getattr(args, "dual_clip", math.inf) and advantages[i][t] < 0
-                    )
+                    sums["dual"] += ratio > getattr(args, "dual_clip", math.inf) and row[t] < 0
                     sums["kl2"] += 0.5 * (logprobs[t].item() - old[i][t]) ** 2
                     sums["ratio"] += ratio
                     sums["entropy"] -= logprobs[t].item()
@@ -727,6 +815,13 @@ def reference(name, args, steps, exact=False):
             "policy/clip_frac": (sums["low"] + sums["high"]) / clips,
             "policy/approx_kl": sums["kl2"] / count,
         }
+        if patch == "opsm":
+            metrics["policy/masked_frac"] = sums["masked"] / count
+        if patch == "kimi_kl":
+            metrics["kl/sampler"] = sums["sampler"] / count
+        if patch in RENEWING[:2]:
+            logged = [a for sample in step["samples"] for a in sample["advantages"]]
+            assert logged == pytest.approx([row[0] for row in used], abs=1e-9)
         if name == "grpo_offpolicy":
             metrics["policy/dual_clip_frac"] = sums["dual"] / count
             # Every `staleness` steps the sampler gets the model's weights.
@@ -755,6 +850,8 @@ def reference(name, args, steps, exact=False):
         assert memory["right"] == {True, False}, "some responses must be right and some wrong"
     if name == "grpo_process" and args.beta > 0:
         assert len(memory["steps"]) > 1, "the responses must have different numbers of steps"
+    if patch in LEAVING_OUT:
+        assert memory["left_out"] == {True, False}
     if name == "self_distill":
         assert memory["told"] == ({True} if hasattr(args, "context_column") else {True, False})
         networks.append(ref_model)
@@ -771,9 +868,8 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     script = load_patched(name) if name in PATCHES else __import__(name)
     double(script)
     args, steps, saved = run(script, monkeypatch, tmp_path, given)
-    known_as = "grpo" if name in ("grpo_multigpu", "grpo_lora") else name
-    known_as = PATCHES.get(known_as, known_as)
-    networks, expected = reference(known_as, args, steps, exact=name == "full_vocabulary")
+    known_as = "grpo" if name in ("grpo_multigpu", "grpo_lora") else PATCHES.get(name, name)
+    networks, expected = reference(known_as, args, steps, patch=name if name in PATCHES else None)
     lengths = [len(response) for step in steps for _, response in step["sequences"]]
     assert len(set(lengths)) > 3, "the responses must have different lengths"
     for step, metrics in zip(steps, expected, strict=True):
