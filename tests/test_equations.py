@@ -721,7 +721,7 @@ def test_stats_are_sums_over_tokens_that_count(script):
 def test_shapes_that_would_broadcast_silently_are_refused(script):
     values, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
     good = (3, 3) if script.__name__ in PER_TOKEN else (3, 1)
-    for bad in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 2)):
+    for bad in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 2), torch.zeros(1, 1)):
         with pytest.raises(AssertionError):
             loss_of(script, make_args(script, beta=0.0), values, values, None, bad, mask, 3, 9)
     with pytest.raises(AssertionError):
