@@ -1,4 +1,4 @@
-"""The module of a patch of variants/, for the tests of patches that test_variants.py leaves out."""
+"""The module of a patch of variants/."""
 
 import importlib.util
 import subprocess
@@ -17,7 +17,9 @@ def load_patched(name: str):
     folder = Path(FOLDERS[-1].name)
     (folder / "assets").symlink_to(ROOT / "assets")
     path = folder / f"{name}.py"
-    subprocess.run(["patch", "-s", "--fuzz=0", "-o", path, ROOT / parent, patch], check=True)
+    command = ["patch", "-s", "--fuzz=0", "-o", path, ROOT / parent, patch]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, f"{done.stdout}run tools/make_variants.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
