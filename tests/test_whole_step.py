@@ -135,7 +135,7 @@ CASES = [
     ("p3o", dict(num_minibatches=4, beta=0.5, clip_eps=0.02)),
     ("clip_cov", dict(num_iterations=2, cov_low=0.05, cov_high=0.6, cov_share=1.0)),
     # There are two sequences per minibatch, so a mask can leave out a whole minibatch.
-    ("geo_mask", dict(STALE, geo_low=0.98, geo_high=1.02, rollout_correction=1.02)),
+    ("geo_mask", dict(STALE, geo_low=0.96, geo_high=1.04, learning_rate=3e-4)),
     ("icepop", dict(STALE, icepop_low=0.9, icepop_high=1.1)),
     ("opsm", dict(STALE, opsm_delta=0.01, num_iterations=2)),
     ("kimi_kl", dict(STALE, num_minibatches=2, kl_tau=0.1, num_iterations=2)),
