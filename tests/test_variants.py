@@ -283,8 +283,9 @@ def test_advantages_by_hand():
     baseline = torch.tensor([[0.5], [0.3], [0.0], [1.0]]).double()
     assert torch.allclose(advantages_of("opo", rewards, lengths), rewards - baseline, atol=1e-12)
     # Equal rewards give exactly 0, even if their mean is rounded.
-    for name, shape in (("reinforce_pp", (1, 4)), ("gdpo", (1, 1, 4))):
-        assert (advantages_of(name, torch.full(shape, 0.1)) == 0).all()
+    equal = torch.tensor([[0.1] * 7, [1.4] * 7])
+    assert (advantages_of("reinforce_pp", equal) == 0).all()
+    assert (advantages_of("gdpo", equal[None]) == 0).all()
 
 
 def test_p3o_by_hand():

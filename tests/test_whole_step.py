@@ -20,6 +20,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import grpo_process
 from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
@@ -342,6 +343,8 @@ def process_advantages(step, G, tokenizer):
     """Each token's advantage in grpo_process.py, from the steps in the samples file."""
     advantages, sequences = [], iter(step["sequences"])
     for sample in step["samples"]:
+        expected = grpo_process.step_rewards(sample["completions"], [sample["answer"]] * G)
+        assert sample["steps"] == [[list(x) for x in steps] for steps in expected]
         flat = [reward for steps in sample["steps"] for _, reward in steps]
         mean = math.fsum(flat) / len(flat)
         std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
