@@ -36,9 +36,11 @@ With the defaults on a CPU the engine has the trainer's weights and precision, a
 as grpo.py does, except for rounding.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
-reference stays the initial model. As in Yao et al., w corrects the probability of each token given
-the tokens before it. pi_s has sampled the earlier tokens, too, but w doesn't correct their
-probability. So the gradient is only an approximation.
+reference stays the initial model.
+
+As in Yao et al., w corrects the probability of each token given the tokens before it. pi_s has
+sampled the earlier tokens, too, but w doesn't correct their probability. So the gradient is only an
+approximation.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -129,7 +131,7 @@ class Args:
     temperature: float = 0.9
     """divides the logits, in sampling and in every log-probability"""
     sampling_tokens: int = 49152
-    """tokens in a sampling batch, with padding; 131072 is faster on a GPU of 60 GB or more"""
+    """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     staleness: int = 1
@@ -150,7 +152,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -251,8 +253,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # main averages these over the tokens that the engine sampled, without the weights w. Only
-    # policy/dual_clip_frac leaves out tokens with w = 0, because their w A isn't negative.
+    # main averages these over the tokens that the engine sampled, without the weights w. In
+    # policy/dual_clip_frac, a token with w = 0 counts as not clipped: its w A isn't negative.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -319,7 +321,7 @@ def main(args: Args) -> dict:
     )
     trained = {
         "model": model,
-        "engine": engine,  # not trained; saved, because its weights may be older than the model's
+        "engine": engine,  # not trained, but saved: its weights may be older than the model's
         "optimizer": optimizer,
         "scheduler": scheduler,
     }
@@ -327,8 +329,8 @@ def main(args: Args) -> dict:
     if saved:
         state, metrics = saved["state"], saved["metrics"]
         for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop: the copy's memory can be freed
-    # Only the evaluation uses this copy of the current weights.
+            part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
+    # The evaluation uses the current weights: the model itself, or on a GPU a copy in bf16.
     eval_model = inference_copy(model) if model.device.type == "cuda" else model
     if not saved:
         run_dir = make_run(args)
@@ -360,7 +362,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the engine's weights may be older. The
+        # The trainer computes the old ones anew, because the engine's weights and arithmetic
+        # may differ. The
         # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
         # before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
@@ -438,7 +441,7 @@ def main(args: Args) -> dict:
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        # Without token weights nothing is truncated.
+        # With --rollout-correction 0 nothing is truncated.
         limit = args.rollout_correction if args.rollout_correction > 0 else float("inf")
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
@@ -508,12 +511,12 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may stop here: what follows makes the loop above fast, or sets it up.
 
-# The cache of keys and values grows by this many columns at a time. With more, attention also reads
-# many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
-# more often.
+# The cache of keys and values has a row for each sequence and a column for each token. It grows by
+# this many columns at a time. With more, attention also reads many empty columns. With fewer, the
+# cache is copied more often, and on a GPU the graph is recorded more often.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# In a cache of at most this many tokens (rows times columns), a decode step is so fast that
-# recording a graph for fewer rows takes longer than it saves.
+# Dropping finished rows makes a decode step faster, but needs a new CUDA graph. In a cache of at
+# most this many tokens (rows times columns), recording the graph takes longer than it saves.
 SMALL_CACHE = 2**15
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
@@ -926,7 +929,7 @@ def load_model(args):
 
 
 def load_config(args, name):
-    """A model's configuration, with all dropout set to 0."""
+    """A model's configuration, with all dropout set to 0. The longest sequence must fit into it."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
     for part in (config, text_config):
@@ -1050,7 +1053,8 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
+    # With --resume alone, all other fields are those of BUNDLED. A caller in Python may also start
+    # from Args(), or from the run's own arguments.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

@@ -2,9 +2,9 @@
 arXiv:2402.03300v3, with the mask of Search-R1, Jin et al. 2025, arXiv:2503.09516v3.
 
 For every prompt q the policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
-maximize J, so the loss is -J. A response has several turns, in which the policy and the tool write
-tokens. The policy samples until EOS or the end of a call. The text of the call goes to the tool,
-and the tool's answer is appended to the response. Then the policy samples again:
+maximize J, so the loss is -J. A response has one or more turns. In a turn the policy samples until
+EOS or the end of a call. After a call, the text of the call goes to the tool, the tool's answer is
+appended to the response, and the next turn begins:
 
     prompt      47+38=
     response    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
@@ -22,10 +22,10 @@ Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token is con
 tokens before it, including the tool's. The policy did not choose the tool's tokens, so they have no
 gradient.
 
-Parent: grpo.py. Differences: (1) sample_responses samples turn by turn, and each turn computes the
-keys and values of the prompt and the response so far again. The tool's answer is tokenized alone.
-Sampled tokens are never decoded and tokenized again, because the same text can have other ids. (2)
-There are two masks. context_mask has all tokens of the response, which attention sees.
+Parent: grpo.py. Differences: (1) sample_responses samples turn by turn, and each turn computes
+again the keys and values of the prompt and of the response so far. The tool's answer is tokenized
+alone. Sampled tokens are never decoded and tokenized again, because the same text can have other
+ids. (2) There are two masks. context_mask has all tokens of the response, which attention sees.
 response_mask has the tokens that the policy wrote, and only these count. (3) TOOL (below, a
 calculator) is a function from text to text. It answers at most --max-calls calls in a response. (4)
 --tool-cost is subtracted from the reward for each answered call. (5) The bundled model can already
@@ -136,7 +136,7 @@ class Args:
     temperature: float = 0.9
     """divides the logits, in sampling and in every log-probability"""
     sampling_tokens: int = 49152
-    """tokens in a sampling batch, with padding; 131072 is faster on a GPU of 60 GB or more"""
+    """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     max_calls: int = 4
@@ -155,7 +155,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -306,7 +306,7 @@ def main(args: Args) -> dict:
     if saved:
         state, metrics = saved["state"], saved["metrics"]
         for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop: the copy's memory can be freed
+            part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
     sampler = inference_copy(model) if model.device.type == "cuda" else model
     if not saved:
         run_dir = make_run(args)
@@ -332,7 +332,7 @@ def main(args: Args) -> dict:
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
         response_mask = rollout.response_mask  # (N, R)
-        response_lengths = response_mask.sum(1)  # (N,)
+        response_lengths = response_mask.sum(1)  # (N,), without the tool's tokens
         total_lengths = (rollout.prompt_mask.sum(1) + rollout.context_mask.sum(1)).tolist()  # N
         # Only the policy's EOS token is an end. The tool may write one, too, and padding has the id
         # 0, which is the EOS token of some tokenizers.
@@ -483,15 +483,15 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for sample_responses, sample_turn and the tool: the rest
-# makes the loop above fast, or sets it up.
+# A first reading may stop here, except for sample_responses, sample_turn, cut_at_call and the tool:
+# the rest makes the loop above fast, or sets it up.
 
-# The cache of keys and values grows by this many columns at a time. With more, attention also reads
-# many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
-# more often.
+# The cache of keys and values has a row for each sequence and a column for each token. It grows by
+# this many columns at a time. With more, attention also reads many empty columns. With fewer, the
+# cache is copied more often, and on a GPU the graph is recorded more often.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# In a cache of at most this many tokens (rows times columns), a decode step is so fast that
-# recording a graph for fewer rows takes longer than it saves.
+# Dropping finished rows makes a decode step faster, but needs a new CUDA graph. In a cache of at
+# most this many tokens (rows times columns), recording the graph takes longer than it saves.
 SMALL_CACHE = 2**15
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
@@ -502,9 +502,9 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids, tokenizer):
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
-    A prompt of this function is a context: an example's prompt and the response so far. A response
-    of this function is one turn, which ends with EOS or with a call. The ids that it returns can go
-    on after a call: sample_turn cuts them off.
+    Here a prompt is a context: an example's prompt and the response so far. A response is one turn,
+    which ends with EOS or with a call. The returned ids may go on after the call: sample_turn cuts
+    off what follows it.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
@@ -516,10 +516,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     num_rows = len(prompt_ids) * num_samples
     response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
-    # True where a token was sampled. A row that was dropped after a call has only zeros from there
-    # on, which aren't tokens. sample_turn cuts off what follows a call, so usually the zeros, too.
-    # But a window of tokens can decode to CALL_END where the whole turn doesn't (byte fallback).
-    # Then nothing is cut off, and this mask leaves the zeros out.
+    # True where a token was sampled. A row that is dropped after a call keeps zeros from there on,
+    # which aren't tokens. Usually sample_turn cuts them off, with all that follows the call. But
+    # with byte-fallback tokens, a window of tokens (below) can contain CALL_END where the text of
+    # the whole turn doesn't. Then sample_turn cuts nothing, and only this mask drops the zeros.
     is_drawn = torch.zeros_like(response_ids, dtype=torch.bool)  # (N, R)
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
@@ -1102,7 +1102,7 @@ def load_model(args):
 
 
 def load_config(args, name):
-    """A model's configuration, with all dropout set to 0."""
+    """A model's configuration, with all dropout set to 0. The longest sequence must fit into it."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
     for part in (config, text_config):
@@ -1224,7 +1224,8 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
+    # With --resume alone, all other fields are those of BUNDLED. A caller in Python may also start
+    # from Args(), or from the run's own arguments.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

