@@ -1,4 +1,7 @@
-"""What all tests share: the scripts, the small models and tasks, and one CPU thread."""
+"""What all tests share: the scripts as a fixture, small models and tasks, and --golden.
+
+Also: one CPU thread, the same kernels on every x86 machine, and the order of the files.
+"""
 
 import os
 import signal
@@ -25,7 +28,7 @@ SMALL_JUDGE = str(ROOT / "tests" / "small-judge")
 SMALL_TASK = str(ROOT / "tests" / "small-task")  # the first problems of assets/addition
 # These files take longest. They run first, so that the two processes of pytest end together.
 LONG = ["test_runs", "test_cuda", "test_whole_step", "test_multigpu", "test_variants"]
-LONG += ["test_sampling", "test_math_reward", "test_tools", "test_extend", "test_rewards"]
+LONG += ["test_sampling", "test_math_reward", "test_grpo_tools", "test_extend", "test_rewards"]
 
 # More threads don't make such small models faster, and on a busy machine they make them slower.
 torch.set_num_threads(1)

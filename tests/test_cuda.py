@@ -1,6 +1,5 @@
-"""The GPU path on an emulated device (tests/emulated_cuda), for grpo.py and scripts with additional tensors.
-
-The tests show that the GPU path runs, not how fast it is.
+"""The GPU path on an emulated device: each script with tensors of its own trains and resumes, replayed graphs sample as
+single steps do, benchmark/memory.py's peaks are measured, and the device refuses what CUDA refuses.
 """
 
 import json

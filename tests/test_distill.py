@@ -1,6 +1,6 @@
-"""distill.py: its two gradients by hand and by slow loops, their relation, and the teachers that it accepts.
+"""distill.py and variants/full_vocabulary.diff: both gradients by hand and by slow loops, and a resumed run.
 
-test_whole_step.py compares whole steps of main with float64.
+Also: the teachers that are refused.
 """
 
 import dataclasses

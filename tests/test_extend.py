@@ -1,4 +1,4 @@
-"""The examples of docs/extend.md run as they stand: each in a copy of grpo.py, on data as the page shows it."""
+"""docs/extend.md: its rewards, its combinations of scripts, its sweep and its copies run as they stand."""
 
 import importlib.util
 import json

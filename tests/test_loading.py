@@ -1,6 +1,6 @@
-"""Models, data sets and prompts are loaded as a user gives them: from the hub's cache, a folder or a file.
+"""Models, data and prompts load as a user gives them, and a response ends where the model ends it.
 
-Also: a real language model trains, and importing a script changes nothing outside of it.
+Also: imports have no side effect, and every flag is documented and read.
 """
 
 import ast

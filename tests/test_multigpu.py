@@ -1,4 +1,6 @@
-"""grpo_multigpu.py on several CPU processes: they compute the same update as one process and end together."""
+"""grpo_multigpu.py on several CPU processes: the same update on any number of them, one judge for all, a NaN on one,
+a kill and a resume. Also the rewards for other libraries that docs/extend.md shows.
+"""
 
 import json
 import math

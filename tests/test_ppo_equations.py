@@ -1,6 +1,6 @@
-"""The equations that only ppo_rlhf.py has, its two one-label networks, and a whole step.
+"""ppo_rlhf.py's rewards per token, GAE, value loss and one-label networks, and what main passes to them.
 
-test_equations.py tests its policy loss.
+test_whole_step.py has whole steps.
 """
 
 import json

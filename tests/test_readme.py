@@ -1,4 +1,4 @@
-"""README.md agrees with the code."""
+"""README.md, .ci/run, requirements.txt and the flags that pages name agree with the code."""
 
 import json
 import re

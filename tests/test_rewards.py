@@ -1,4 +1,4 @@
-"""The number that the rewards read in a text, the tags' rewards, and texts that try to break or stall the scoring."""
+"""utils/rewards.py: the number read in a text, the tags, hostile texts; and how main calls rewards (apply_rewards)."""
 
 import json
 import re

@@ -1,7 +1,4 @@
-"""self_distill.py: its equations by hand, by slow loops and against TRL, its contexts, and its errors.
-
-test_whole_step.py compares whole steps of main with float64.
-"""
+"""self_distill.py and variants/sdpo_context.diff: how the teacher moves, what it reads, and what is refused."""
 
 import json
 import math

@@ -1,6 +1,6 @@
-"""The equations that vapo.py adds to ppo_rlhf.py, and a whole step.
+"""vapo.py's lambda by length, decoupled GAE and loss on right responses, and its warm-up in main.
 
-test_equations.py tests vapo.py's policy loss, and test_ppo_equations.py tests the shared value loss.
+test_whole_step.py has whole steps.
 """
 
 import json
