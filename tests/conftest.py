@@ -1,4 +1,4 @@
-"""What all tests share: the scripts as a fixture, small models and tasks, and --golden.
+"""What all tests share: which scripts a test runs for, small models and tasks, --golden, and cleaning up.
 
 Also: one CPU thread, the same kernels on every x86 machine, and the order of the files.
 """

@@ -1,4 +1,7 @@
-"""The builders reproduce the bundled data, and rewards and scripts read the solutions correctly."""
+"""The bundled data: builders reproduce it, rewards read its solutions, and faults come at the builders' rates.
+
+Test questions of sums and hinted aren't in their training data. The weights of the bundled models aren't rebuilt.
+"""
 
 import json
 import random

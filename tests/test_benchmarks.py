@@ -1,4 +1,7 @@
-"""benchmark/: what its programs compute and record."""
+"""benchmark/lessons.py, records.py, gamed.py and gpu.py: what they compute and record.
+
+memory.py, passk.py and variants.py have files of their own. test_docs.py compares the pages with the records.
+"""
 
 import math
 import sys

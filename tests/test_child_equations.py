@@ -1,6 +1,6 @@
-"""gspo.py, remax.py, grpo_offpolicy.py, grpo_process.py: what each adds to its parent's equations.
+"""What gspo.py, remax.py, grpo_offpolicy.py and grpo_process.py add to their parents' equations.
 
-variants/ is in test_variants.py.
+Also how grpo_process.py finds steps and their tokens, in hostile texts too. variants/ is in test_variants.py.
 """
 
 import itertools

@@ -1,5 +1,7 @@
-"""The GPU path on an emulated device: each script with tensors of its own trains and resumes, replayed graphs sample as
-single steps do, benchmark/memory.py's peaks are measured, and the device refuses what CUDA refuses.
+"""The GPU path on an emulated device: grpo.py, grpo_multigpu.py and scripts with tensors of their own train.
+
+Also: resuming, graphs that sample as single steps do, precision, peaks of memory, benchmark/gpu.py, and what CUDA
+refuses. It needs Linux, g++ and a torch built without CUDA, so it is skipped on most machines with a GPU.
 """
 
 import json

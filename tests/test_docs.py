@@ -1,4 +1,7 @@
-"""The pages: links, quoted lines, exercises, generated tables and measured numbers are those of scripts and records."""
+"""The pages: links, formulas, quoted lines, exercises, tables and numbers are those of scripts and records.
+
+Also: records come from clean trees, and three examples of docs/extend.md work (data, entropy bonus, HTTP judge).
+"""
 
 import dataclasses
 import http.server

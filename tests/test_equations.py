@@ -1,4 +1,8 @@
-"""Check each script's equations with numbers worked by hand, slow float64 loops and identities."""
+"""Every script's loss, and the advantages of the scripts with rewards per response, by hand and by slow loops.
+
+Also: KL terms, dynamic sampling, the overlong penalty, minibatches and slices, masked garbage and refused shapes.
+What other scripts add is in test_child_equations.py, test_ppo_equations.py, test_vapo_equations.py and others.
+"""
 
 import dataclasses
 import inspect

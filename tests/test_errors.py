@@ -1,7 +1,8 @@
-"""Wrong commands: what would train something else in silence raises an error, and nothing is lost.
+"""Wrong flags, models, data, rewards and resumes: each ends in an error that says why, and no run is lost.
 
-Each row of a table is a mistake, and words that the last line of the traceback must have. The line may be the script's,
-a library's or Python's.
+The last line of the traceback has the words of the table. It may be the script's, a library's or Python's. Also:
+unreadable gold answers are skipped and counted, a checkpoint runs no code, --help shows the values in use, and the
+scripts import without the modules that Windows lacks.
 """
 
 import builtins

@@ -1,4 +1,8 @@
-"""docs/extend.md: its rewards, its combinations of scripts, its sweep and its copies run as they stand."""
+"""docs/extend.md: its rewards, run on mathematics, combinations of scripts, sweep and copies run as they stand.
+
+Its other code is in test_docs.py (data, entropy bonus, HTTP judge), test_multigpu.py (TRL, verl) and
+test_grpo_tools.py (search). Two examples need trl or math-verify.
+"""
 
 import importlib.util
 import json

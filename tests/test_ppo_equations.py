@@ -1,6 +1,6 @@
-"""ppo_rlhf.py's rewards per token, GAE, value loss and one-label networks, and what main passes to them.
+"""ppo_rlhf.py's whitening, rewards per token, GAE, value loss, explained variance and one-label networks.
 
-test_whole_step.py has whole steps.
+Also what main passes to them, and that no dropout is active. test_whole_step.py has whole steps.
 """
 
 import json
@@ -510,9 +510,6 @@ def test_the_value_network_gets_its_gradient_from_the_states_that_count():
         states = states[len(prompt) - 1 : -1]
         (network.score(states)[:, 0] * row[: len(states)]).sum().backward()
     assert torch.allclose(gradient, network.score.weight.grad, atol=1e-4)
-
-
-# ---- the controller of the KL coefficient
 
 
 # ---- main

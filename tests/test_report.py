@@ -1,4 +1,7 @@
-"""report.py: the files that it reads and its page in a browser."""
+"""report.py: it reads damaged runs, marks broken ones, and shows curves and samples in a browser.
+
+Text of a model stays text, and a mistake gets one line. The page's tests need plotly, playwright and a browser.
+"""
 
 import json
 import sys

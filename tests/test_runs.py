@@ -1,8 +1,8 @@
-"""Whole runs: their files, and whether a run that was killed, or had a full disk or a NaN, ends as an undisturbed one.
+"""Whole runs: their files, and whether a run that was killed or had a full disk ends as an undisturbed one.
 
-Also: numbers that must not change, exact first ratios, W&B, learning, and the evaluation by hand.
-
-A killed or interrupted run is a real process. The tests fork it from their own process, which saves the imports.
+Also: steps without a finite gradient are skipped and counted, numbers that must not change, the order of the data,
+documented metrics, gradient checkpointing, exact first ratios, W&B, learning, and the evaluation by hand. A killed run
+is a real process, forked from the tests' own process.
 """
 
 import dataclasses

@@ -1,4 +1,8 @@
-"""Compare generate and compute_logprobs with plain forward passes of one unpadded sequence, on tiny random models."""
+"""generate and compute_logprobs against plain forward passes of one unpadded sequence, on tiny random models.
+
+Also: the sampled distribution, where a response ends, gradients, limits of memory, repeatability, and that padding,
+splits and dropout change nothing. It runs for grpo.py; test_siblings.py says where other scripts share its text.
+"""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,7 @@
-"""self_distill.py and variants/sdpo_context.diff: how the teacher moves, what it reads, and what is refused."""
+"""self_distill.py and variants/sdpo_context.diff: the advantage, how the teacher moves, and what it alone reads.
+
+Also: agreement with TRL (if it is installed), what is refused, and the bundled hints.
+"""
 
 import json
 import math

@@ -1,4 +1,7 @@
-"""The scripts are siblings: shared parts have the same text, and docs/diffs/ shows all other parts."""
+"""The scripts are siblings: shared parts have the same text, and docs/diffs/ shows all other parts.
+
+Also what a reader relies on: the loop in the first half, the order of the parts, short lines and one-line help.
+"""
 
 import ast
 import re

@@ -1,6 +1,6 @@
-"""docs/train.md: its commands, numbers and examples work as they stand on the page.
+"""docs/train.md: its commands are accepted, its numbers are the programs', and its examples run.
 
-The same for benchmark/records/external, the runs that users have contributed.
+Of benchmark/records/external it checks the README's command and memory.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""grpo_vllm.py: its engine against its trainer, whole steps, errors, and what a user sees of vLLM.
+"""grpo_vllm.py: every weight reaches the engine, engine and trainer agree, samples are fair, whole steps are right.
 
-Most tests need vllm, and are skipped without it. CONTRIBUTING.md says how to install vllm for a CPU. Other files test
-the files of a run, and that a run that was killed and resumed equals the run that wasn't.
+Also: errors and Ctrl-C leave nothing behind. All tests need vllm, and are skipped without it; CONTRIBUTING.md says how
+to install it for a CPU. Other files test a run's files, and kill and resume.
 """
 
 import dataclasses

@@ -1,4 +1,6 @@
-"""Two whole steps of main against an independent slow computation in float64.
+"""Whole steps of main against an independent slow computation in float64: weights and metrics.
+
+All scripts but grpo_tools.py (test_grpo_tools.py) and grpo_vllm.py (test_vllm.py), and nine patches.
 
 main runs in float64. The test records its samples, its rewards and the sequences of each minibatch. The reference
 computes everything else from these records, one sequence and one token at a time: log-probabilities (by a plain
