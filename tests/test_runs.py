@@ -26,6 +26,8 @@ from scripts import OWN_STATE, SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from utils.rewards import accuracy_reward
+
 # Each script gets only the fields that it has. Most of these affect the state that one step passes to the next.
 MANY_UPDATES = dict(
     num_iterations=2,
@@ -219,6 +221,9 @@ def test_files(script, finished):
         assert sample["prompt"].endswith("=") and isinstance(sample["answer"], str)
         assert all(isinstance(completion, str) for completion in sample["completions"])
         assert {len(sample[name]) for name in ("completions", "rewards", "advantages")} == {group}
+        # The completions are those of this prompt, and not of another one.
+        scores = accuracy_reward(sample["completions"], [sample["answer"]] * group)
+        assert sample["right"] == [score == 1 for score in scores]
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
     # A checkpoint of grpo_lora.py contains only the adapters: see tests/test_lora.py.
     if script.__name__ != "grpo_lora":
