@@ -3,7 +3,9 @@
 Also: one CPU thread, the same kernels on every x86 machine, and the order of the files.
 """
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import sys
@@ -82,9 +84,16 @@ def skip_without_engine(script):
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A port below those that the system gives to connections.
+
+    A process that waits for rank 0 connects again and again. From a port of the system's range it can connect to
+    itself, and then it waits for ever.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as listener, contextlib.suppress(OSError):  # the port is in use
+            listener.bind(("127.0.0.1", port))
+            return port
 
 
 def pytest_addoption(parser):

@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+from multiprocessing import connection
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from test_runs import (
     FORK,
     KILL,
     MANY_UPDATES,
+    WAIT,
     assert_same,
     assert_same_runs,
     ended,
@@ -161,8 +163,16 @@ def several(start, tmp_path):
     """A function that finishes a small run on `world` processes and returns the run's folder."""
 
     def call(world, name="run", **given):
-        statuses = [ended(process) for process in start(world, name, **given)]
-        assert statuses == [0] * world, (tmp_path / f"{name}.log.0").read_text()
+        processes = start(world, name, **given)
+        # A process waits for one that has failed, so look for the first that fails.
+        codes = [None] * world
+        while None in codes and not any(codes):
+            pairs = zip(processes, codes, strict=True)
+            running = [process.sentinel for process, code in pairs if code is None]
+            assert connection.wait(running, WAIT), "the processes hang"
+            codes = [process.exitcode for process in processes]
+        texts = [(tmp_path / f"{name}.log.{rank}").read_text() for rank in range(world)]
+        assert codes == [0] * world, "\n".join(texts)
         # Only rank 0 prints.
         for rank in range(1, world):
             assert "step" not in (tmp_path / f"{name}.log.{rank}").read_text()
