@@ -455,7 +455,7 @@ LESSONS = {
         | ENTROPY
         | {
             "ended, %": (over("rollout/eos_frac", 1, -1), 0),
-            "equal groups, %": (over("rollout/zero_std_frac", 1, -1), 0),
+            "equal groups, all steps, %": (over("rollout/zero_std_frac", 1, -1), 0),
         }
         | EXPLAINED,
     ),
