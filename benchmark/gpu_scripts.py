@@ -8,15 +8,14 @@ responses. So nearly all samples have the full 300 tokens, which is the most wor
 would find no group to learn from, so it samples only once. benchmark/records/gpu-scripts.jsonl gets one line for each
 run: its command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
 
-If grpo is among the scripts, the benchmark then kills a run of grpo.py in its third step and resumes it. It stops
-another run there with SIGTERM and resumes that run, too. --memory-gb 41.5 skips this part, and gives each script only
-41.5 GB of a larger GPU, as much as a program has on a 40 GB card. The scripts choose their batch sizes by the memory of
-the whole GPU. So below 60 GB, the benchmark gives them the batch sizes that are the defaults on a small card.
+If grpo is among the scripts, the benchmark then kills a run of grpo.py in its third step and resumes it. --memory-gb
+41.5 skips this part, and gives each script only 41.5 GB of a larger GPU, as much as a program has on a 40 GB card, and
+the default batch sizes instead of larger ones.
 
-The models, the checkpoint, and the new checkpoint that replaces it need 62 GB of disk for self_distill.py, 56 GB for
-grpo_offpolicy.py, and at most 51 GB for each other script. The interrupted runs and the scripts with a critic have half
-the layers, so that they don't need more. TMPDIR chooses the disk. grpo_multigpu.py isn't tested here. grpo_vllm.py runs
-only if --scripts names it.
+The models, a checkpoint and the trained model need 42 GB of disk for self_distill.py, 39 GB for grpo_offpolicy.py, and
+at most 35 GB for each other script. The killed run and the scripts with a critic have half the layers, so that they
+don't need more. TMPDIR chooses the disk. grpo_multigpu.py isn't tested here. grpo_vllm.py runs only if --scripts names
+it.
 """
 
 import argparse

@@ -907,7 +907,8 @@ def total_cost() -> str:
     """The generated text on the cost of all runs. Two runs go at a time."""
     records = read_records().values()
     hours = sum(record["seconds"] for record in records) / 2 / 3600
-    return f"All {len(records)} runs took {hours:.1f} hours on two cores, which other programs also used.\n"
+    cost = f"The {len(records)} runs of lessons.jsonl took {hours:.1f} hours on two cores"
+    return f"{cost}, which other programs also used.\n"
 
 
 def page_of(name: str) -> Path:
