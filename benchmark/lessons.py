@@ -454,7 +454,7 @@ LESSONS = {
         }
         | ENTROPY
         | {
-            "ended, %": (over("rollout/eos_frac", 1, -1), 0),
+            "ended, all steps, %": (over("rollout/eos_frac", 1, -1), 0),
             "equal groups, all steps, %": (over("rollout/zero_std_frac", 1, -1), 0),
         }
         | EXPLAINED,
