@@ -5,7 +5,7 @@ each. On GPUs it runs as one process per GPU, at most two. The other scripts run
 grpo_vllm.py is left out where vllm isn't installed, and on the emulated device.
 
 benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit (and "dirty", if the tree had changes),
-the machine's state after the run, versions, wall time of the whole command, peak memory of the process, number of
+the machine's state before the run, versions, wall time of the whole command, peak memory of the process, number of
 responses sampled, greedy accuracies on the held-out additions, and the sampled accuracy at every step. A new record
 replaces the old one of the same script and seed. All other records stay. benchmark/readme.py writes the records into
 the tables of the pages.

@@ -62,10 +62,10 @@ WORKLOADS = {
 LEARNING_RATE = 1e-5
 
 
-def length_reward(completions: list[str], *args, **kwargs) -> list[float]:
+def length_reward(completions, **columns):
     """The number of characters / 100. It costs no time, and few groups have equal rewards, which give no signal.
 
-    Both trainers call this function: grpo.py with the gold answers as second argument, TRL with keywords.
+    Both sides call this function: grpo.py with the columns of the data, and run_trl's reward without them.
     """
     return [len(completion) / 100 for completion in completions]
 

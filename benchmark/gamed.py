@@ -1,7 +1,7 @@
 """The runs of docs/lessons.md's lesson on a gamed reward: python benchmark/gamed.py --weight 0.5 --num-steps 40
 
 This program adds a third reward to grpo.py: --weight for each character of a response. All other flags are those of
-grpo.py. The idea behind such a reward is that a longer response has thought for longer. docs/lessons.md shows what the
+grpo.py, with the bundled defaults. The idea behind such a reward is that a longer response has thought for longer. docs/lessons.md shows what the
 policy makes of it. To resume a run of this program, give it the same --weight again.
 """
 
@@ -18,7 +18,9 @@ import grpo  # noqa: E402
 
 
 # Without a name, the flags of grpo.Args are --num-steps etc., and not --args.num-steps.
-def train(weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")]) -> None:
+def train(
+    weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")] = grpo.BUNDLED
+) -> None:
     """GRPO with a third reward for the length of a response.
 
     Args:
@@ -26,7 +28,7 @@ def train(weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")]) -> 
         args: the flags of grpo.py
     """
 
-    def length_reward(completions: list[str]) -> list[float]:
+    def length_reward(completions, **columns):
         """The weight for each character."""
         return [weight * len(text) for text in completions]
 

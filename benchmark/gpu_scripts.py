@@ -1,10 +1,10 @@
-"""benchmark/records/gpu-scripts.jsonl: three steps of each script on a GPU, at the size of the README's recipe.
+"""benchmark/records/gpu-scripts.jsonl: three steps of each script on a GPU, with the defaults of --model.
 
     python benchmark/gpu_scripts.py --problems train.jsonl     random weights in the shape of SmolLM2-1.7B
     python benchmark/gpu_scripts.py --tiny                     a tiny shape; without a GPU, on an emulated one
 
 train.jsonl is GSM8K's, from github.com/openai/grade-school-math. Random weights get no answer right and end few
-responses. So nearly all samples have the full 300 tokens, which is the most work that the recipe can cause. dapo.py
+responses. So nearly all samples have the full 300 tokens, which is the most work that a step can cause. dapo.py
 would find no group to learn from, so it samples only once. benchmark/records/gpu-scripts.jsonl gets one line for each
 run: its command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
 

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,7 @@ SIDES = {"grpo": ("PlainRL", "TRL", "TRL, rho k3"), "rloo": ("PlainRL", "TRL")}
 
 
 def run_plainrl(name: str, seed: int, folder: str) -> dict:
-    """Run the script with its defaults, except these: an evaluation before, 60 steps, an evaluation after."""
+    """Run the script as it runs without a flag, except that it evaluates one problem, and only before and after."""
     sys.path.insert(0, str(ROOT))
     import torch
 
@@ -46,11 +47,8 @@ def run_plainrl(name: str, seed: int, folder: str) -> dict:
         return sample_responses(*args, **named)
 
     script.sample_responses = timed
-    script.main(
-        script.Args(
-            seed=seed, device="cpu", eval_every=0, eval_size=1, runs_dir=folder, run_name="run"
-        )
-    )
+    given = dict(seed=seed, device="cpu", eval_every=0, eval_size=1, runs_dir=folder)
+    script.main(replace(script.BUNDLED, **given, run_name="run"))
     records, _ = read_run(Path(folder, "run"))
     accuracy = [record["rollout/accuracy"] for record in records[1:]]
     return dict(accuracy=accuracy, seconds=ends[2:], memory=memory("VmHWM") - imported)

@@ -62,7 +62,7 @@ SUMS += " --learning-rate 5e-5 --no-gradient-checkpointing --eval-every 0 --eval
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
 STALE = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
-# Two engines share the memory of one machine.
+# --engine-memory has no effect on a CPU. It stands here because the records' commands have it.
 ENGINE = "grpo_vllm.py --num-steps 40 --learning-rate 3e-4 --engine-memory 0.1"
 # Each step has 16 responses.
 FEW = "--num-steps 100 --learning-rate 3e-4 --eval-every 50"
@@ -97,7 +97,6 @@ PERCENT = {
     "rollout/eos_frac",
     "rollout/zero_std_frac",
     "policy/clip_frac",
-    "policy/clip_frac_high",
     "value/explained_var",
 }
 LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "rollout/logprob_gap"}

@@ -1,13 +1,7 @@
-"""docs/report/samples.png, which README.md shows: python benchmark/report_pictures.py runs/*/
+"""docs/report/samples.png, which README.md shows: python benchmark/report_pictures.py runs/NAME
 
-It is a part of report.py's page. A headless Chromium takes it: apt-get install chromium, and pip
-install playwright==1.65.2. The README shows these runs:
-
-    for seed in 1 2 3; do
-        python grpo.py --eval-every 5 --seed $seed
-        python rloo.py --eval-every 5 --seed $seed
-    done
-    python grpo.py --learning-rate 2e-3 --num-steps 40
+It is a part of report.py's page on a run of python grpo.py. A headless Chromium takes it: apt-get install chromium, and
+pip install playwright==1.65.2.
 """
 
 import shutil

@@ -106,9 +106,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "scripts(*names): run the test for these scripts alone")
-    # The tests may run under nohup or in the background. They need signals as in a terminal.
+    # The tests may run in the background, where Python ignores SIGINT. They need it as in a terminal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def pytest_generate_tests(metafunc):
@@ -137,12 +136,10 @@ def script(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """Undo what a run leaves behind: signal handlers, and an open connection of grpo_multigpu.py."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXFSZ)
-    handlers = {number: signal.getsignal(number) for number in numbers}
+    """Undo what a test leaves behind: a handler of SIGXFSZ, and an open connection of grpo_multigpu.py."""
+    handler = signal.getsignal(signal.SIGXFSZ)
     yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    signal.signal(signal.SIGXFSZ, handler)
     # vLLM closes its own connection, and fails if somebody else has closed it.
     if torch.distributed.is_initialized() and "vllm" not in sys.modules:
         torch.distributed.destroy_process_group()

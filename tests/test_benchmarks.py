@@ -6,8 +6,10 @@ memory.py, passk.py and variants.py have files of their own. test_docs.py compar
 import math
 import sys
 import types
+from dataclasses import replace
 
 import pytest
+import torch
 from torch.autograd import DeviceType
 
 import grpo
@@ -64,8 +66,23 @@ def test_the_gamed_reward_counts_characters(monkeypatch):
     monkeypatch.setattr(grpo, "SCRIPT", grpo.SCRIPT)
     monkeypatch.setattr(sys, "argv", ["gamed.py", "--num-steps", "3", "--weight", "0.5"])
     gamed.main()
-    assert runs == [grpo.Args(num_steps=3)] and grpo.REWARDS[:-1] == rewards
-    assert grpo.REWARDS[-1](["", "abc"]) == [0, 1.5] and grpo.SCRIPT.name == "gamed.py"
+    assert runs == [replace(grpo.BUNDLED, num_steps=3)] and grpo.REWARDS[:-1] == rewards
+    row = {"question": "47+38=", "answer": "85"}
+    examples = [{"prompt": "47+38=", "answer": "85", "columns": row}] * 2
+    assert grpo.apply_rewards(["", "abc"], examples)["length_reward"] == [0, 1.5]
+    assert grpo.SCRIPT.name == "gamed.py"
+
+
+def test_the_side_of_plainrl_trains_the_bundled_task(monkeypatch, tmp_path):
+    """benchmark/learn_trl.py runs a script with its bundled defaults, and times each of its steps."""
+    import learn_trl
+
+    monkeypatch.setattr(grpo, "BUNDLED", replace(grpo.BUNDLED, num_steps=2, num_prompts=2))
+    monkeypatch.setattr(grpo, "sample_responses", grpo.sample_responses)  # is put back afterwards
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    record = learn_trl.run_plainrl("grpo", 1, str(tmp_path))
+    assert len(record["accuracy"]) == len(record["seconds"]) == 2
+    assert 0 < record["seconds"][0] < record["seconds"][1]
 
 
 def test_a_record_has_the_state_of_the_machine():

@@ -62,7 +62,7 @@ def test_a_text_that_takes_for_ever_is_wrong(text):
 
 @installed
 def test_a_thread_may_ask():
-    """Python's signals reach the main thread only, and a run has its own handlers."""
+    """A signal reaches the main thread only, so the time limit can't be a signal."""
     handler = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGPROF)
     with ThreadPoolExecutor(1) as pool:
         texts, golds = [block(HOSTILE[0]), block(r"\sqrt{8}")], [r"2\sqrt{2}"] * 2

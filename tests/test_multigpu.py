@@ -294,7 +294,7 @@ def test_every_process_has_its_own_noise(several, tmp_path, data):
     assert len(completions) == 4 and completions[:2] != completions[2:]
 
 
-# ---- killed, stopped, resumed
+# ---- killed, resumed
 
 
 def test_killed_and_resumed(several, start, tmp_path):

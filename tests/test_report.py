@@ -253,7 +253,7 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     labels = ["grpo.py, beta 0.01, seeds 1, 2", "grpo.py, beta 0.5, seed 1"]
     assert page.locator("#legend label").all_inner_texts() == labels
     differing = page.inner_text("#runs details >> nth=0")
-    assert "beta" in differing and "torch" not in differing
+    assert "beta" in differing
     page.wait_for_selector("#first .main-svg")
 
     def curves(axis="y"):
@@ -323,7 +323,7 @@ def test_the_arguments_that_separate_the_configurations_name_them(chromium, tmp_
 def test_the_page_fits_the_screen(chromium, tmp_path, width):
     """Nothing is wider than the screen, except tables, which scroll. No word breaks into lines of some letters."""
     name = "grpo__adder__1__20261123-051727-9d1a9e"
-    given = dict(system_prompt="Solve the problem step by step. " * 12, dataset="/home/" + "x" * 60)
+    given = dict(instructions="Solve the problem step by step. " * 12, dataset="/home/" + "x" * 60)
     folders = [
         write_run(tmp_path / f"{name}{k}", [metric(1)], GROUPS, learning_rate=k, **given)
         for k in range(5)
@@ -375,7 +375,7 @@ def report_page(chromium, tmp_path_factory):
         write_run(
             home / "few", [metric(k, eos_frac=0.4 if k == 2 else 1.0) for k in range(1, 6)], GROUPS
         ),
-        write_run(home / HOSTILE_NAME, [metric(1)], hostile, system_prompt=HOSTILE),
+        write_run(home / HOSTILE_NAME, [metric(1)], hostile, instructions=HOSTILE),
         home / "real",
         home / "empty",
         write_run(home / "started", [{"step": 0, "eval/accuracy": 0.5}]),

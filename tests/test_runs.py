@@ -340,7 +340,7 @@ def test_another_seed_is_another_run(run, finished):
     assert (other / "samples.jsonl").read_text() != (finished / "samples.jsonl").read_text()
 
 
-# ---- killed, interrupted, resumed
+# ---- killed, resumed
 
 
 def write_to(file: int, **options) -> None:

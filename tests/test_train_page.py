@@ -206,7 +206,7 @@ def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
         names = {}
         exec(source, names)
         answers.append(capsys.readouterr().out)
-        assert names["prompt"] == names["question"]  # no chat template, an empty system prompt
+        assert names["prompt"] == names["question"]  # no chat template, no instructions
         with names["torch"].no_grad():
             logits = names["model"](names["inputs"].input_ids).logits
         answers.append(logits)

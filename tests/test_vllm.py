@@ -59,16 +59,6 @@ FIELDS = dict(
 )
 
 
-@pytest.fixture(autouse=True)
-def nothing_left():
-    """Instead of conftest.nothing_left, which would close the connection of an engine that is still needed."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-
-
 def save_model(folder, name, **fields):
     """Write a random model of this family, with the bundled model's tokenizer, and return the folder's name."""
     kind, own = FAMILIES[name]

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# In the order of the README's tables.
+# In the order of the README's table.
 SCRIPTS = [
     "reinforce_baseline",
     "rloo",
@@ -37,7 +37,7 @@ NEEDS_VLLM = ["grpo_vllm"]
 # These train a value network beside the policy.
 CRITICS = ["ppo_rlhf", "vapo"]
 # A step of these passes something to the next step, or draws random numbers, in code that only the
-# script has. So the tests kill and resume them, and run them twice with one seed.
+# script has. So the tests kill and resume them.
 OWN_STATE = [
     "reinforce_baseline",
     "dapo",

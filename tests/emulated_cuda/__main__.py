@@ -22,7 +22,6 @@ import traceback
 import warnings
 import zlib
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -246,7 +245,6 @@ def install(library: Path) -> None:
     """Make torch.cuda use the emulated device."""
     counted = ctypes.CDLL(str(library))
     counted.emulated_cuda_peak.restype = ctypes.c_int64
-    counted.emulated_cuda_allocated.restype = ctypes.c_int64
     torch.UntypedStorage.clone = clone
     # torch's resize_ has the same limit. Here a freed storage stays allocated.
     resize = torch.UntypedStorage.resize_
@@ -274,12 +272,10 @@ def install(library: Path) -> None:
     )
     functions |= dict(is_current_stream_capturing=lambda: Recording.active)
     functions |= dict(get_device_capability=lambda *_: (9, 0))
-    functions |= dict(get_device_properties=lambda *_: SimpleNamespace(total_memory=16e9))
     functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
     functions |= dict(memory_stats=lambda *_: {}, memory_reserved=lambda *_: 0)
     functions |= dict(max_memory_reserved=lambda *_: 0)
-    functions |= dict(memory_allocated=lambda *_: counted.emulated_cuda_allocated())
     functions |= dict(reset_peak_memory_stats=lambda *_: counted.emulated_cuda_reset_peak())
     for name, function in functions.items():
         setattr(torch.cuda, name, function)

@@ -53,7 +53,6 @@ REGISTER_CUDA_HOOKS(CUDAHooks);
 // ---- its memory, counted
 static std::atomic<int64_t> allocated{0}, peak{0};
 extern "C" int64_t emulated_cuda_peak() { return peak; }
-extern "C" int64_t emulated_cuda_allocated() { return allocated; }
 extern "C" void emulated_cuda_reset_peak() { peak = allocated.load(); }
 
 struct HostMemory final : c10::Allocator {
