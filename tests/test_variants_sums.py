@@ -120,12 +120,14 @@ def test_the_page_states_what_is_recorded():
     assert not any(run["dirty"] for run in found.values())
     table = variants.results_table(found)
     page = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
-    (section,) = re.findall(r"^## What three seeds.*?(?=^## )", page, re.DOTALL | re.MULTILINE)
+    (section,) = re.findall(r"^## Runs on the sums.*?(?=^## )", page, re.DOTALL | re.MULTILINE)
+    (summary,) = re.findall(r"^\*\*What three seeds.*?\n\n", page, re.DOTALL | re.MULTILINE)
     block = f"<!-- sums -->\n{table}<!-- end sums -->\n"
     assert block in section
     # As long as a setting isn't recorded, the page says so.
     is_whole = variants.finished_groups(found) == list(variants.GROUPS)
     assert is_whole == ("not recorded yet" not in section)
     assert variants.drawn_from(found) in variants.PICTURE.read_text(encoding="utf-8")
-    of_text = measured(section.replace(block, "").partition("<details>")[0])
+    of_text = measured(summary + section.replace(block, ""))
+    assert "4.2" in of_text
     assert not of_text - set(re.findall(r"\d+(?:\.\d+)?", table)), of_text
