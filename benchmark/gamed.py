@@ -1,8 +1,8 @@
 """The runs of docs/lessons.md's lesson on a gamed reward: python benchmark/gamed.py --weight 0.5 --num-steps 40
 
 This program adds a third reward to grpo.py: --weight for each character of a response. All other flags are those of
-grpo.py, with the bundled defaults. The idea behind such a reward is that a longer response has thought for longer. docs/lessons.md shows what the
-policy makes of it. To resume a run of this program, give it the same --weight again.
+grpo.py, with the bundled defaults. The idea behind such a reward is that a longer response has thought for longer.
+docs/lessons.md shows what the policy makes of it. To resume a run of this program, give it the same --weight again.
 """
 
 import sys
@@ -18,9 +18,7 @@ import grpo  # noqa: E402
 
 
 # Without a name, the flags of grpo.Args are --num-steps etc., and not --args.num-steps.
-def train(
-    weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")] = grpo.BUNDLED
-) -> None:
+def train(weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")] = grpo.BUNDLED) -> None:
     """GRPO with a third reward for the length of a response.
 
     Args:

@@ -298,7 +298,11 @@ def main() -> None:
     parser.add_argument(
         "--profile", action="store_true", help="profile 16 decode steps and an update"
     )
-    parser.add_argument("--vllm", action="store_true", help="rollouts of vLLM and of grpo.py, instead of decoding and updates")
+    parser.add_argument(
+        "--vllm",
+        action="store_true",
+        help="rollouts of vLLM and of grpo.py, instead of decoding and updates",
+    )
     parser.add_argument(
         "--gradient-checkpointing", action=argparse.BooleanOptionalAction, default=True
     )

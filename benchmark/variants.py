@@ -262,7 +262,7 @@ def results_table(records: dict) -> str:
         "rate",
         "held out, %",
         "sampled, %",
-        "minus the first script, points",
+        "minus grpo, points",
         "told apart",
     ]
     rows = []
