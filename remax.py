@@ -56,7 +56,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import trange
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.cache_utils import Cache, StaticLayer
 
 from utils.masking import masked_sum
@@ -65,11 +65,24 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 SCRIPT = Path(__file__).resolve()
 REWARDS = [accuracy_reward, format_reward]  # summed; 1.0 from the first means a right answer
 CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this; nothing is clipped here
-INSTRUCTIONS = """Solve the problem step by step. Write your reasoning between <think> and \
-</think>, and then the final number alone between <answer> and </answer>. For example:
-A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
-<think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
-<answer>19</answer>"""
+# Worked examples: pairs of a question and its answer, which stand before each question of the data.
+# A small model imitates them, while it can't follow a description of the format. So they have to
+# show what REWARDS pay for. If you change REWARDS or the task, change the examples, too.
+EXAMPLES = [
+    (
+        "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
+        "<think>After buying, he has 12 + 5 = 17 apples. After eating, he has 17 - 2 = 15.</think>"
+        "\n<answer>15</answer>",
+    ),
+    (
+        "A box holds 4 rows of 6 eggs. How many eggs does it hold?",
+        "<think>It holds 4 * 6 = 24 eggs.</think>\n<answer>24</answer>",
+    ),
+    (
+        "Mia has 15 stickers and gives 7 of them to Ben. How many stickers does she have left?",
+        "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
+    ),
+]
 
 
 @dataclass
@@ -103,7 +116,9 @@ class Args:
     """column that holds the question: a text, or a list of chat messages"""
     answer_column: str = "answer"
     """column that holds the gold answer; if it contains "####", only what follows counts"""
-    instructions: str = INSTRUCTIONS
+    examples: bool = True
+    """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
+    instructions: str = ""
     """text before each question"""
     max_prompt_tokens: int = 512
     """longer prompts are skipped, counted and reported"""
@@ -128,7 +143,7 @@ class Args:
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
-    """updates over which the learning rate rises linearly from 0"""
+    """updates over which the learning rate rises linearly; the last one of them has the peak"""
     num_minibatches: int = 1
     """updates per rollout, which is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
@@ -146,7 +161,7 @@ class Args:
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
-    instructions="",
+    examples=False,
     max_prompt_tokens=64,
     max_new_tokens=32,
     temperature=1.0,
@@ -182,6 +197,18 @@ def compute_advantages(args, rewards, greedy_rewards):
 def minibatches(args, num_seqs):
     """The indices of each update's sequences: all sequences are shuffled and split evenly."""
     return torch.randperm(num_seqs).tensor_split(args.num_minibatches)
+
+
+def lr_factor(args, update, num_updates):
+    """The learning rate of an update (0, 1, .. num_updates - 1), as a share of the peak."""
+    if update < args.warmup_updates:
+        return (update + 1) / args.warmup_updates
+    remaining = (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
+    if args.lr_schedule == "linear":
+        return remaining
+    if args.lr_schedule == "cosine":
+        return 0.5 - 0.5 * math.cos(math.pi * remaining)
+    return 1.0
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
@@ -253,17 +280,11 @@ def main(args: Args) -> dict:
     G = args.num_generations
     N = args.num_prompts * G
     updates_per_step = args.num_minibatches
+    num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
-    scheduler = get_scheduler(
-        args.lr_schedule,
-        optimizer,
-        num_warmup_steps=args.warmup_updates,
-        num_training_steps=args.num_steps * updates_per_step,
-    )
     trained = {
         "model": model,
         "optimizer": optimizer,
-        "scheduler": scheduler,
     }
     state = {"step": 0, "episodes": 0, "tokens": 0}
     if saved:
@@ -338,8 +359,10 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        for minibatch in updates:
-            lr = scheduler.get_last_lr()[0]  # of this update; the log has the last update's
+        first_update = (step - 1) * updates_per_step  # of this step, counted over the whole run
+        for update, minibatch in enumerate(updates, start=first_update):
+            lr = args.learning_rate * lr_factor(args, update, num_updates)
+            optimizer.param_groups[0]["lr"] = lr
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
                 logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
                 if updates_per_step == 1:
@@ -363,7 +386,6 @@ def main(args: Args) -> dict:
                 optimizer.step()
             else:
                 num_skipped += 1
-            scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
             # This rounds the new weights to bf16, except for the head.
@@ -809,7 +831,7 @@ def load_data(args, tokenizer):
 
 
 def render(args, tokenizer, question):
-    """The text that the policy continues: the chat in the model's template, or a plain text."""
+    """The text that the policy continues: a chat in the model's template, or a plain text."""
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
@@ -817,9 +839,18 @@ def render(args, tokenizer, question):
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
+    examples = EXAMPLES if args.examples else []
     if not tokenizer.chat_template and not earlier:
-        return last["content"]
-    messages = [*earlier, last]
+        # A base model: an EOS token ends each example, so that the model ends its answer, too.
+        shown = [f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in examples]
+        return "".join(shown) + last["content"] + ("\n" if shown else "")
+    turns = []
+    for text, answer in examples:
+        turns.append({"role": "user", "content": text})
+        turns.append({"role": "assistant", "content": answer})
+    # Templates want a system message to be the first one.
+    num_system = sum(message["role"] == "system" for message in earlier)
+    messages = [*earlier[:num_system], *turns, *earlier[num_system:], last]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 

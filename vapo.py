@@ -35,9 +35,7 @@ alpha tokens. As in the parent, the advantages are whitened, the values are clip
 gradient of each network is clipped by its own norm. The value network starts from the policy with a
 head of zeros, and not from a reward model. Its pretraining lasts a fixed number of steps, as in the
 paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. The language-modelling
-loss takes all responses with a right answer, also those that miss the format. Both learning rates
-follow one schedule from the first step on. So the policy's warm-up is over, and its rate has begun
-to fall, when its own updates begin.
+loss takes all responses with a right answer, also those that miss the format.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -74,7 +72,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    get_scheduler,
 )
 from transformers.cache_utils import Cache, StaticLayer
 
@@ -83,11 +80,24 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 REWARDS = [accuracy_reward, format_reward]  # summed; 1.0 from the first means a right answer
-INSTRUCTIONS = """Solve the problem step by step. Write your reasoning between <think> and \
-</think>, and then the final number alone between <answer> and </answer>. For example:
-A box holds 4 rows of 6 eggs, and 5 eggs are broken. How many eggs are whole?
-<think>The box holds 4 * 6 = 24 eggs. 24 - 5 = 19 of them are whole.</think>
-<answer>19</answer>"""
+# Worked examples: pairs of a question and its answer, which stand before each question of the data.
+# A small model imitates them, while it can't follow a description of the format. So they have to
+# show what REWARDS pay for. If you change REWARDS or the task, change the examples, too.
+EXAMPLES = [
+    (
+        "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
+        "<think>After buying, he has 12 + 5 = 17 apples. After eating, he has 17 - 2 = 15.</think>"
+        "\n<answer>15</answer>",
+    ),
+    (
+        "A box holds 4 rows of 6 eggs. How many eggs does it hold?",
+        "<think>It holds 4 * 6 = 24 eggs.</think>\n<answer>24</answer>",
+    ),
+    (
+        "Mia has 15 stickers and gives 7 of them to Ben. How many stickers does she have left?",
+        "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
+    ),
+]
 
 
 @dataclass
@@ -121,7 +131,9 @@ class Args:
     """column that holds the question: a text, or a list of chat messages"""
     answer_column: str = "answer"
     """column that holds the gold answer; if it contains "####", only what follows counts"""
-    instructions: str = INSTRUCTIONS
+    examples: bool = True
+    """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
+    instructions: str = ""
     """text before each question"""
     max_prompt_tokens: int = 512
     """longer prompts are skipped, counted and reported"""
@@ -148,7 +160,7 @@ class Args:
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
-    """updates over which the learning rate rises linearly from 0"""
+    """updates over which the learning rate rises linearly; the last one of them has the peak"""
     num_iterations: int = 1
     """passes over each rollout (the PPO epochs)"""
     num_minibatches: int = 4
@@ -182,7 +194,7 @@ class Args:
 BUNDLED = Args(
     model=str(SCRIPT.parent / "assets" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
-    instructions="",
+    examples=False,
     max_prompt_tokens=64,
     max_new_tokens=32,
     temperature=1.0,
@@ -321,6 +333,18 @@ def minibatches(args, num_seqs):
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
 
+def lr_factor(args, update, num_updates):
+    """The learning rate of an update (0, 1, .. num_updates - 1), as a share of the peak."""
+    if update < args.warmup_updates:
+        return (update + 1) / args.warmup_updates
+    remaining = (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
+    if args.lr_schedule == "linear":
+        return remaining
+    if args.lr_schedule == "cosine":
+        return 0.5 - 0.5 * math.cos(math.pi * remaining)
+    return 1.0
+
+
 def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     """The PPO policy loss, L_PPO, of the n sequences of a micro-batch.
 
@@ -389,22 +413,17 @@ def main(args: Args) -> dict:
     G = args.num_generations
     N = args.num_prompts * G
     updates_per_step = args.num_iterations * args.num_minibatches
+    num_updates = args.num_steps * updates_per_step
+    pretraining_updates = args.value_warmup_steps * updates_per_step
     parameter_groups = [
         {"params": model.parameters(), "lr": args.learning_rate},
         {"params": value_model.parameters(), "lr": args.value_learning_rate},
     ]
     optimizer = torch.optim.Adam(parameter_groups, fused=True)
-    scheduler = get_scheduler(
-        args.lr_schedule,
-        optimizer,
-        num_warmup_steps=args.warmup_updates,
-        num_training_steps=args.num_steps * updates_per_step,
-    )
     trained = {
         "model": model,
         "value_model": value_model,
         "optimizer": optimizer,
-        "scheduler": scheduler,
     }
     state = {"step": 0, "episodes": 0, "tokens": 0}
     if saved:
@@ -480,8 +499,17 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        for minibatch in updates:
-            lr = scheduler.get_last_lr()[0]  # of this update; the log has the last update's
+        first_update = (step - 1) * updates_per_step  # of this step, counted over the whole run
+        for update, minibatch in enumerate(updates, start=first_update):
+            # The schedule of the policy begins when the value pretraining ends.
+            lr = 0.0
+            if trains_policy:
+                own_update = update - pretraining_updates
+                own_updates = num_updates - pretraining_updates
+                lr = args.learning_rate * lr_factor(args, own_update, own_updates)
+            policy_group, value_group = optimizer.param_groups
+            policy_group["lr"] = lr
+            value_group["lr"] = args.value_learning_rate * lr_factor(args, update, num_updates)
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int((response_lengths * is_right)[minibatch].sum())
             for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
@@ -527,7 +555,6 @@ def main(args: Args) -> dict:
                 optimizer.step()
             else:
                 num_skipped += 1
-            scheduler.step()
             optimizer.zero_grad()
         if sampler is not model:
             # This rounds the new weights to bf16, except for the head.
@@ -984,7 +1011,7 @@ def load_data(args, tokenizer):
 
 
 def render(args, tokenizer, question):
-    """The text that the policy continues: the chat in the model's template, or a plain text."""
+    """The text that the policy continues: a chat in the model's template, or a plain text."""
     if isinstance(question, str):
         question = [{"role": "user", "content": question}]
     *earlier, last = question
@@ -992,9 +1019,18 @@ def render(args, tokenizer, question):
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
+    examples = EXAMPLES if args.examples else []
     if not tokenizer.chat_template and not earlier:
-        return last["content"]
-    messages = [*earlier, last]
+        # A base model: an EOS token ends each example, so that the model ends its answer, too.
+        shown = [f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in examples]
+        return "".join(shown) + last["content"] + ("\n" if shown else "")
+    turns = []
+    for text, answer in examples:
+        turns.append({"role": "user", "content": text})
+        turns.append({"role": "assistant", "content": answer})
+    # Templates want a system message to be the first one.
+    num_system = sum(message["role"] == "system" for message in earlier)
+    messages = [*earlier[:num_system], *turns, *earlier[num_system:], last]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 

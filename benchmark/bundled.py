@@ -47,9 +47,7 @@ def in_place(script: str):
         path.unlink()
 
 
-SUMS = (
-    "--model assets/sums --dataset assets/sums --instructions= --num-steps 60 --learning-rate 5e-5"
-)
+SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 60 --learning-rate 5e-5"
 TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 
 

@@ -205,7 +205,7 @@ def run_plainrl(options, folder: Path) -> dict:
     on_gpu = options.workload == "W4"
     args |= dict(gradient_checkpointing=on_gpu, device="cuda" if on_gpu else "cpu")
     args |= dict(
-        num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, instructions=""
+        num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, examples=False
     )
     # grpo.py samples the whole rollout at once.
     args |= dict(max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18)

@@ -55,9 +55,9 @@ PPO = "ppo_rlhf.py --num-steps 20"
 VAPO = "vapo.py --num-steps 25"
 # The student of the lesson on length.
 BUILD_STUDENT = "tools/build_hesitant.py runs/hesitant"
-FREE = "--model runs/hesitant --dataset runs/hesitant --instructions= --temperature 1 --max-new-tokens 128"
+FREE = "--model runs/hesitant --dataset runs/hesitant --no-examples --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
-SUMS = "--model assets/sums --dataset assets/sums --instructions= --num-steps 40"
+SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 40"
 SUMS += " --learning-rate 5e-5 --no-gradient-checkpointing --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"

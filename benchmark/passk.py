@@ -1,7 +1,7 @@
 """pass@k, the chance that at least one of k samples is right, for a run or for the lesson in docs/lessons.md.
 
     python benchmark/passk.py runs/NAME runs/OTHER --samples 128 --problems 200
-    python benchmark/passk.py --model assets/sums --dataset assets/sums --instructions=    a model before training
+    python benchmark/passk.py --model assets/sums --dataset assets/sums --no-examples    a model before training
     python benchmark/passk.py --lesson    make the missing records of the lesson on pass@k, and its table and picture
     python benchmark/passk.py --draw      the table and the picture alone
 
@@ -48,10 +48,17 @@ import build_sums  # noqa: E402
 import grpo  # noqa: E402
 
 # What a run's args.json says about its held-out problems and about sampling.
-SETTINGS = ["dataset", "question_column", "answer_column", "instructions"]
+SETTINGS = ["dataset", "question_column", "answer_column", "examples", "instructions"]
 SETTINGS += ["max_prompt_tokens", "max_new_tokens", "temperature"]
 # The flags that give a setting to a model without a run.
-FLAGS = ["dataset", "instructions", "max_prompt_tokens", "max_new_tokens", "temperature"]
+FLAGS = [
+    "dataset",
+    "examples",
+    "instructions",
+    "max_prompt_tokens",
+    "max_new_tokens",
+    "temperature",
+]
 KINDS = {"max_prompt_tokens": int, "max_new_tokens": int, "temperature": float}
 
 # ==== the estimator ====
@@ -170,7 +177,7 @@ BUILD_TEACHER = f"tools/build_sums.py --teacher {TEACHER}"
 # A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
 COPY = "right_samples.py"
 RIGHT_ALONE = "REWARDS = [accuracy_reward]"
-SUMS = "--model assets/sums --dataset assets/sums --instructions="
+SUMS = "--model assets/sums --dataset assets/sums --no-examples"
 TRAINING = f"{SUMS} --num-steps 40 --learning-rate 1.5e-4 --no-gradient-checkpointing"
 TRAINING += " --eval-every 0 --eval-size 200 --device cpu --save-every 0"
 # arm: command of the training, without its seed
@@ -402,7 +409,10 @@ def main() -> None:
     for name in FLAGS:
         flag = f"--{name.replace('_', '-')}"
         default = "with --model; default: as in grpo.py"
-        parser.add_argument(flag, type=KINDS.get(name, str), help=default)
+        if name == "examples":
+            parser.add_argument("--no-examples", dest=name, action="store_false", default=None)
+        else:
+            parser.add_argument(flag, type=KINDS.get(name, str), help=default)
     parser.add_argument("--samples", type=int, default=128, help="n; default 128")
     parser.add_argument("--problems", type=int, default=200, help="the first ones; default 200")
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])

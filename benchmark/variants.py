@@ -50,7 +50,7 @@ RECORDS = FOLDER / "variants-sums.jsonl"
 PICTURE = ROOT / "variants" / "sums.svg"
 SEEDS = (1, 2, 3)
 STEPS, LAST = 30, 10  # the table is about the last ten steps
-COMMON = "--model assets/sums --dataset assets/sums --instructions= --no-gradient-checkpointing"
+COMMON = "--model assets/sums --dataset assets/sums --no-examples --no-gradient-checkpointing"
 COMMON += f" --eval-every 0 --eval-size 200 --num-steps {STEPS} --device cpu"
 # dapo.py has no KL, and so no --beta.
 NO_KL = "--beta 0"

@@ -24,7 +24,7 @@ for folder in ("benchmark", "tools", "."):
 
 from scripts import SCRIPTS, can_sample  # noqa: E402
 
-SHARED = ROOT.parent / "shared"  # real data and a real model; tests that need them are skipped
+REAL = ROOT / "tests" / "real"  # problems of GSM8K, and SmolLM2's tokenizer
 SMALL_MODEL = str(ROOT / "tests" / "small")
 SMALL_JUDGE = str(ROOT / "tests" / "small-judge")
 SMALL_TASK = str(ROOT / "tests" / "small-task")  # the first problems of assets/addition

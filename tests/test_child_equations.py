@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import ROOT, SHARED
+from conftest import REAL, ROOT
 from test_equations import make_args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -190,7 +190,7 @@ def test_steps_of_a_hostile_completion(text):
 
 
 def tokenizers():
-    """Name -> tokenizer: the bundled model's, one with a token per byte, and the story model's."""
+    """Name -> tokenizer: the bundled model's, one with a token per byte, and SmolLM2's."""
     byte_level = Tokenizer(
         models.BPE(
             vocab={c: k for k, c in enumerate(pre_tokenizers.ByteLevel.alphabet())}, merges=[]
@@ -200,20 +200,17 @@ def tokenizers():
     byte_level.decoder = decoders.ByteLevel()
     found = {"adder": AutoTokenizer.from_pretrained(ADDER)}
     found["bytes"] = PreTrainedTokenizerFast(tokenizer_object=byte_level)
-    if (SHARED / "models" / "stories260K").is_dir():
-        found["stories"] = AutoTokenizer.from_pretrained(SHARED / "models" / "stories260K")
+    found["smollm2"] = AutoTokenizer.from_pretrained(REAL / "smollm2")
     return found
 
 
-@pytest.mark.parametrize("name", ["adder", "bytes", "stories"])
+@pytest.mark.parametrize("name", ["adder", "bytes", "smollm2"])
 def test_the_token_of_every_character(name):
     """The result must match the offsets that the tokenizer reports when it encodes a text."""
-    if name not in tokenizers():
-        pytest.skip("the story model is not here")
     tokenizer = tokenizers()[name]
     text = "<think>7+8=15,4+3+1=8</think><answer>85</answer>"
     if name != "adder":
-        text = "Once upon a time, 7+8=15.\n\nTim said: “Ça va? 猫 and 🙂!”  Then 4+3+1=8" + text
+        text = "Once upon a time, 7+8=15.\n\nTim said: “Ça va?猫 and🙂!”  Then 4+3+1=8" + text
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, offsets = encoded.input_ids, encoded.offset_mapping
     assert tokenizer.decode(ids) == text and len(ids) < 1.5 * len(text)

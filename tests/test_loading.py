@@ -18,21 +18,22 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SCRIPTS, SHARED, SMALL_TASK
+from conftest import REAL, ROOT, SCRIPTS, SMALL_TASK, skip_without_engine
 from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
 from transformers import (
     # This import triggers the side effects of the libraries themselves.
-    get_scheduler as get_scheduler,
+    AutoModelForCausalLM as AutoModelForCausalLM,
 )
 
+from utils.rewards import answer_block, format_reward, parse_number
+
 ADDER = ROOT / "assets" / "adder"
-STORIES = SHARED / "models" / "stories260K"
 SMALL = dict(
     num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
 )
 # Settings for a model that is as small as the bundled one but has another path.
-OTHER_MODEL = dict(instructions="", max_prompt_tokens=64, gradient_checkpointing=False)
+OTHER_MODEL = dict(examples=False, max_prompt_tokens=64, gradient_checkpointing=False)
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +65,7 @@ def test_hub_cache(script, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
     given = SMALL | dict(model="TinyAdder", dataset=SMALL_TASK, max_prompt_tokens=64, device="cpu")
-    runs = dict(instructions="", runs_dir=str(tmp_path / "runs"), run_name="run")
+    runs = dict(examples=False, runs_dir=str(tmp_path / "runs"), run_name="run")
     script.main(script.Args(**given | runs))
 
     run = tmp_path / "runs" / "run"
@@ -91,7 +92,7 @@ def test_hub_data_sets(script, monkeypatch):
     monkeypatch.setattr(script.datasets, "load_dataset", load)
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     for name in ("openai/gsm8k:main", "owner/other"):
-        args = script.Args(dataset=name, max_prompt_tokens=9, instructions="")
+        args = script.Args(dataset=name, max_prompt_tokens=9, examples=False)
         found = [[x["answer"] for x in split] for split in script.load_data(args, tokenizer)]
         assert found == [["34"], ["56"]]
     assert asked == [("openai/gsm8k", "main"), ("owner/other",)]
@@ -109,7 +110,7 @@ def test_formats(tmp_path, suffix):
     path = tmp_path / f"data.{suffix}"
     write = dict(jsonl=rows.to_json, json=rows.to_json, csv=rows.to_csv, parquet=rows.to_parquet)
     write[suffix](path)
-    args = grpo.Args(dataset=str(path), question_column="q", answer_column="a", instructions="")
+    args = grpo.Args(dataset=str(path), question_column="q", answer_column="a", examples=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     train, test = grpo.load_data(args, tokenizer)
     pairs = [(x["prompt"], x["answer"]) for x in train + test]
@@ -124,7 +125,7 @@ def test_a_folder_with_two_splits(tmp_path):
         lines = [json.dumps({"question": f"{i}+1=", "answer": split[0]}) for i in range(count)]
         lines = [line.replace('"t"', str(count)) for line in lines]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    args = grpo.Args(dataset=str(tmp_path), eval_size=3, instructions="")
+    args = grpo.Args(dataset=str(tmp_path), eval_size=3, examples=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     train, test = grpo.load_data(args, tokenizer)
     assert [x["answer"] for x in train] == ["7"] * 7 and [x["answer"] for x in test] == ["5"] * 3
@@ -136,7 +137,7 @@ def test_long_prompts_are_skipped_and_counted(tmp_path, capsys):
     lines = [json.dumps({"question": "1" * (i + 1) + "=", "answer": "1"}) for i in range(20)]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    given = dict(dataset=str(tmp_path / "data.jsonl"), instructions="", max_prompt_tokens=11)
+    given = dict(dataset=str(tmp_path / "data.jsonl"), examples=False, max_prompt_tokens=11)
     train, test = grpo.load_data(grpo.Args(**given), tokenizer)
     assert [len(x["prompt_ids"]) for x in train] == list(range(2, 12)) and test == []
     assert "8 longer than --max-prompt-tokens, 0 without" in capsys.readouterr().out
@@ -177,7 +178,8 @@ def first_prompt(script, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"question": "12+34=", "answer": "46"}\n' * 10)
 
     def call(tokenizer, **given):
-        args = script.Args(dataset=str(tmp_path / "rows.jsonl"), max_prompt_tokens=200, **given)
+        given = dict(max_prompt_tokens=200, examples=False) | given
+        args = script.Args(dataset=str(tmp_path / "rows.jsonl"), **given)
         return script.load_data(args, tokenizer)[0][0]
 
     return call
@@ -208,10 +210,45 @@ def test_no_chat_template(first_prompt, tmp_path, instructions):
     assert tokenizer.eos_token_id not in example["prompt_ids"]
 
 
-def test_every_script_asks_for_the_tags(script):
-    """The rewards read the answer between tags, so the default instructions name all four."""
-    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
-        assert tag in script.Args().instructions
+def test_the_examples_earn_every_reward(script):
+    """The policy imitates the examples. So each of them is worth the full reward, and its sums and calls are right."""
+    assert script.Args().examples and not script.BUNDLED.examples
+    for _, answer in script.EXAMPLES:
+        assert format_reward([answer], [""]) == [0.4]
+        assert parse_number(answer_block(answer)) is not None
+        plain = answer.replace("<calc>", "").replace("</calc>", "").replace(" ", "")
+        sums = re.findall(r"([0-9]+)([-+*])([0-9]+)=([0-9]+)", plain)
+        assert sums and float(sums[-1][3]) == parse_number(answer_block(answer))
+        for left, operator, right, result in sums:
+            value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator]
+            assert value(int(left), int(right)) == int(result)
+
+
+@pytest.mark.scripts("grpo", "grpo_tools")
+def test_examples_are_turns_of_the_chat(script, first_prompt, tmp_path):
+    """Each example is a question of the user and an answer of the assistant. A system message stands before them."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    turns = "".join(f"[user:{text}][assistant:{answer}]" for text, answer in script.EXAMPLES)
+    given = dict(examples=True, max_prompt_tokens=2000)
+    assert first_prompt(tokenizer, **given)["prompt"] == f"!{turns}[user:12+34=][assistant:"
+    chat = [{"role": "system", "content": "add"}, *MESSAGES]
+    chat += [{"role": "assistant", "content": "46"}, *MESSAGES]
+    row = json.dumps({"question": chat, "answer": 46}) + "\n"
+    (tmp_path / "rows.jsonl").write_text(row * 10)
+    expected = f"![system:add]{turns}[user:12+34=][assistant:46][user:why? 12+34=][assistant:"
+    prompt = first_prompt(tokenizer, instructions="why?", **given)["prompt"]
+    assert prompt.replace("why?\n\n", "why? ") == expected
+
+
+@pytest.mark.scripts("grpo")
+def test_examples_of_a_base_model_end_with_eos(script, first_prompt, tmp_path):
+    """A model without a chat template gets a plain text. After each example stands the token that ends a response."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    example = first_prompt(tokenizer, examples=True, max_prompt_tokens=2000)
+    shown = "".join(f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in script.EXAMPLES)
+    assert example["prompt"] == f"{shown}12+34=\n"
+    num_eos = example["prompt_ids"].count(tokenizer.eos_token_id)
+    assert num_eos == len(script.EXAMPLES), "the tokenizer reads the EOS token as one token"
 
 
 MESSAGES = [{"role": "user", "content": "12+34="}]
@@ -245,7 +282,7 @@ def test_all_columns_reach_the_rewards(first_prompt, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     row = {"question": "12+34=", "gold": 46, "level": 3, "tests": ["a", "b"]}
     (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
-    columns = first_prompt(tokenizer, answer_column="gold", instructions="")["columns"]
+    columns = first_prompt(tokenizer, answer_column="gold", examples=False)["columns"]
     assert columns == row | {"answer": "46"}
 
 
@@ -284,48 +321,77 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     assert script.sample_responses(*given).completions == ["<mark>12"]
 
 
-# ---- a real model and real data, if this machine has them
+# ---- real text
 
 
-@pytest.mark.skipif(
-    not (STORIES.is_dir() and (SHARED / "data" / "stories").is_dir()),
-    reason="stories are not at hand",
-)
-@pytest.mark.scripts("grpo", "ppo_rlhf")
-def test_stories(script, tmp_path):
-    dataset = SHARED / "data" / "stories" / "prompts.jsonl"
-    given = SMALL | OTHER_MODEL | dict(max_new_tokens=24, runs_dir=str(tmp_path), run_name="run")
-    metrics = script.main(script.Args(model=str(STORIES), dataset=str(dataset), **given))
-    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
-    assert {sample["prompt"] for sample in samples} <= {
-        row["question"] for row in read_jsonl(dataset)
-    }
-    assert samples[0]["prompt"].startswith("Once upon a time")
-    # A language model continues in words. With wrong positions or two BOS tokens it would not.
-    words = " ".join(text for sample in samples for text in sample["completions"]).split()
-    assert metrics["rollout/response_len"] > 5 and len(words) > 20
+@pytest.fixture(scope="session")
+def tiny_chat(tmp_path_factory):
+    """The folder of a random Llama of width 32 with SmolLM2's tokenizer and chat template."""
+    folder = tmp_path_factory.mktemp("tiny-chat")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL / "smollm2")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
+    """The recipe's data, tokenizer, template and prompt: one step whose sampler and trainer agree."""
+    skip_without_engine(script)
+    given = dict(model=str(tiny_chat), dataset=str(REAL / "gsm8k"), device="cpu")
+    given |= dict(runs_dir=str(tmp_path), run_name="run") | SMALL
+    for name, value in {"teacher": str(tiny_chat), "reward_model": "", "baseline": "none"}.items():
+        if hasattr(script.Args(), name):
+            given[name] = value
+    if script.__name__ == "vapo":
+        given |= dict(num_steps=2, value_warmup_steps=1)
+    if script.__name__ == "self_distill":
+        given |= dict(context_column="answer", max_teacher_tokens=1000)
+    metrics = script.main(script.Args(**given))
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+    assert script.Args().max_prompt_tokens == 512
+    # A problem of 985 characters fits, too.
+    out = capsys.readouterr().out
+    assert "train data: 40 problems; skipped: 0 longer" in out
+    sample = read_jsonl(tmp_path / "run" / "samples.jsonl")[0]
+    assert sample["prompt"].count("<|im_start|>system") == 1
+    assert sample["prompt"].count("<|im_start|>user") == 1 + len(script.EXAMPLES)
+    assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.scripts("grpo")
-@pytest.mark.skipif(
-    not (STORIES.is_dir() and (SHARED / "data" / "gsm8k").is_dir()), reason="GSM8K is not at hand"
-)
-def test_gsm8k(script, tmp_path, capsys):
+def test_the_lines_that_count_real_problems(script, tmp_path, capsys):
     """The script counts the long prompts and the answers without a number."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL / "smollm2")
+    rows = read_jsonl(REAL / "gsm8k" / "train.jsonl")
+    rows[-1]["answer"] = "#### many"  # of a short problem
+    text = "".join(json.dumps(row) + "\n" for row in rows)
     for split in ("train", "test"):
-        lines = (SHARED / "data" / "gsm8k" / f"{split}.jsonl").read_text("utf-8").splitlines(True)
-        (tmp_path / f"{split}.jsonl").write_text("".join(lines[:1000]), encoding="utf-8")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
-    args = script.Args(dataset=str(tmp_path), max_prompt_tokens=450)
-    splits = script.load_data(args, tokenizer)
+        (tmp_path / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    args = script.Args(dataset=str(tmp_path), max_prompt_tokens=330)
+    train, _ = script.load_data(args, tokenizer)
     printed = capsys.readouterr().out
-    for split, examples in zip(("train", "test"), splits, strict=True):
-        pattern = (
-            rf"{split} data: (\d+) problems; skipped: (\d+) longer than .*, 0 without a readable"
-        )
-        usable, too_long = map(int, re.search(pattern, printed).groups())
-        assert usable + too_long == 1000 and usable > 800 and too_long > 0
-        assert len(examples) == (usable if split == "train" else args.eval_size)
+    lengths = []
+    for row in rows:
+        prompt = script.render(args, tokenizer, row["question"])
+        lengths.append(len(tokenizer(prompt, add_special_tokens=False).input_ids))
+    num_too_long = sum(length > 330 for length in lengths)
+    assert 0 < num_too_long < 20 and len(train) == 39 - num_too_long
+    for split in ("train", "test"):
+        counts = f"{split} data: {len(train)} problems; skipped: {num_too_long} longer than "
+        assert counts + "--max-prompt-tokens, 1 without a readable answer" in printed
 
 
 # ---- the script itself

@@ -184,7 +184,7 @@ def several(start, tmp_path):
 @pytest.fixture
 def rollouts(tmp_path, data):
     """A file with grpo.py's rollouts of two steps, with ragged lengths."""
-    given = dict(temperature=1.5, max_prompt_tokens=64, instructions="", sampling_tokens=49152)
+    given = dict(temperature=1.5, max_prompt_tokens=64, examples=False, sampling_tokens=49152)
     args = make_args(grpo, dataset=data, **given)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)

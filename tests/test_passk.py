@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo
 
-SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--instructions="]
+SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--no-examples"]
 SMALL += "--max-prompt-tokens 64 --max-new-tokens 24 --temperature 1 --device cpu".split()
 
 
@@ -133,7 +133,7 @@ def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, mo
 
 def test_the_counts_are_those_of_the_samples():
     """A problem's count is the number of its own responses with the gold answer, at the run's temperature."""
-    args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, instructions="", max_new_tokens=24)
+    args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, examples=False, max_new_tokens=24)
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
     counts = passk.count_right(args, 12, seed=3)
     _, tokenizer, _ = grpo.load_model(args)
@@ -225,7 +225,7 @@ def test_the_table_by_hand(tmp_path, monkeypatch):
 def test_the_chance_of_a_solution_token_by_token():
     """The product of softmaxes of whole forward passes, in float64, at a temperature that isn't 1."""
     sums = str(ROOT / "assets" / "sums")
-    args = grpo.Args(model=sums, dataset=sums, instructions="", temperature=0.7, device="cpu")
+    args = grpo.Args(model=sums, dataset=sums, examples=False, temperature=0.7, device="cpu")
     args.eval_size = 2
     found = passk.chances(args)
     _, tokenizer, _ = grpo.load_model(args)

@@ -201,7 +201,7 @@ def test_the_teachers_prompts_by_hand():
     """A blank context and one that is too long leave the student's prompt, and count as none."""
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     given = dict(num_generations=2, context_template=TEMPLATE, max_teacher_tokens=8)
-    args = self_distill.Args(**given, instructions="")
+    args = self_distill.Args(**given, examples=False)
     examples = []
     for question in ("1+2=", "30+4="):
         messages = [{"role": "user", "content": question}]
@@ -237,6 +237,7 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
     messages.append({"role": "user", "content": "{context}?"})
     args = self_distill.Args(
         num_generations=1,
+        examples=False,
         instructions="think",
         context_template="{question} {{{context}}}",
         max_teacher_tokens=99,
@@ -250,7 +251,7 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
 # ---- runs
 
 SMALL = dict(num_steps=2, num_prompts=4, num_generations=2, eval_size=2, device="cpu", eval_every=0)
-SMALL |= dict(model=SMALL_MODEL, instructions="", max_prompt_tokens=64, max_new_tokens=24)
+SMALL |= dict(model=SMALL_MODEL, examples=False, max_prompt_tokens=64, max_new_tokens=24)
 SMALL |= dict(max_teacher_tokens=128, context_template=TEMPLATE, gradient_checkpointing=False)
 SMALL |= dict(learning_rate=1e-3, warmup_updates=0)
 

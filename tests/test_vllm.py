@@ -49,7 +49,7 @@ FAMILIES = {
     "SmolLM3": ("SmolLM3Config", dict(tie_word_embeddings=True)),
 }
 FIELDS = dict(
-    instructions="",
+    examples=False,
     dataset=SMALL_TASK,
     max_prompt_tokens=200,
     max_new_tokens=24,

@@ -35,7 +35,7 @@ COMMON = dict(
     learning_rate=2e-3,
 )
 COMMON |= dict(
-    num_iterations=1, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=1
+    num_iterations=1, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=2
 )
 COMMON |= dict(
     clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5
@@ -47,7 +47,7 @@ CASES = [
     # All scripts share the loop over the passes, so some of them have two.
     ("grpo", dict(num_iterations=2)),
     ("grpo", dict(num_minibatches=1, lr_schedule="constant_with_warmup")),
-    ("dr_grpo", {}),
+    ("dr_grpo", dict(lr_schedule="cosine")),
     ("rloo", {}),
     ("rloo", dict(num_minibatches=1)),
     ("reinforce_baseline", dict(baseline="moving_average", num_steps=3)),
@@ -316,14 +316,21 @@ def clip_gradients(model, limit):
     return norm
 
 
-def rate(args, update, per_rollout):
-    """The learning rate of this update (counted from 0), divided by the peak rate."""
+def rate(args, update, per_rollout, pretraining=0):
+    """The learning rate of this update (counted from 0), divided by the peak rate.
+
+    vapo.py doesn't train the policy in the first steps, the pretraining. The policy's schedule begins after them.
+    """
+    update -= pretraining * per_rollout
+    if update < 0:
+        return 0.0
     if update < args.warmup_updates:
-        return update / args.warmup_updates
+        return (update + 1) / args.warmup_updates
     if args.lr_schedule == "constant_with_warmup":
         return 1.0
-    total = args.num_steps * per_rollout
-    return (total - update) / (total - args.warmup_updates)
+    total = (args.num_steps - pretraining) * per_rollout
+    done = (update - args.warmup_updates) / (total - args.warmup_updates)
+    return (1 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1 - done
 
 
 def rewards_of_the_greedy(model, step, args, tokenizer):
@@ -785,14 +792,19 @@ def reference(name, args, steps, patch=None):
                     value_total = value_total + 0.5 * max(errors)
                     sums["vclip"] += bool(errors[1] > errors[0])
             tokens = sum(counted[i] for i in minibatch)
-            metrics["optim/lr"] = args.learning_rate * rate(args, planned + number, per_rollout)
+            pretraining = getattr(args, "value_warmup_steps", 0)
+            factors = [
+                rate(args, planned + number, per_rollout, pretraining),
+                rate(args, planned + number, per_rollout),  # of the critic
+            ]
+            metrics["optim/lr"] = args.learning_rate * factors[0]
             memory.setdefault("emptied", set()).add(tokens == 0)
             if tokens == 0:
                 continue
             losses.append(total.item())
-            for optimizer, peak in zip(optimizers, rates, strict=True):
+            for optimizer, peak, factor in zip(optimizers, rates, factors, strict=False):
                 optimizer.zero_grad()
-                optimizer.param_groups[0]["lr"] = peak * rate(args, planned + number, per_rollout)
+                optimizer.param_groups[0]["lr"] = peak * factor
             if fixed:
                 norms.append(0.0)
             else:

@@ -15,7 +15,7 @@ about 50 tokens, and each column can be wrong. A policy learns only whether the 
 learns this for each column.
 
 The folder contains the model, its tokenizer, train.jsonl and test.jsonl, so it serves as --model and as --dataset. The
-student understands no instructions, so use --instructions "".
+student understands no examples, so use --no-examples.
 
 Measured on 200 questions of test.jsonl, at temperature 0.9: 0.264 of the samples are right (0.574 with two numbers,
 0.099 with five), and 0.999 are well-formed. Greedy, 0.315 are right. Of the groups of eight, 0.490 are all wrong and
