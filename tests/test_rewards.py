@@ -394,6 +394,7 @@ READ = [
     thousands(","),
     thousands("{,}"),
     thousands(",\\!"),
+    thousands(",\\! "),
     thousands("\\,"),
     thousands("\u00a0"),
     fraction("%d/%d"),
