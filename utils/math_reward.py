@@ -421,9 +421,11 @@ def with_same_names(gold, text):
         # The values of x may be called x_1 and x_2.
         text = re.sub(r"([A-Za-z])_[0-9](?= *=)", r"\1", text)
     for named, bare in ((gold, text), (text, gold)):
+        if "=" in bare or INEQUALITY.search(bare):
+            continue
         names = [match[3] for match in NAMED.finditer(named)]
         # In the order of x = 1, y = 2, the values 1, 2 are a pair.
-        if len(set(names)) > 1 and len(names) == named.count("=") and "=" not in bare:
+        if len(set(names)) > 1 and len(names) == named.count("="):
             values = [NAMED.sub(r"\1", x) for x in (gold, text)]
             return [x if re.fullmatch(r"\([^()]*\)", x) else f"({x})" for x in values]
     return with_one_name(gold), with_one_name(text)
