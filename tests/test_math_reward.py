@@ -99,6 +99,8 @@ def test_gold_answers_that_cannot_be_read():
         "x" * 2000,
         "\\boxed{5",
         "9^{9^{9^9}}!(",
+        # math-verify alone reads a half.
+        "\\frac{1}{2}, \\frac{1 \\pm \\sqrt{5}}{2}",
     ):
         assert math_gold(gold) is None, gold
         assert math_reward([block(gold)], [gold]) == [0.0]
@@ -114,6 +116,9 @@ def test_the_answer_of_a_completion():
         == "\\frac{1}{\\sqrt{2}}"
     )
     assert final_answer("\\boxed{17}</think>18") == ""
+    assert final_answer("so $\\boxed{17}$ and $\\boxed{18}$.") == "17, 18"
+    assert final_answer(block("\\boxed{17}, no, \\boxed{18}")) == ""
+    assert final_answer(block("\\boxed{18}, \\boxed{18}")) == "18"
     assert final_answer("18") == ""
     assert last_boxed("\\boxed{17}, no, \\boxed{18}") == "18"
 

@@ -392,6 +392,7 @@ READ = [
     thousands(","),
     thousands("{,}"),
     thousands(",\\!"),
+    thousands(",\\! "),
     thousands("\\,"),
     thousands("\u00a0"),
     fraction("%d/%d"),

@@ -5,8 +5,9 @@ r"""A reward for answers in mathematics, such as those of MATH and AIME. It need
 `math_reward` compares the answer of a completion with the gold answer. The answer is the text of
 the only answer block, or, if the completion has no <answer>, the content of the last \boxed{} after
 the thought. Two numbers are compared by the rules of utils/rewards.py. Everything else is compared
-by math-verify: roots, intervals, sets, matrices, equations, polynomials, words. `math_gold` is None
-for a gold answer that can't be read: such a row is skipped.
+by math-verify: roots, intervals, sets, matrices, polynomials, words. But numbers inside of these, and
+equations, are compared exactly, by agree and is_same_equation. `math_gold` is None for a gold answer
+that can't be read: such a row is skipped.
 
 A policy may write a formula that math-verify can't finish. math-verify has a timer, but this timer
 works only in the main thread, and can't stop a computation inside of C code. So math-verify runs in
@@ -34,6 +35,8 @@ from utils.rewards import GOLD_READERS, MAX_TEXT, answer_block, parse_number
 
 # Seconds of processor time for one comparison.
 SECONDS = 3
+# A decimal of so many digits counts as a number that no decimal equals, such as 1/3.
+DIGITS = 12
 # Seconds after which a process that doesn't answer is killed.
 PATIENCE = 60
 # Bytes of memory for a process.
@@ -43,14 +46,48 @@ MEMORY = 4 * 2**30
 MISREAD = re.compile(
     r"[0-9] +[0-9]|[0-9]\}?_"
     r"|(?i:hundred|thousand|million|billion|trillion|dozen|squared|cubed|\btens\b|\bmil\b)"
-    r"|\\(?:text|mathrm)\{ *[kKi] *\}"
+    r"|\\(?:text|mathrm)\{ *[kKijnxyz] *\}"
 )
 # The answer is $\frac{1}{2}$.
 ONE_FORMULA = re.compile(r"([^$0-9\\]*)\$([^$]+)\$([^$0-9\\]*)")
 # 1011_2 and 1011_{2}
 BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
-# \log_2 3 and \log_23 are \log_{2}{3}.
-LOG_BASE = re.compile(r"\\log_ ?([0-9]) ?([0-9]+)")
+UPRIGHT = r"(?:\\(?:mathrm|text|textrm|textnormal|operatorname) ?\{|\{\\rm )([ei])\}"
+SLANTED = r"\\(?:mathbf|mathit|boldsymbol|bm|textbf|textit) ?\{([A-Za-z])\}"
+# Notations that math-verify would misread or miss, and how they are rewritten before it reads them.
+REWRITES = [
+    # \log_2 3 and \log_23
+    (r"\\log_ ?([0-9]) ?([0-9]+)", r"\\log_{\1}{\2}"),
+    # 32,\! 349 and 32{,}349
+    (r"(?<=[0-9])(?<![0-9]{4})(?:,\\!|\{,\}|\\,) ?(?=[0-9]{3}(?![0-9]))", ""),
+    # the numbers e and i in upright letters, and variables in bold or italic ones
+    (rf"(?<![A-Za-z])(?:{UPRIGHT}|{SLANTED})(?![A-Za-z])", r"\1\2"),
+    (rf"{UPRIGHT}|{SLANTED}", r"{\1\2}"),
+    (r"\\(?:text(?:normal|rm|bf|it|sf)|mbox)(?= ?\{)", r"\\text"),
+    (r"\\text ?\{ *,? *(and|or) *\}", r" \1 "),
+    # a matrix that is written as an array
+    (
+        r"(?:\\left)?([(\[]) *\\begin\{array\} *\{[lcr ]+\}((?:(?!\\begin).)*?)\\end\{array\} *"
+        r"(?:\\right)?[)\]]",
+        r"\\begin{bmatrix}\2\\end{bmatrix}",
+    ),
+]
+REWRITES = [(re.compile(pattern, re.DOTALL), new) for pattern, new in REWRITES]
+# What connects the boxes of one list: \boxed{1} and \boxed{2}
+BETWEEN_BOXES = re.compile(r"(?:[\s$,;&}]|\\[()\[\],;]|\\q?quad|\\text ?\{|and|or)*")
+# What isn't the name of a variable: spaces, borders of formulas, words, and text.
+PROSE = re.compile(
+    r"[\s$]|\\[,;: ()\[\]]|\\(?:text|mathrm) ?\{[^{}]*\}"
+    r"|(?<![\\A-Za-z])(?:[A-Z][a-z]+|[a-z]{3,}|is|so|we|of|be|by)(?![A-Za-z])"
+)
+NAME = r"\\?[A-Za-z]+(?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]+\}))?"
+# x = in x = 1, x = 2
+NAMED = re.compile(rf"(^|[,;]|\band\b|\bor\b)((?:\s|\\[,;: ]|\\q?quad)*)({NAME}) *= *")
+INEQUALITY = re.compile(r"[<>]|\\(?:[lg](?:eq?|t)|neq?)(?![A-Za-z])")
+# The sides before the last one in a member of a list, as in x = 5+6 = 11, but not in 10! = x.
+LEFT_SIDES = re.compile(
+    rf"(^|[,;])(?:(?:[^,;=<>{{}}]|\{{[^{{}}=]*\}})*=)+(?!\s*{NAME}\s*(?:$|[,;]))"
+)
 # LaTeX that asks for no operation: units, degrees, powers of ten, and commands that only name a thing
 # or change how a text looks.
 NOTATION = re.compile(
@@ -58,7 +95,7 @@ NOTATION = re.compile(
     r"|\^ ?\{? ?\\circ ?\}?"
     r"|(?<![0-9.])10\^(?:\{[-+]?[0-9]+\}|[0-9])"
     r"|\\(?:begin|end)\{[pb]?matrix\}"
-    r"|\\(?:boxed|left|right|displaystyle|degree|quad|qquad|cdot|times|pm|cup|in)(?![A-Za-z])"
+    r"|\\(?:boxed|left|right|displaystyle|degree|quad|qquad|cdot|times|cup|in)(?![A-Za-z])"
 )
 CONSTANTS = {"pi", "infty", "mathbb", "emptyset", "varnothing"}
 # \frac{6}{2} and 6/2
@@ -104,8 +141,9 @@ def final_answer(completion: str) -> str:
     r"""The answer in the only answer block or, without <answer>, in the last \boxed{}, else ""."""
     if "<answer>" in completion:
         block = answer_block(completion)
-        # Two boxes in the block are two guesses.
-        return last_boxed(block) if block.count("\\boxed") < 2 else ""
+        boxes = block.count("\\boxed")
+        # Two boxes in the block are two guesses, unless they are a list.
+        return last_boxed(block) if boxes < 2 or boxes == len(last_boxes(block)) else ""
     conclusion = completion.rpartition("</think>")[2]
     return last_boxed(conclusion) if "\\boxed" in conclusion else ""
 
@@ -113,25 +151,45 @@ def final_answer(completion: str) -> str:
 def last_boxed(text: str) -> str:
     r"""The content of the last \boxed{}. Without one, the only formula of the text, or the text.
 
-    The text beside a formula is dropped only if it doesn't change it, as in -$5$ or $5$ million.
+    \boxed{1} and \boxed{2} are the list 1, 2. The text beside a formula is dropped only if it
+    doesn't change it, as in -$5$ or $5$ million.
     """
-    text = LOG_BASE.sub(r"\\log_{\1}{\2}", text)
-    _, box, rest = text.rpartition("\\boxed{")
-    if not box:
-        text = text.rpartition("####")[2]
-        if formula := ONE_FORMULA.fullmatch(text):
-            before, inside, after = formula.groups()
-            # If a 7 in place of the formula is read as 7, the text beside it changes nothing.
-            if parse_number(f"{before}7{after}") == 7:
-                text = inside
-        return text.strip()
+    for pattern, new in REWRITES:
+        text = pattern.sub(new, text)
+    if "\\boxed{" in text:
+        # A box that is repeated is one answer.
+        return ", ".join(dict.fromkeys(last_boxes(text)))
+    text = text.rpartition("####")[2]
+    if formula := ONE_FORMULA.fullmatch(text):
+        before, inside, after = formula.groups()
+        # If a 7 in place of the formula is read as 7, the text beside it changes nothing.
+        if parse_number(f"{before}7{after}") == 7:
+            text = inside
+    return text.strip()
+
+
+def last_boxes(text: str) -> list[str]:
+    r"""The content of the last \boxed{}, after those of the boxes that are in one list with it."""
+    boxes = []
+    for rest in reversed(text.split("\\boxed{")[1:]):
+        content = before_closing_brace(rest[:MAX_TEXT])
+        # Without the brace, the text has been cut off.
+        if content is None:
+            break
+        if boxes and not BETWEEN_BOXES.fullmatch(rest[len(content) + 1 :]):
+            break
+        boxes.append(content.strip())
+    return boxes[::-1]
+
+
+def before_closing_brace(text: str) -> str | None:
+    """The text up to the brace that closes one opened before it, or None without this brace."""
     depth = 1
-    for i, character in enumerate(rest[:MAX_TEXT]):
+    for i, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return rest[:i].strip()
-    # The brace is missing: the text has been cut off.
-    return ""
+            return text[:i]
+    return None
 
 
 def is_right(pair: tuple[str, str]) -> bool:
@@ -140,12 +198,27 @@ def is_right(pair: tuple[str, str]) -> bool:
     if not text or not gold:
         return False
     numbers = parse_number(gold), parse_number(text)
-    if None not in numbers:
-        return numbers[0] == numbers[1]
+    names = variable(gold), variable(text)
+    # y = 5 isn't x = 5, but 5 is both.
+    if None not in numbers and ("" in names or names[0] == names[1]):
+        if numbers[0] == numbers[1]:
+            return True
+        # agree() knows whether 0.0833333333333 is 1/12.
+        if abs(numbers[0] - numbers[1]) > abs(numbers[0]) / 10 ** (DIGITS - 2):
+            return False
     bases = BASE.fullmatch(gold), BASE.fullmatch(text)
     if None not in bases:
         return bases[0].groups() == bases[1].groups()
     return is_safe(gold) and is_safe(text) and ask(gold, text)
+
+
+def variable(text: str) -> str:
+    """The name in x = 5, 5 = x or P(A) = 0.5, without spaces and words. Often ""."""
+    left, equals, right = text.partition("=")
+    left, right = PROSE.sub("", left), PROSE.sub("", right)
+    if equals and re.search("[A-Za-z]", left):
+        return left
+    return right if equals and re.fullmatch(NAME, right) else ""
 
 
 def is_safe(text: str) -> bool:
@@ -216,23 +289,61 @@ def ask(gold: str, text: str | None = None) -> bool:
 # ==== inside of a process ====
 @lru_cache(maxsize=1000)
 def parse(text):
-    """What math-verify reads: a list that is empty, or has one object of sympy."""
+    """What math-verify reads, an object of sympy with exact numbers, or None."""
+    from latex2sympy2_extended.logic import And
     from math_verify import LatexExtractionConfig
     from math_verify import parse as math_parse
+    from sympy import Eq, evaluate
 
     if WORDS.fullmatch(text):
         text = rf"\text{{{text}}}"
-    return math_parse(
+    # The first match is the whole text. math-verify would go on, and take a fraction out of it.
+    found = math_parse(
         rf"\boxed{{{text}}}",
         [LatexExtractionConfig(boxed_match_priority=0)],
         fallback_mode="no_fallback",
+        extraction_mode="first_match",
         parsing_timeout=None,
     )
+    if not found:
+        return None
+    parsed = found[0]
+    with evaluate(False):
+        if isinstance(parsed, And) and all(isinstance(x, Eq) for x in parsed.args):
+            # x = 5+6 = 11 is x = 11.
+            equations = parsed._unsorted_args
+            return Eq(exact(equations[0].lhs), exact(equations[-1].rhs))
+        if isinstance(parsed, Eq):
+            sides = exact(parsed.lhs), exact(parsed.rhs)
+            # 5 = x is x = 5.
+            return Eq(*reversed(sides)) if parsed.rhs.is_Symbol else Eq(*sides)
+        return exact(parsed)
+
+
+def exact(parsed):
+    """0.5 as 1/2. Only an interval is computed anew: a power may be huge."""
+    from sympy import Float, Interval, Rational, Union, evaluate
+
+    with evaluate(isinstance(parsed, Interval | Union)):
+        return parsed.xreplace({x: Rational(str(x)) for x in parsed.atoms(Float)})
+
+
+def name_of(parsed):
+    """The x of x = 5, or None."""
+    from math_verify.grader import is_assignment_relation
+
+    return parsed.lhs if is_assignment_relation(parsed) else None
+
+
+def value_of(parsed):
+    """The 5 of x = 5. Anything else is its own value."""
+    return parsed if name_of(parsed) is None else parsed.rhs
 
 
 def operations(text):
     """The kinds of operation that a text asks for, such as {"!", "^", "sqrt", "+"}."""
-    text = NOTATION.sub(" ", text)
+    # 1 \pm \sqrt{2} has a sum, as 1 - \sqrt{2} has one.
+    text = re.sub(r"\\pm(?![A-Za-z])", "-", NOTATION.sub(" ", text))
     kinds = set(re.findall(r"[!^|⌊⌈√]|[a-z]{2,}(?= *\()", text))
     kinds |= set(re.findall(r"\\([A-Za-z]+)", text)) - CONSTANTS
     kinds -= {"frac", "dfrac", "tfrac", "cfrac"}  # is_carried_out looks at divisions
@@ -241,17 +352,17 @@ def operations(text):
     return kinds
 
 
-def is_carried_out(gold, golds, text):
+def is_carried_out(gold, value, text):
     """Whether a text asks for no operation that the gold answer doesn't hold.
 
     Otherwise a policy would earn the reward by copying the question: 10! for 3628800. A gold answer
-    with a variable may be written in any form. golds is what math-verify reads in gold.
+    with a variable may be written in any form. value is what math-verify reads in gold.
     """
-    from sympy import Eq
-
-    values = [x.rhs if isinstance(x, Eq) else x for x in golds]  # x = 5 is 5
-    if any(getattr(value, "free_symbols", None) for value in values):
+    if getattr(value, "free_symbols", None):
         return True
+    # Only the last side of 5+6 = 11 counts.
+    text = INEQUALITY.sub("<", re.sub(r"\b(?:and|or)\b", ",", text))
+    text = LEFT_SIDES.sub(r"\1", text)
     if not operations(text) <= operations(gold):
         return False
     if UNFINISHED.search(text) and not UNFINISHED.search(gold):
@@ -260,28 +371,139 @@ def is_carried_out(gold, golds, text):
         return True
     # 3/4 is a number, but 6/2 is a division. So is any division whose value is a whole number.
     divisions = DIVISION.findall(NOTATION.sub(" ", text))
-    if any(getattr(value, "is_integer", False) for value in values):
+    if getattr(value, "is_integer", False):
         return not divisions
     fractions = [[int(number) for number in numbers if number] for numbers in divisions]
     return not any(len(x) == 2 and x[1] > 0 and x[0] % x[1] == 0 for x in fractions)
 
 
 def compare(gold, text):
-    """Whether math-verify finds that the text is the gold answer."""
+    """Whether the text is the gold answer, or without a text whether the gold answer can be read."""
     from math_verify import verify
-    from sympy import FiniteSet
+    from sympy import Eq, FiniteSet, Set, evaluate
 
-    golds = parse(gold)
-    if text is None or not golds:
-        return bool(golds)
-    texts = parse(text)
-    # math-verify takes the set {1, 2} for the pair (1, 2).
-    if [isinstance(x, FiniteSet) for x in golds] != [isinstance(x, FiniteSet) for x in texts]:
+    if text is None:
+        return parse(with_one_name(gold)) is not None
+    gold, text = with_same_names(gold, text)
+    a, b = parse(gold), parse(text)
+    if a is None or b is None or not is_carried_out(gold, value_of(a), text):
         return False
-    if not is_carried_out(gold, golds, text):
+    # math-verify takes the i of 5i for another symbol than that of 5 i.
+    symbols = {str(x): x for x in a.free_symbols}
+    with evaluate(False):
+        b = b.xreplace({x: symbols.get(str(x), x) for x in b.free_symbols})
+    sets = solution_set(a, gold), solution_set(b, text)
+    if all(isinstance(value_of(x), Set) for x in sets):
+        a, b = sets
+    if isinstance(a, Eq) and isinstance(b, Eq) and (name_of(a) is None or name_of(a) != name_of(b)):
+        # 2x = 6 isn't x = 3: it hasn't been solved.
+        is_solved = a.lhs.is_Symbol and not a.rhs.free_symbols
+        return not is_solved and is_same_equation(a, b)
+    a, b = value_of(a), value_of(b)
+    # math-verify takes the set {1, 2} for the pair (1, 2), and x = 1, y = 2 for 1, 2.
+    kinds = [(isinstance(x, FiniteSet), isinstance(x, FiniteSet) and x.has(Eq)) for x in (a, b)]
+    if kinds[0] != kinds[1]:
         return False
-    # Decimals are compared to 12 places: 0.333333 isn't 1/3.
-    return verify(golds, texts, float_rounding=12, timeout_seconds=None)
+    return verify([a], [b], timeout_seconds=None)
+
+
+def with_one_name(text):
+    """x = 1, 2 for x = 1, x = 2, which math-verify reads as two equations."""
+    names = [match[3] for match in NAMED.finditer(text)]
+    if len(names) < 2 or len(names) != text.count("=") or INEQUALITY.search(text):
+        return text
+    return f"{names[0]} = " + NAMED.sub(r"\1", text) if len(set(names)) == 1 else text
+
+
+def with_same_names(gold, text):
+    """The two texts, written so that math-verify can compare their lists of values."""
+    if "_" not in gold:
+        # The values of x may be called x_1 and x_2.
+        text = re.sub(r"([A-Za-z])_[0-9](?= *=)", r"\1", text)
+    for named, bare in ((gold, text), (text, gold)):
+        if "=" in bare or INEQUALITY.search(bare):
+            continue
+        names = [match[3] for match in NAMED.finditer(named)]
+        # In the order of x = 1, y = 2, the values 1, 2 are a pair.
+        if len(set(names)) > 1 and len(names) == named.count("="):
+            values = [NAMED.sub(r"\1", x) for x in (gold, text)]
+            return [x if re.fullmatch(r"\([^()]*\)", x) else f"({x})" for x in values]
+    return with_one_name(gold), with_one_name(text)
+
+
+def solution_set(parsed, text):
+    """For inequalities that have been solved for x: x in a set. Anything else stays as it is."""
+    from sympy import Eq, FiniteSet, Intersection, Union, evaluate
+    from sympy.core.relational import Relational
+
+    members = parsed.args if isinstance(parsed, FiniteSet) else [parsed]
+    # -1 < x < 2 has two relations.
+    relations = [x for member in members for x in getattr(member, "_unsorted_args", [member])]
+    if all(isinstance(x, Eq) or not isinstance(x, Relational) for x in relations):
+        return parsed
+    for x in relations:
+        # x > 5 is solved, but neither 2x > 10 nor x > 2x - 5 is.
+        if not (x.lhs.is_Symbol or x.rhs.is_Symbol) or (x.lhs.free_symbols and x.rhs.free_symbols):
+            return parsed
+    if len(parsed.free_symbols) > 1:
+        return parsed
+    sets = [member.as_set() for member in members]
+    # Without a word between them, all hold at the same time, if they can.
+    union, intersection = Union(*sets), Intersection(*sets)
+    is_union = re.search(r"\bor\b", text)
+    if intersection.is_empty and not re.search(r"\band\b", text):
+        is_union = True
+    with evaluate(False):
+        return Eq(*parsed.free_symbols, union if is_union else intersection)
+
+
+def is_same_equation(a, b):
+    """Whether an equation is a multiple of the other, as 2x + 4y = 6 is of y = (3 - x)/2."""
+    from sympy import cancel, fraction, radsimp, simplify, together
+
+    sides = [fraction(cancel(together(x.lhs - x.rhs)))[0] for x in (a, b)]
+    ratio = simplify(radsimp(simplify(sides[0] / sides[1])))
+    return bool(ratio.is_number and ratio.is_finite and not ratio.is_zero)
+
+
+def agree(a, b, *precision):
+    """Whether two numbers are equal, or one is a long decimal of the other.
+
+    It replaces math-verify's comparison, which takes numbers that differ by less than 1e-15 for equal.
+    """
+    from math_verify.grader import get_pct_val
+    from sympy import MatrixBase, MatrixExpr
+    from sympy.core.evalf import PrecisionExhausted
+
+    # 50% is 50.
+    a, b = get_pct_val(a, a), get_pct_val(b, b)
+    if isinstance(a, MatrixBase | MatrixExpr) and isinstance(b, MatrixBase | MatrixExpr):
+        a, b = a.doit(), b.doit()
+        return a.shape == b.shape and all(map(agree, a.flat(), b.flat()))
+    difference = a - b
+    if difference.free_symbols:
+        return False
+    try:
+        # This computes two digits of the difference, from up to 1000 digits of the numbers.
+        difference = difference.evalf(2, maxn=1000, strict=True)
+    except PrecisionExhausted:
+        # They are equal to 1000 digits, or contain something that isn't computed so exactly.
+        return difference.evalf(15, chop=True) == 0
+    ends = places(a), places(b)
+    if difference == 0 or (ends[0] is None) == (ends[1] is None):
+        return difference == 0
+    # All digits of the decimal are right: it is rounded or cut off.
+    decimal, digits = (b, ends[1]) if ends[0] is None else (a, ends[0])
+    is_long = digits > 0 and abs(decimal) * 10**digits >= 10 ** (DIGITS - 1)
+    return bool(is_long and abs(difference) * 10**digits < 1)
+
+
+def places(number):
+    """The number of digits after the point of a decimal, None if no decimal is this number."""
+    if not number.is_Rational:
+        return None
+    powers = range(number.q.bit_length())
+    return next((n for n in powers if pow(10, n, number.q) == 0), None)
 
 
 class Late(BaseException):
@@ -294,8 +516,9 @@ def on_timer(number, frame):
 
 def work(seconds):
     """Answer every line of stdin, the JSON of [gold, text], with yes or no."""
-    import math_verify  # noqa: F401
+    from math_verify import grader
 
+    grader.sympy_numeric_eq = agree
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))

@@ -15,8 +15,8 @@ exactly one number, and each word with a digit must be a number from its first c
 last. Otherwise the text has no number: an answer earns 0.0, and a row with this gold answer is
 skipped. Numbers are compared as exact fractions.
 
-- Read: 18, 1,450, 12.50, .5, 3/4, 3 1/2, 1e3, 1.5 x 10^6, and LaTeX's 1{,}450, 1\\,450, \\frac34,
-  3\\frac{1}{2} and 1.5 \\times 10^6. Signs: +7, -7, -$7, $-7, - 7, minus 7, negative 7.
+- Read: 18, 1,450, 12.50, .5, 3/4, 3 1/2, 1e3, 1.5 x 10^6, and LaTeX's 1{,}450, 1\\,450, 1,\\! 450,
+  \\frac34, 3\\frac{1}{2} and 1.5 \\times 10^6. Signs: +7, -7, -$7, $-7, - 7, minus 7, negative 7.
 - Ignored: most words, $, %, degrees, units such as cm^2 and m/s^2, brackets, quotes, markdown, a
   final period, \\boxed and \\text, and the left side of a calculation. So 75% is 75, and
   48/2 = 24 is 24.
@@ -117,7 +117,7 @@ BEFORE_NUMBER = rf"(?=[-+{MONEY}({{&]*\.?[0-9])"
 # An argument of \frac: a number in braces, or one digit.
 ARGUMENT = rf" ?(?:\{{ ?(-?{DECIMAL}) ?\}}|([0-9]))"
 # LaTeX's commands that show their argument.
-SHOW = r"\\(?:boxed|fbox|text|textbf|mathrm|mathbf|mbox)"
+SHOW = r"\\(?:boxed|fbox|text|textbf|textnormal|textrm|mathrm|mathbf|mbox)"
 # A letter alone is a variable, or k for thousand. "a" and "I" are words.
 LETTER = "[b-zB-HJ-Z]"
 # Words that change the number before them, and words that change the number after them.
@@ -150,6 +150,8 @@ LEFT_SIDE = rf"(?:[-+*/÷^0-9.()%{{}}&{MONEY}]|,(?=[0-9]{{3}}))"
 RULES = [
     # GSM8K's annotations: <<48/2=24>>
     ("<<[^<>]*>>", ""),
+    # MATH writes 1,\! 450.
+    (r",\\! (?=[0-9]{3}(?![0-9]))", ","),
     # LaTeX that shows nothing
     (r"\\!|\\(?:left|right|displaystyle)(?![A-Za-z])", ""),
     # a minus sign and an en dash
