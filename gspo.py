@@ -622,11 +622,12 @@ def compute_logits(model, hidden):
     """The logits (T, V) float32 of hidden states (T, D)."""
     # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
     logits = model.get_output_embeddings()(hidden.float())  # (T, V) float32
-    # Cohere, Falcon-H1 and Granite scale the logits. Gemma 2, 3n and 4 cap them.
+    # Some families scale the logits, and some cap them.
     config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", 1.0) * getattr(config, "lm_head_multiplier", 1.0)
-    scale = scale / getattr(config, "logits_scaling", 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere; in MPT it is None
+    scale = scale * getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
+    scale = scale / getattr(config, "logits_scaling", 1.0)  # Granite, MiniCPM3
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3n and 4, VaultGemma
     if scale != 1.0:
         logits = logits * scale
     if cap:

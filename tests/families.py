@@ -120,6 +120,7 @@ WHOLE = {
     "Ministral 3, text": ("ministral3", {}),
     "Ministral 3, with its vision part": ("mistral3", {}),
     "Mixtral": ("mixtral", {}),
+    "MPT": ("mpt", {}),
     "nanochat": ("nanochat", {}),
     "Nemotron": ("nemotron", dict(num_key_value_heads=2)),
     "Nemotron-H": ("nemotron_h", {}),
