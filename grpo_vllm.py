@@ -627,6 +627,23 @@ def response_states(model, rollout):
     return outputs.last_hidden_state[row, before]
 
 
+def compute_logits(model, hidden):
+    """The logits (T, V) float32 of hidden states (T, D)."""
+    # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
+    logits = model.get_output_embeddings()(hidden.float())  # (T, V) float32
+    # Some families scale the logits, and some cap them.
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere; in MPT it is None
+    scale = scale * getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
+    scale = scale / getattr(config, "logits_scaling", 1.0)  # Granite, MiniCPM3
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3n and 4, VaultGemma
+    if scale != 1.0:
+        logits = logits * scale
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
 def compute_logprobs(model, rollout, temperature):
     """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
     hidden = response_states(model, rollout)  # (T, D)
@@ -634,8 +651,7 @@ def compute_logprobs(model, rollout, temperature):
     head = model.get_output_embeddings()
 
     def chunk_logprobs(chunk_hidden, chunk_targets):
-        # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
-        logits = head(chunk_hidden.float()).div_(temperature)  # (chunk, V) float32
+        logits = compute_logits(model, chunk_hidden).div_(temperature)  # (chunk, V) float32
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
@@ -905,6 +921,7 @@ def load_model(args):
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"--model {name}: its files have no weights for {missing}")
+    check_head(model, f"--model {name}")
     model.to(device)
     if args.gradient_checkpointing:
         # No forward pass is random, so the random state needn't be kept.
@@ -913,17 +930,39 @@ def load_model(args):
     return model, tokenizer, eos_ids
 
 
+def check_head(model, flag):
+    """Raise an error if compute_logits differs from the model's own code. flag names the model."""
+    ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits  # (1, 5, V)
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 5, D)
+        error = (compute_logits(model, hidden) - logits).abs().max()
+    # The two may round differently, because some families scale the hidden states instead.
+    if not error <= 1e-5 * logits.abs().max():  # NaN is refused, too
+        raise ValueError(
+            f"{flag}: not supported, because compute_logits doesn't know the head of this family, "
+            f"{model.config.model_type}"
+        )
+
+
 def load_config(args, name):
     """A model's configuration, with all dropout set to 0. The longest sequence must fit into it."""
     config = AutoConfig.from_pretrained(name)
+    if config.model_type == "phimoe":
+        raise ValueError(f"{name}: PhiMoE isn't supported, because it routes at random in training")
     text_config = config.get_text_config()
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key or "jitter" in key):
                 setattr(part, key, 0.0)  # its noise would change the ratios
-    # The whole sequence has to be visible, so a sliding window is a limit like the context.
-    for key in ("max_position_embeddings", "sliding_window", "window_size"):
-        limit = getattr(text_config, key, None)
+    # The windows of GPT-Neo and Doge, which their layers apply, are limits like the context.
+    keys = ("max_position_embeddings", "window_size", "keep_window_size")
+    limits = [getattr(text_config, key, None) for key in keys]
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length all positions turn by other angles, but the cached keys stay.
+        limits.append(rope["original_max_position_embeddings"])
+    for limit in limits:
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             raise ValueError(
                 f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "

@@ -68,12 +68,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import trange
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoTokenizer,
 )
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
 
 from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
@@ -661,15 +663,21 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     model.eval()
     device = prompt_ids.device
     segment = SEGMENT[device.type]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     num_rows = len(prompt_ids) * num_samples
     response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache makes one StaticLayer for each layer of the model. A StaticLayer counts the columns that
-    # it has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
-    # larger.
-    cache = Cache(layer_class_to_replicate=lambda: StaticLayer(max_cache_len=prompt_ids.shape[1]))
+    # cache has a StaticLayer for each layer with attention. It counts the columns that it has
+    # filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it larger.
+    # A layer with linear attention or a convolution has a state of fixed size instead.
+    cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
+    for i, is_sliding in enumerate(cache.is_sliding):
+        if is_sliding:
+            # transformers' layer would drop what lies before its window. Here a mask hides it.
+            cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     logits = model(
@@ -696,8 +704,16 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         # All tensors change in place, because a CUDA graph replays on the same memory. Where the
         # loop below replaces them, it drops the graph.
         bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+        masks = bias
+        if window and bias.shape[3] > window:
+            columns = torch.arange(bias.shape[3], device=device)  # (columns,)
+            is_before = columns <= next_column - window  # (columns,) bool
+            masks = bias.masked_fill(is_before, masked_bias)  # (rows, 1, 1, columns)
+            if getattr(config, "layer_types", None):  # a mask for each kind of layer
+                masks = {"sliding_attention": masks, "full_attention": bias}
+                masks |= {"linear_attention": None, "conv": None}
         outputs = model(
-            token[:, None], attention_mask=bias, position_ids=position[:, None], **options
+            token[:, None], attention_mask=masks, position_ids=position[:, None], **options
         )
         logits.copy_(outputs.logits)
         position.add_(1)
@@ -758,10 +774,14 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 
 
 def select_rows(cache, rows, new_columns=0):
-    """Keep these rows of the cached keys and values (a row may repeat), and append columns."""
+    """Keep these rows of the cache (a row may repeat), and append columns of keys and values."""
     for layer in cache.layers:
-        layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))  # (rows, heads, columns, size)
-        layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+        # A layer may have both: a state, and keys and values (rows, heads, columns, size).
+        if isinstance(layer, LinearAttentionLayer):
+            LinearAttentionLayer.reorder_cache(layer, rows)
+        if isinstance(layer, StaticLayer):
+            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
+            layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
 
 
 def response_states(model, rollout):
@@ -785,6 +805,23 @@ def response_states(model, rollout):
     return outputs.last_hidden_state[row, before]
 
 
+def compute_logits(model, hidden):
+    """The logits (T, V) float32 of hidden states (T, D)."""
+    # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
+    logits = model.get_output_embeddings()(hidden.float())  # (T, V) float32
+    # Some families scale the logits, and some cap them.
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere; in MPT it is None
+    scale = scale * getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
+    scale = scale / getattr(config, "logits_scaling", 1.0)  # Granite, MiniCPM3
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3n and 4, VaultGemma
+    if scale != 1.0:
+        logits = logits * scale
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
 def compute_logprobs(model, rollout, temperature):
     """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
     hidden = response_states(model, rollout)  # (T, D)
@@ -792,8 +829,7 @@ def compute_logprobs(model, rollout, temperature):
     head = model.get_output_embeddings()
 
     def chunk_logprobs(chunk_hidden, chunk_targets):
-        # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
-        logits = head(chunk_hidden.float()).div_(temperature)  # (chunk, V) float32
+        logits = compute_logits(model, chunk_hidden).div_(temperature)  # (chunk, V) float32
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
@@ -1061,18 +1097,37 @@ def load_model(args):
         name = f"HuggingFaceTB/{name}"
     tokenizer = AutoTokenizer.from_pretrained(name)
     config = load_config(args, name)
-    model, info = AutoModelForCausalLM.from_pretrained(
+    # Ministral 3 and others are published with a vision part, which a run neither uses nor trains.
+    is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
+    model, info = auto_class.from_pretrained(
         name, config=config, dtype=torch.float32, output_loading_info=True
     )
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"--model {name}: its files have no weights for {missing}")
+    check_head(model, f"--model {name}")
     model.to(device)
     if args.gradient_checkpointing:
         # No forward pass is random, so the random state needn't be kept.
         model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
     eos_ids = torch.tensor(find_eos_ids(model, tokenizer), dtype=torch.long, device=device)
     return model, tokenizer, eos_ids
+
+
+def check_head(model, flag):
+    """Raise an error if compute_logits differs from the model's own code. flag names the model."""
+    ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits  # (1, 5, V)
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 5, D)
+        error = (compute_logits(model, hidden) - logits).abs().max()
+    # The two may round differently, because some families scale the hidden states instead.
+    if not error <= 1e-5 * logits.abs().max():  # NaN is refused, too
+        raise ValueError(
+            f"{flag}: not supported, because compute_logits doesn't know the head of this family, "
+            f"{model.config.model_type}"
+        )
 
 
 def load_value_model(args, model):
@@ -1096,14 +1151,21 @@ def load_value_model(args, model):
 def load_config(args, name):
     """A model's configuration, with all dropout set to 0. The longest sequence must fit into it."""
     config = AutoConfig.from_pretrained(name)
+    if config.model_type == "phimoe":
+        raise ValueError(f"{name}: PhiMoE isn't supported, because it routes at random in training")
     text_config = config.get_text_config()
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key or "jitter" in key):
                 setattr(part, key, 0.0)  # its noise would change the ratios
-    # The whole sequence has to be visible, so a sliding window is a limit like the context.
-    for key in ("max_position_embeddings", "sliding_window", "window_size"):
-        limit = getattr(text_config, key, None)
+    # The windows of GPT-Neo and Doge, which their layers apply, are limits like the context.
+    keys = ("max_position_embeddings", "window_size", "keep_window_size")
+    limits = [getattr(text_config, key, None) for key in keys]
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length all positions turn by other angles, but the cached keys stay.
+        limits.append(rope["original_max_position_embeddings"])
+    for limit in limits:
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
             raise ValueError(
                 f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "

@@ -3,6 +3,7 @@
 Also: the teachers that are refused.
 """
 
+import copy
 import dataclasses
 import json
 import math
@@ -13,10 +14,9 @@ import torch
 from conftest import ROOT, SMALL_TASK
 from patched import load_patched
 from transformers import (
+    CONFIG_MAPPING,
     AutoModelForCausalLM,
     AutoTokenizer,
-    Gemma2Config,
-    Gemma2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -281,16 +281,41 @@ def test_a_teacher_without_all_its_weights(tmp_path):
     refuse(line, teacher=str(folder))
 
 
-def test_a_teacher_with_capped_logits(tmp_path):
-    """distill.py applies only the teacher's head. A capped model's head alone doesn't give the log-probabilities."""
-    folder = tmp_path / "teacher"
+def save_teacher(folder, kind, **fields):
+    """A random teacher of another family than the student's, with a tied head of eight more rows."""
     tokenizer = AutoTokenizer.from_pretrained(ADDER)
-    fields = dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
+    fields |= dict(hidden_size=16, intermediate_size=16, num_attention_heads=2, head_dim=8)
     fields |= dict(num_hidden_layers=1, num_key_value_heads=1, vocab_size=len(tokenizer) + 8)
-    Gemma2ForCausalLM(Gemma2Config(**fields)).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields))
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    line = f"--teacher {folder}: not supported, because its logits are capped or scaled"
-    refuse(line, teacher=str(folder))
+    return model
+
+
+def test_a_teacher_with_capped_logits(tmp_path):
+    """The teacher's log-probabilities are those of its own logits, which it caps."""
+    model = save_teacher(tmp_path, "gemma2", final_logit_softcapping=0.5, initializer_range=0.5)
+    args = bundled(teacher=str(tmp_path), device="cpu")
+    student, tokenizer, _ = distill.load_model(args)
+    teacher = distill.load_teacher(args, student, tokenizer)
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    prompt, response = torch.tensor([[3, 4, 5]]), torch.tensor([[6, 7, 8]])
+    rollout = make_rollout(prompt, mask, response, mask)
+    expected = model.eval()(torch.cat([prompt, response], 1)).logits[0].log_softmax(1)[[2, 3, 4]]
+    found = distill.compute_logprobs(teacher, rollout, 1.0)
+    torch.testing.assert_close(found[0], expected.gather(1, response.T)[:, 0])
+    # The patch of the whole vocabulary caps them, too: a model has no KL to itself.
+    uncapped = copy.deepcopy(teacher)
+    uncapped.config.final_logit_softcapping = None
+    assert full_vocabulary.compute_reverse_kl(teacher, uncapped, rollout, 1.0).min() > 0.01
+    assert full_vocabulary.compute_reverse_kl(teacher, teacher, rollout, 1.0).abs().max() < 1e-6
+
+
+def test_a_teacher_with_an_unknown_head(tmp_path):
+    """The teacher doesn't sample, so no gap would show that its log-probabilities are wrong."""
+    save_teacher(tmp_path, "hyperclovax", logits_scaling=0.5)
+    line = f"--teacher {tmp_path}: not supported, because compute_logits doesn't know the head"
+    refuse(line, teacher=str(tmp_path))
 
 
 def test_a_teacher_with_a_shorter_context(tmp_path):

@@ -17,6 +17,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT, SMALL_MODEL, skip_without_engine, small_recipe
 from safetensors.torch import load_file, save_file
 
@@ -139,6 +140,22 @@ def test_every_script_refuses_two_rewards_of_one_name(script, tmp_path, monkeypa
 
 
 # ---- models
+@pytest.mark.scripts("grpo", "grpo_lora")
+def test_an_unknown_head_ends_the_run(script, tmp_path):
+    """The trainer would compute other logits than the model."""
+    model = tmp_path / "model"
+    shutil.copytree(SMALL_MODEL, model)
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    fields = dict(vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
+    fields |= dict(num_attention_heads=2, num_key_value_heads=1, logits_scaling=0.5)
+    config = transformers.HyperCLOVAXConfig(**fields, max_position_embeddings=256)
+    transformers.HyperCLOVAXForCausalLM(config).save_pretrained(model)
+    line = f"--model {model}: not supported, .* head of this family, hyperclovax"
+    with pytest.raises(ValueError, match=line):
+        script.main(tiny_args(script, tmp_path, model=str(model)))
+    assert not (tmp_path / "runs").exists()
+
+
 def copy_model(folder, **config):
     shutil.copytree(SMALL_MODEL, folder)
     fields = json.loads((folder / "config.json").read_text()) | config
@@ -157,13 +174,13 @@ def test_weights_that_are_not_in_the_files(tmp_path):
         grpo.main(tiny_args(grpo, tmp_path, model=str(model)))
 
 
-def test_a_sliding_window_is_a_limit_like_the_context(tmp_path):
-    """Beyond the window a model can't see its prompt."""
-    fields = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=90)
-    model = copy_model(tmp_path / "model", **fields)
-    grpo.load_model(tiny_args(grpo, tmp_path, model=str(model), max_new_tokens=90 - 64))
+def test_a_sliding_window_is_no_limit(tmp_path):
+    """A prompt and a response may be longer than the window. They must fit into the context."""
+    fields = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=20)
+    model = str(copy_model(tmp_path / "model", **fields, max_position_embeddings=90))
+    grpo.main(tiny_args(grpo, tmp_path, model=model, max_new_tokens=90 - 64, run_name="a"))
     with pytest.raises(ValueError, match="90 tokens of the context or attention window"):
-        grpo.load_model(tiny_args(grpo, tmp_path, model=str(model), max_new_tokens=90 - 63))
+        grpo.load_model(tiny_args(grpo, tmp_path, model=model, max_new_tokens=90 - 63))
 
 
 @pytest.mark.scripts(

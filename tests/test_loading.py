@@ -19,6 +19,7 @@ import pytest
 import torch
 import transformers
 from conftest import REAL, ROOT, SCRIPTS, SMALL_TASK, skip_without_engine
+from families import random_model, small_config
 from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -96,6 +97,28 @@ def test_hub_data_sets(script, monkeypatch):
         found = [[x["answer"] for x in split] for split in script.load_data(args, tokenizer)]
         assert found == [["34"], ["56"]]
     assert asked == [("openai/gsm8k", "main"), ("owner/other",)]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_model_with_a_vision_part(script, tmp_path):
+    """AutoModelForCausalLM refuses Ministral 3. The run trains its text part, and writes the whole model."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    tokenizer.save_pretrained(tmp_path / "model")
+    config = small_config("Ministral 3, with its vision part")
+    config.text_config.vocab_size = len(tokenizer)
+    config.text_config.max_position_embeddings = 128
+    random_model(config).save_pretrained(tmp_path / "model")
+    given = SMALL | OTHER_MODEL | dict(dataset=SMALL_TASK, device="cpu", runs_dir=str(tmp_path))
+    metrics = script.main(script.Args(model=str(tmp_path / "model"), run_name="run", **given))
+    assert metrics["rollout/logprob_gap"] < 1e-5
+    before, after = [
+        transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "model", tmp_path / "run" / "model")
+    ]
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        is_unused = "vision" in name or "projector" in name
+        assert torch.equal(weight, after[name]) == is_unused, name
 
 
 FORMATS = ["jsonl", "json", "csv", "parquet"]

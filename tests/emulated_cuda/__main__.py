@@ -235,6 +235,23 @@ def install_communication() -> None:
     dist.Backend.default_device_backend_map["cuda"] = "gloo"
 
 
+def install_convolution() -> None:
+    """Let the host compute convolutions. For CUDA torch chooses kernels for them that the CPU doesn't have."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def through_host(operator):
+        def run(*args):
+            on_host = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) else x, args)
+            to_device = lambda x: x.cuda() if isinstance(x, torch.Tensor) else x  # noqa: E731
+            return tree_map(to_device, operator(*on_host))
+
+        return run
+
+    for name in ("convolution", "convolution_backward"):
+        library.impl(name, through_host(getattr(torch.ops.aten, name).default), "CUDA")
+    libraries.append(library)
+
+
 def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
     """Copy a storage. torch's function works only on the devices that torch was built for."""
     whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
@@ -281,6 +298,7 @@ def install(library: Path) -> None:
         setattr(torch.cuda, name, function)
     torch.cuda._initialized, torch.cuda.CUDAGraph, torch.cuda.graph = True, CUDAGraph, Recording
     install_communication()
+    install_convolution()
 
 
 def main() -> None:
