@@ -326,10 +326,11 @@ class Rollout(NamedTuple):
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
     completions: list[str]  # N texts
+    row: Tensor | None = None  # (n,), in a micro-batch: each sequence's row in response_states
 
     def select(self, rows):
         """The rollout of these sequences alone."""
-        tensors = [tensor[rows] for tensor in self[:-1]]
+        tensors = [tensor[rows] for tensor in self[:-2]]
         completions = [self.completions[i] for i in rows]
         return Rollout(*tensors, completions)
 
@@ -391,7 +392,6 @@ def main(args: Args) -> dict:
         rollout = sample_responses(args, model, tokenizer, batch, G, args.temperature, eos_ids)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
-        total_lengths = (rollout.prompt_mask.sum(1) + response_lengths).tolist()  # N
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
@@ -407,9 +407,9 @@ def main(args: Args) -> dict:
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
-            old_logprobs = rollout_logprobs(args, model, rollout, total_lengths, first_pass)
+            old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, total_lengths, first_pass)
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
 
         # ---- 3. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
@@ -428,8 +428,8 @@ def main(args: Args) -> dict:
         for update, minibatch in enumerate(updates, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
-            for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
-                logprobs = compute_logprobs(model, rollout.select(rows), args.temperature)  # (n, R)
+            for rows, part in micro_batches(args, model, rollout, minibatch):
+                logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[rows] = logprobs.detach()
                 loss, stats = policy_loss(
@@ -538,6 +538,11 @@ SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # Dropping finished rows makes a decode step faster, but needs a new CUDA graph. In a cache of at
 # most this many tokens (rows times columns), recording the graph takes longer than it saves.
 SMALL_CACHE = 2**15
+# The samples of a prompt share a row of at most this many times the prompt's tokens. A longer row
+# saves little more, and attention also computes the pairs of tokens that the mask hides: their
+# number grows with the square of the row. Rows of 2 to 4 prompts' length are fastest for a model of
+# width 64, and rows of 3 to 9 for a width of 576 or 2048.
+SHARED_ROW = 4
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
@@ -680,20 +685,53 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    # Move all padding to the right. No token attends to what follows it, so no mask is needed, and
-    # attention can use its fastest kernel. L is the length of the longest sequence.
-    is_token = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R)
-    tokens_first = is_token.long().argsort(dim=1, descending=True, stable=True)  # (n, P + R)
-    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1).gather(1, tokens_first)
-    ids = ids[:, : is_token.sum(1).max() - 1]  # (n, L - 1): the last token predicts nothing
-    position_ids = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)  # (n, L - 1)
+    # Sequences with the same number in rollout.row share a row: their prompt once, and then their
+    # responses. A token sees the prompt and its own response, so each response is computed as if it
+    # were alone. This is a row of prompt q and responses a and b; x is what a and b see:
+    #
+    #                q q q a a b b b
+    #             a  x x x x x
+    #             b  x x x     x x x
+    #      position  0 1 2 3 4 3 4 5
+    n, P = rollout.prompt_ids.shape
+    tokens = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
+    is_token = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R) bool
+    position = is_token.cumsum(1) - 1  # (n, P + R), padding not counted
+    # The last token of a sequence predicts nothing, so it's left out.
+    is_input = is_token & (position < position[:, -1:])  # (n, P + R) bool
+    row = torch.arange(n, device=tokens.device) if rollout.row is None else rollout.row  # (n,)
+    # A token's column is its position, but a response comes after the earlier ones of its row.
+    is_earlier = (row == row[:, None]).tril(-1)  # (n, n) bool
+    num_earlier = (is_earlier * is_input[:, P:].sum(1)).sum(1, keepdim=True)  # (n, 1): their tokens
+    column = torch.cat([position[:, :P], position[:, P:] + num_earlier], 1)  # (n, P + R)
+
+    # The sequences of a row all write the same prompt to the same place. Padding is on the right.
+    sequence, slot = is_input.nonzero(as_tuple=True)  # (number of inputs,) each
+    place = (row[sequence], column[sequence, slot])
+    num_rows, length = [int(index.max()) + 1 for index in place]
+    ids = tokens.new_zeros(num_rows, length)  # (rows, length)
+    ids[place] = tokens[sequence, slot]
+    # Padding counts on, because transformers takes a position that starts again for a new text.
+    position_ids = torch.arange(length, device=ids.device).repeat(num_rows, 1)  # (rows, length)
+    position_ids[place] = position[sequence, slot]
+    bias = None  # each token sees all before it: attention needs no mask, and is fastest
+    if num_rows < n:
+        owner = torch.zeros_like(ids)  # (rows, length): 0 in the prompt, else a response's number
+        owner[place] = (sequence + 1) * (slot >= P)
+        query, key = owner[:, :, None], owner[:, None, :]  # (rows, length, 1), (rows, 1, length)
+        is_visible = ((key == 0) | (key == query)).tril()  # (rows, length, length) bool
+        # As in generate, the bias is added to the attention scores.
+        bias = torch.where(is_visible, 0.0, torch.finfo(model.dtype).min).to(model.dtype)[:, None]
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
-        outputs = model.base_model(input_ids=ids, position_ids=position_ids, use_cache=False)
-    row, column = rollout.response_mask.nonzero(as_tuple=True)  # (T,) each
-    # The hidden state one column before a token predicts it.
-    before = rollout.prompt_mask.sum(1)[row] + column - 1  # (T,)
-    return outputs.last_hidden_state[row, before]
+        outputs = model.base_model(
+            input_ids=ids, attention_mask=bias, position_ids=position_ids, use_cache=False
+        )
+    # The token before predicts a token. The prompt's last one predicts the first of each response,
+    # and unlike indexing, embedding adds up their gradients in a fixed order.
+    sequence, slot = rollout.response_mask.nonzero(as_tuple=True)  # (T,) each
+    before = row[sequence] * length + column[sequence, P + slot - 1]  # (T,)
+    return F.embedding(before, outputs.last_hidden_state.flatten(0, 1))
 
 
 def compute_logits(model, hidden):
@@ -736,7 +774,7 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, total_lengths, parts):
+def rollout_logprobs(args, model, rollout, parts):
     """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
 
     parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
@@ -744,27 +782,63 @@ def rollout_logprobs(args, model, rollout, total_lengths, parts):
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in parts:
-        for rows in micro_batches(minibatch, total_lengths, args.micro_batch_tokens):
-            logprobs[rows] = compute_logprobs(model, rollout.select(rows), args.temperature)
+        for rows, part in micro_batches(args, model, rollout, minibatch):
+            logprobs[rows] = compute_logprobs(model, part, args.temperature)
     return logprobs
 
 
-def micro_batches(sequences, lengths, max_tokens):
-    """Split sequence indices (n,) into lists of at most max_tokens tokens each, padding included.
+def micro_batches(args, model, rollout, sequences):
+    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
 
-    lengths[i] is the number of tokens of sequence i, prompt and response. Sequences of similar
-    length are together, so that little is padded. One that is longer than max_tokens is alone.
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. Rows of similar length
+    are together, so that little is padded. A row that is longer than the maximum is alone.
     """
-    batches, batch = [], []
-    for i in sorted(sequences.tolist(), key=lambda i: (-lengths[i], i)):
-        # The first sequence of a batch is its longest, to which the others are padded.
-        if batch and lengths[batch[0]] * (len(batch) + 1) > max_tokens:
-            batches.append(batch)
-            batch = []
-        batch.append(i)
-    if batch:
-        batches.append(batch)
+    rows = shared_rows(model, rollout, sequences)
+    batches = []
+    while rows:
+        longest, _ = rows[0]  # the others are padded to its length
+        num_rows = max(1, args.micro_batch_tokens // longest)
+        indices = []  # n
+        row_of = []  # n
+        for number, (_, row) in enumerate(rows[:num_rows]):
+            indices += row
+            row_of += [number] * len(row)
+        row_of = torch.tensor(row_of, device=rollout.prompt_ids.device)  # (n,)
+        batches.append((indices, rollout.select(indices)._replace(row=row_of)))
+        rows = rows[num_rows:]
     return batches
+
+
+def shared_rows(model, rollout, sequences):
+    """The rows of these sequences (n,), longest first: pairs of a length and a list of indices.
+
+    Neighbors with the same prompt share a row of at most SHARED_ROW times the prompt's tokens.
+    """
+    prompts = rollout.prompt_ids.masked_fill(~rollout.prompt_mask, -1)  # (N, P)
+    prompt_of = prompts.unique(dim=0, return_inverse=True)[1].tolist()  # N
+    prompt_lengths = rollout.prompt_mask.sum(1).tolist()  # N
+    response_lengths = rollout.response_mask.sum(1).tolist()  # N
+    longest = max(map(sum, zip(prompt_lengths, response_lengths, strict=True)))
+    # Only attention can be masked: the state of linear attention or of a convolution goes through
+    # the whole row. And the mask replaces the model's own, so a window has to hold a row.
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
+    max_length = window or float("inf")
+    if longest > max_length or not layer_types <= {"full_attention", "sliding_attention"}:
+        max_length = 0
+    lengths = []
+    rows = []
+    for i in sorted(sequences.tolist()):
+        limit = min(SHARED_ROW * prompt_lengths[i], max_length)
+        same_prompt = rows and prompt_of[i] == prompt_of[rows[-1][0]]
+        if same_prompt and lengths[-1] + response_lengths[i] <= limit:
+            lengths[-1] += response_lengths[i]
+            rows[-1].append(i)
+        else:
+            lengths.append(prompt_lengths[i] + response_lengths[i])
+            rows.append([i])
+    return sorted(zip(lengths, rows, strict=True), key=lambda row: -row[0])
 
 
 def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):

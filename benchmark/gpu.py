@@ -471,8 +471,8 @@ def main() -> None:
     args = grpo.Args(beta=0.0, micro_batch_tokens=options.micro_batch_tokens)
 
     def update() -> None:
-        for rows in grpo.micro_batches(torch.arange(N), [P + R] * N, args.micro_batch_tokens):
-            logprobs = grpo.compute_logprobs(model, rollout.select(rows), 1.0)  # (n, R)
+        for rows, part in grpo.micro_batches(args, model, rollout, torch.arange(N)):
+            logprobs = grpo.compute_logprobs(model, part, 1.0)  # (n, R)
             loss, _ = grpo.policy_loss(
                 args,
                 logprobs,

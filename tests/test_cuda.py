@@ -73,15 +73,18 @@ import grpo, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(grpo.BUNDLED.model)
 torch.manual_seed(0)
 prompt, response = torch.randint(3, 20, (2, 4, 8))
+prompt[1::2] = prompt[::2]
 mask, zeros = torch.ones_like(prompt, dtype=torch.bool), torch.zeros(4, 8)
 tensors = [prompt, mask, response, mask, zeros]
 with torch.no_grad():
     exact = grpo.compute_logprobs(model, grpo.Rollout(*tensors, [""] * 4), 1.0)
     model.cuda()
     rollout = grpo.Rollout(*[x.cuda() for x in tensors], [""] * 4)
-    rounded = grpo.compute_logprobs(model, rollout, 1.0)
-error = (rounded.cpu() - exact).abs().max() / exact.abs().max()
-assert rounded.dtype == torch.float32 and 1e-5 < error < 0.02, error
+    shared = rollout._replace(row=torch.tensor([0, 0, 1, 1]).cuda())
+    rounded, in_rows = [grpo.compute_logprobs(model, x, 1.0) for x in (rollout, shared)]
+for logprobs in (rounded, in_rows):
+    error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
+    assert logprobs.dtype == torch.float32 and 1e-5 < error < 0.02, error
 copied = grpo.inference_copy(model)
 assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{torch.float32}}
 assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
@@ -90,6 +93,7 @@ ref_model = grpo.reference_copy(model)
 assert {{x.dtype for x in ref_model.base_model.layers.parameters() if x.ndim == 2}} == {{torch.bfloat16}}
 with torch.no_grad():
     assert torch.equal(grpo.compute_logprobs(ref_model, rollout, 1.0), rounded)
+    assert torch.equal(grpo.compute_logprobs(ref_model, shared, 1.0), in_rows)
 """
 # grpo_lora.py keeps weights in bf16, the head and adapters in float32, and no tensor twice.
 # Sampling and training agree.

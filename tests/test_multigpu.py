@@ -87,7 +87,7 @@ def given_rollouts(path: str, gradients: str | None) -> None:
             return sample_responses(
                 args, model, tokenizer, examples, num_samples, temperature, eos_ids
             )
-        *tensors, logprobs, texts = rollouts[len(saved)]
+        *tensors, logprobs, texts, _ = rollouts[len(saved)]
         saved.append(1)
         return grpo_multigpu.Rollout(*tensors, logprobs.double(), texts)
 
@@ -225,8 +225,11 @@ def test_the_update_does_not_depend_on_the_number_of_processes(
     The test compares gradients, weights after two steps, metrics, samples and the evaluation.
     """
     runs, gradients, rollout = [], [], torch.load(rollouts)[0]
-    lengths = (rollout[1].sum(1) + rollout[3].sum(1)).tolist()
-    shares = {n: len(grpo.micro_batches(torch.arange(12), lengths, n)) for n in range(60, 200)}
+    model, shares = AutoModelForCausalLM.from_pretrained(SMALL_MODEL), {}
+    for n in range(60, 200):
+        args = grpo.Args(micro_batch_tokens=n)
+        batches = grpo.micro_batches(args, model, grpo.Rollout(*rollout), torch.arange(12))
+        shares[n] = len(batches)
     # The number of micro-batches is odd, so some processes have one less than the others.
     tokens = next(n for n, number in shares.items() if number % 2 == 1)
     for world in (1, 4) if updates == "one" else (1, 2):
@@ -266,22 +269,28 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
 @pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
 def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
     """Each sequence counts once. All processes make equally many calls, at most one more than an even split has."""
-    lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 1], [], set()
+    lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 2], [], set()
     args = grpo_multigpu.Args(micro_batch_tokens=10)
+    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
+    # Prompts of one token, all different: each sequence has a row of its own.
+    prompts, mask = torch.arange(9)[:, None], torch.ones(9, 1, dtype=torch.bool)
+    response_mask = torch.arange(8) < torch.tensor(lengths)[:, None] - 1
+    ids = torch.zeros(9, 8, dtype=torch.long)
+    rollout = grpo_multigpu.Rollout(prompts, mask, ids, response_mask, ids, [""] * 9)
     monkeypatch.setenv("WORLD_SIZE", str(world))
     for rank in range(world):
         monkeypatch.setenv("RANK", str(rank))
-        batches = grpo_multigpu.own_micro_batches(args, torch.tensor(minibatch), lengths)
-        assert all(rows for rows, _ in batches)
-        real += [rows for rows, is_repeat in batches if not is_repeat]
-        numbers.add(len(batches))
+        own = grpo_multigpu.own_micro_batches(args, model, rollout, torch.tensor(minibatch))
+        assert all(rows == part.prompt_ids[:, 0].tolist() != [] for rows, part, _ in own)
+        real += [rows for rows, _, is_repeat in own if not is_repeat]
+        numbers.add(len(own))
     assert sorted(i for rows in real for i in rows) == sorted(minibatch)
     assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= 10 for rows in real)
-    alone = grpo.micro_batches(torch.tensor(minibatch), lengths, 10)
+    alone = grpo.micro_batches(args, model, rollout, torch.tensor(minibatch))
     (number,) = numbers
     assert number - -(-len(alone) // world) in (0, 1)
     if world == 1:
-        assert real == alone
+        assert real == [rows for rows, _ in alone]
 
 
 def test_every_process_has_its_own_noise(several, tmp_path, data):

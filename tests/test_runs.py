@@ -712,12 +712,12 @@ def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
 ):
     """The old log-probabilities come from the micro-batches of the updates: bf16 rounds another batch differently.
 
-    Here a difference that depends on the batch's sequences stands for this rounding.
+    Here a difference that depends on the batch's sequences and on their rows stands for this rounding.
     """
     differences, exact = [], script.compute_logprobs
 
     def rounded_logprobs(model, rollout, temperature):
-        rounding = 1e-4 * torch.sin(rollout.response_ids.sum().float())
+        rounding = 1e-4 * torch.sin((rollout.response_ids.sum() + rollout.row.sum()).float())
         return exact(model, rollout, temperature) + rounding
 
     def record(args, logprobs, old_logprobs, *rest, **count):

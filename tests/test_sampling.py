@@ -185,6 +185,12 @@ def make_rollout(script, prompt_ids, prompt_mask, response_ids, response_mask):
     return script.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, logprobs, texts)
 
 
+def in_shared_rows(script, model, rollout, temperature):
+    """The log-probabilities as main computes them, where samples of a prompt share a row."""
+    args = make_args(script, 14, temperature)
+    return script.rollout_logprobs(args, model, rollout, [torch.arange(len(rollout.prompt_ids))])
+
+
 def slow_logprobs(model, rollout, temperature):
     """(n, R) float64: one forward pass per sequence, without padding, mask, position ids or cache."""
     prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
@@ -234,8 +240,8 @@ def test_sampler_and_trainer_agree_with_a_plain_forward(script, segment, family)
         lengths = rollout.response_mask.sum(1)
         # Some responses end early, so the sampler drops rows while it runs.
         assert (lengths < 10).float().mean() > 0.25 and lengths.max() == 14
+        recomputed = in_shared_rows(script, model, rollout, temperature)
         with torch.no_grad():
-            recomputed = script.compute_logprobs(model, rollout, temperature)
             expected = slow_logprobs(model, rollout, temperature)
         # Nearly greedy samples would test little.
         assert expected[rollout.response_mask].mean() < -1
@@ -323,8 +329,7 @@ def test_no_family_is_wrong_in_silence(script, segment, tmp_path, family):
     try:
         script.check_head(model, "--model x")
         rollout, sampled = roll_out(script, model)
-        with torch.no_grad():
-            recomputed = script.compute_logprobs(model, rollout, 1.0)
+        recomputed = in_shared_rows(script, model, rollout, 1.0)
     except Exception:
         return
     gap = (sampled - recomputed).abs()[rollout.response_mask].mean()
@@ -570,12 +575,23 @@ def test_keys_and_values_keep_to_sampling_tokens(script, segment, steps):
 
 
 def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
+    """All prompts differ, so each sequence has a row of its own. test_shared_prompts.py has the other rows."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, 40, (32,), generator=generator).tolist()
+    lengths = torch.randint(2, 40, (32,), generator=generator).tolist()
+    prompts, mask = torch.arange(32)[:, None], torch.ones(32, 1, dtype=torch.bool)
+    response_mask = torch.arange(39) < torch.tensor(lengths)[:, None] - 1
+    rollout = make_rollout(script, prompts, mask, torch.zeros(32, 39).long(), response_mask)
+    model = build("Llama")
     for count in (1, 5, 32):
         for budget in (1, 39, 60, 200, 10**6):
             sequences = torch.randperm(32, generator=generator)[:count]
-            batches = script.micro_batches(sequences, lengths, budget)
+            args = make_args(script, 39, micro_batch_tokens=budget)
+            pairs = script.micro_batches(args, model, rollout, sequences)
+            batches = [rows for rows, _ in pairs]
+            assert all(
+                torch.equal(part.prompt_ids[:, 0], torch.tensor(rows)) for rows, part in pairs
+            )
+            assert all(part.row.tolist() == list(range(len(rows))) for rows, part in pairs)
             assert sorted(sum(batches, [])) == sorted(sequences.tolist())
             for batch in batches:
                 assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
@@ -604,7 +620,6 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, double, beta)
     rollout, _ = roll_out(script, model)
     double(model)
     mask, generator = rollout.response_mask, torch.Generator().manual_seed(0)
-    lengths = (rollout.prompt_mask.sum(1) + mask.sum(1)).tolist()
     with torch.no_grad():
         expected = script.compute_logprobs(model, rollout, 0.8)
     # Some ratios lie below the clip range and some above.
@@ -617,8 +632,9 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, double, beta)
     def summed_gradient(budget):
         model.zero_grad()
         total, count = 0.0, 0
-        for i in script.micro_batches(torch.arange(len(mask)), lengths, budget):
-            logprobs = script.compute_logprobs(model, rollout.select(i), 0.8)
+        args.micro_batch_tokens = budget
+        for i, part in script.micro_batches(args, model, rollout, torch.arange(len(mask))):
+            logprobs = script.compute_logprobs(model, part, 0.8)
             slices = (old_logprobs[i], ref_logprobs[i], advantages[i], mask[i])
             loss, _ = script.policy_loss(args, logprobs, *slices, num_seqs=len(mask))
             loss.backward()
@@ -627,7 +643,8 @@ def test_the_micro_batch_budget_never_changes_the_gradient(script, double, beta)
 
     whole, loss, count = summed_gradient(10**6)
     assert count == 1
-    for budget, least in ((1, len(mask)), (60, 4)):
+    # With the least budget each of the 15 rows is alone.
+    for budget, least in ((1, 15), (60, 4)):
         parts, sum_of_losses, count = summed_gradient(budget)
         assert count >= least
         assert sum_of_losses == pytest.approx(loss, abs=1e-5)

@@ -67,7 +67,7 @@ def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
             "finished |= torch.isin(token, eos_ids)",
             "finished |= torch.isin(token, eos_ids) ",
         ),
-        "micro_batches": ('max_tokens):\n    """', 'max_tokens):\n    """ '),
+        "micro_batches": ('sequences):\n    """Split', 'sequences):\n    """ Split'),
         "rollout_logprobs": ("@torch.no_grad()\ndef rollout_", "def rollout_"),
         "inference_copy": ("def inference_copy(", "# x\ndef inference_copy("),
         "evaluate": ("def evaluate(", "@torch.no_grad()\ndef evaluate("),

@@ -196,6 +196,9 @@ def run(script, monkeypatch, tmp_path, given):
     (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
     steps, generate, minibatches = [], script.generate, script.minibatches
+    micro_batches, shared = script.micro_batches, []
+    # Prompts are short here. So that many samples share a row, it may be longer than usual.
+    monkeypatch.setattr(script, "SHARED_ROW", 10)
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
@@ -220,9 +223,17 @@ def run(script, monkeypatch, tmp_path, given):
             steps[-1]["minibatches"].append(minibatch.tolist())
             yield minibatch
 
+    def recorded_micro_batches(*call):
+        batches = micro_batches(*call)
+        shared.extend(len(rows) - len(part.row.unique()) for rows, part in batches)
+        return batches
+
+    monkeypatch.setattr(script, "micro_batches", recorded_micro_batches)
     monkeypatch.setattr(script, "generate", recorded_generate)
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
     script.main(args)
+    # A small minibatch may have no two samples of a prompt.
+    assert sum(shared) > 0 or args.num_generations == 1 or args.num_minibatches > 2
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()][1:]
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     for number, (step, metrics) in enumerate(zip(steps, records, strict=True), start=1):
