@@ -101,7 +101,7 @@ def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, mo
     run = tmp_path / "run"
     # Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
     saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1}
-    saved |= {"dataset": SMALL_TASK, "instructions": "", "temperature": 1.0}
+    saved |= {"dataset": SMALL_TASK, "examples": False, "temperature": 1.0}
     saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
     run.mkdir()
     (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")

@@ -1,0 +1,31 @@
+"""Build assets/arithmetic, a task for a small chat model: python tools/build_arithmetic.py
+
+900 different questions in words, such as "What is 47 - 38?": sums and differences of numbers up to 50, and products of
+numbers up to 10. 700 are for training, and 200 are held out.
+"""
+
+import json
+import random
+
+from scripts import ROOT
+
+
+def main() -> None:
+    rows = []
+    for a in range(1, 51):
+        for b in range(1, 51):
+            rows.append({"question": f"What is {a} + {b}?", "answer": str(a + b)})
+            if a >= b:
+                rows.append({"question": f"What is {a} - {b}?", "answer": str(a - b)})
+            if a <= 10 and b <= 10:
+                rows.append({"question": f"What is {a} times {b}?", "answer": str(a * b)})
+    rows = random.Random(0).sample(rows, 900)
+    folder = ROOT / "assets" / "arithmetic"
+    folder.mkdir(exist_ok=True)
+    for name, part in (("train", rows[:700]), ("test", rows[700:])):
+        lines = [json.dumps(row) + "\n" for row in part]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
