@@ -30,6 +30,7 @@ micro-batch, or any other part of the step, has n <= N sequences and T response 
 """
 
 import copy
+import inspect
 import json
 import math
 import os
@@ -750,13 +751,16 @@ def shared_rows(model, rollout, sequences):
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     longest = max(map(sum, zip(prompt_lengths, response_lengths, strict=True)))
     # Only attention can be masked: the state of linear attention or of a convolution goes through
-    # the whole row. And the mask replaces the model's own, so a window has to hold a row.
+    # the whole row. The mask replaces the model's own, so a window has to hold a row. And a model
+    # that takes no positions, such as MPT, counts the columns of a row.
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
     max_length = window or float("inf")
-    if longest > max_length or not layer_types <= {"full_attention", "sliding_attention"}:
-        max_length = 0
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    is_attention = layer_types <= {"full_attention", "sliding_attention"}
+    if longest > max_length or not is_attention or not takes_positions:
+        max_length = 0  # each sequence in a row of its own
     lengths = []
     rows = []
     for i in sorted(sequences.tolist()):

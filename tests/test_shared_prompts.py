@@ -227,17 +227,33 @@ ALONE = {
 }
 
 
+def model_of(**fields):
+    """What shared_rows asks a model: its configuration, and whether it takes positions."""
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
+    network = SimpleNamespace(forward=lambda input_ids, position_ids: None)
+    return SimpleNamespace(config=config, base_model=network)
+
+
 @pytest.mark.parametrize("name", ALONE)
 def test_what_the_mask_can_not_hide_keeps_its_own_row(name):
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**ALONE[name]))
-    model = SimpleNamespace(config=config)
+    model = model_of(**ALONE[name])
     rows = grpo.shared_rows(model, make_rollout(), torch.arange(21))
     assert [row for _, row in rows if len(row) > 1] == []
 
 
+def test_a_model_that_counts_columns_keeps_its_own_rows():
+    """MPT takes no positions: its attention measures distances in columns."""
+    model = random_model(small_config("MPT"))
+    rows = grpo.shared_rows(model, make_rollout(), torch.arange(21))
+    assert [row for _, row in rows if len(row) > 1] == []
+    assert any(
+        len(row) > 1
+        for _, row in grpo.shared_rows(build("Llama"), make_rollout(), torch.arange(21))
+    )
+
+
 def test_a_row_fits_into_the_window():
-    config = SimpleNamespace(sliding_window=24, layer_types=None)
-    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    model = model_of(sliding_window=24, layer_types=None)
     rollout = make_rollout(groups=[(10, [5, 5, 4, 1, 14])])
     rows = grpo.shared_rows(model, rollout, torch.arange(5))
     assert rows == [(24, [0, 1, 2]), (24, [4]), (11, [3])]
