@@ -5,6 +5,8 @@
     python benchmark/compare_trl.py --workload W2  a 260 K story model, lengths from 5 to 384, 16 x 8 samples
     python benchmark/compare_trl.py --workload W3  SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
     python benchmark/compare_trl.py --workload W4  SmolLM2-1.7B's shape, 16 x 8 samples of 512 tokens: needs a GPU
+    python benchmark/compare_trl.py --workload W5  SmolLM2-135M, problems of GSM8K in the default prompt, 4 x 8 samples
+                                                   of <= 128 tokens; --model FOLDER: real weights instead of random ones
 
 Both trainers train the same model on the same prompts, with all prompts in every step. The model is in float32; in W4
 it has bf16 autocast and recomputed activations. Both use GRPO with its std, temperature 1, no top-k and no top-p, no KL
@@ -58,7 +60,14 @@ WORKLOADS = {
         micro_batch_tokens=16384,
         trl_batch_size=16,
     ),
+    "W5": dict(num_prompts=4, num_generations=8, max_new_tokens=128, micro_batch_tokens=2048),
 }
+GSM8K = ROOT / "tests" / "real" / "gsm8k" / "train.jsonl"
+TOKENIZER = ROOT / "tests" / "real" / "smollm2"
+SMOLLM2_135M = dict(
+    num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3
+)
+SMOLLM2_135M |= dict(intermediate_size=1536, vocab_size=49152, tie_word_embeddings=True)
 LEARNING_RATE = 1e-5
 
 
@@ -130,6 +139,21 @@ def prepare(options, folder: Path) -> None:
                 # The first token is BOS.
                 start = max(1, cut - 120)
                 questions.append(tokenizer.decode(story[start:cut]))
+    elif options.workload == "W5":
+        # A question is a chat: the worked examples of grpo.py as turns, and then the problem.
+        turns = []
+        for text, answer in grpo.EXAMPLES:
+            turns.append({"role": "user", "content": text})
+            turns.append({"role": "assistant", "content": answer})
+        problems = [json.loads(line)["question"] for line in GSM8K.read_text().splitlines()[:B]]
+        questions = [[*turns, {"role": "user", "content": text}] for text in problems]
+        if not options.model:
+            tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+            config = LlamaConfig(**SMOLLM2_135M, max_position_embeddings=8192)
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
+            AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+            tokenizer.save_pretrained(folder / "model")
     else:
         words = ["<pad>", "</s>"] + [f"w{i}" for i in range(49150)]
         from tokenizers import Tokenizer, models, pre_tokenizers
@@ -141,16 +165,7 @@ def prepare(options, folder: Path) -> None:
         tokenizer = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>"
         )
-        shape = dict(
-            num_hidden_layers=30, hidden_size=576, num_attention_heads=9, num_key_value_heads=3
-        )
-        shape |= dict(
-            intermediate_size=1536,
-            vocab_size=49152,
-            tie_word_embeddings=True,
-            max_position_embeddings=512,
-        )
-        prompt_tokens = 64
+        shape, prompt_tokens = SMOLLM2_135M | dict(max_position_embeddings=512), 64
         if options.workload == "W4":
             shape |= dict(
                 num_hidden_layers=24,
@@ -208,7 +223,8 @@ def run_plainrl(options, folder: Path) -> dict:
         num_steps=1 + options.steps, eval_size=1, eval_every=0, save_every=0, examples=False
     )
     # grpo.py samples the whole rollout at once.
-    args |= dict(max_prompt_tokens=256 if on_gpu else 128, sampling_tokens=2**18)
+    max_prompt_tokens = {"W4": 256, "W5": 512}.get(options.workload, 128)
+    args |= dict(max_prompt_tokens=max_prompt_tokens, sampling_tokens=2**18)
     args |= dict(
         model=str(options.model), dataset=str(folder / "data"), runs_dir=str(folder), run_name="run"
     )
@@ -248,6 +264,8 @@ def run_trl(options, folder: Path) -> dict:
 
     def reward(completions, completion_ids, **kwargs):
         tokens[-1] += sum(map(len, completion_ids))
+        if isinstance(completions[0], list):  # of a chat: one message of the assistant
+            completions = [message["content"] for (message,) in completions]
         return length_reward(completions)
 
     on_gpu = options.workload == "W4"
@@ -323,6 +341,7 @@ def main() -> None:
         type=int,
         help="sequences per backward pass of TRL; default: the rollout, in W4 16",
     )
+    parser.add_argument("--model", help="W5: the folder of SmolLM2-135M-Instruct")
     parser.add_argument(
         "--one", choices=("prepare", "plainrl", "trl"), help="run this part alone, in --folder"
     )
@@ -338,8 +357,9 @@ def main() -> None:
         return
 
     if options.one is not None:
-        model = {"W1": ROOT / "assets" / "adder", "W2": STORIES}
-        options.model = model.get(options.workload, options.folder / "model")
+        if not options.model and options.one != "prepare":
+            model = {"W1": ROOT / "assets" / "adder", "W2": STORIES}
+            options.model = model.get(options.workload, options.folder / "model")
         result = {"prepare": prepare, "plainrl": run_plainrl, "trl": run_trl}[options.one](
             options, options.folder
         )
@@ -353,6 +373,7 @@ def main() -> None:
         ]
         settings += [f"--micro-batch-tokens={options.micro_batch_tokens}"]
         settings += [f"--trl-batch-size={options.trl_batch_size}"] if options.trl_batch_size else []
+        settings += [f"--model={options.model}"] if options.model else []
         environment = os.environ | {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1"}
         environment |= {"TOKENIZERS_PARALLELISM": "false"}
 
