@@ -19,8 +19,8 @@ from types import SimpleNamespace
 
 from records import ROOT, fill, table
 
-# Tokens of a long prompt in the recipe: a GSM8K question, the instructions and a template.
-PROMPT = 212
+# Tokens of a long prompt in the recipe: the examples, a GSM8K question and a template.
+PROMPT = 330
 # The scripts whose memory this file counts.
 COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]
 # The names of a count that need more words for a reader.

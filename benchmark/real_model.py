@@ -29,13 +29,13 @@ TASKS = {
         "REWARDS = [lenient_accuracy_reward]",
     ),
     "svamp": (
-        "--num-prompts 4 --max-new-tokens 64 --num-steps 30 --warmup-updates 3 --beta 0 --eval-every 0 "
-        "--eval-size 100",
+        "--num-prompts 4 --max-new-tokens 64 --num-steps 20 --warmup-updates 3 --beta 0 --eval-every 0 "
+        "--eval-size 60",
         None,
     ),
     "gsm8k": (
-        "--num-prompts 4 --max-new-tokens 150 --num-steps 10 --warmup-updates 3 --beta 0 --eval-every 0 "
-        "--eval-size 40",
+        "--num-prompts 4 --max-new-tokens 150 --num-steps 6 --warmup-updates 3 --beta 0 --eval-every 0 "
+        "--eval-size 30",
         None,
     ),
 }
