@@ -522,10 +522,10 @@ SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # Dropping finished rows makes a decode step faster, but needs a new CUDA graph. In a cache of at
 # most this many tokens (rows times columns), recording the graph takes longer than it saves.
 SMALL_CACHE = 2**15
-# The samples of a prompt share a row of at most this many times the prompt's tokens. A longer row
-# saves little more, and attention also computes the pairs of tokens that the mask hides: their
-# number grows with the square of the row. Rows of 2 to 4 prompts' length are fastest for a model of
-# width 64, and rows of 3 to 9 for a width of 576 or 2048.
+# The samples of a prompt share a row, which is at most this many times as long as the prompt. A
+# longer row saves little more, and attention also computes the pairs of tokens that the mask hides:
+# their number grows with the square of the row. Rows of 2 to 4 prompts' length are fastest for a
+# model of width 64, and rows of 3 to 9 for a width of 576 or 2048.
 SHARED_ROW = 4
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
@@ -550,8 +550,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
 
     # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache has a StaticLayer for each layer with attention. It counts the columns that it has
-    # filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it larger.
+    # cache has a StaticLayer for each layer with attention. This layer counts the columns that it
+    # has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
     # A layer with linear attention or a convolution has a state of fixed size instead.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
@@ -656,7 +657,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 def select_rows(cache, rows, new_columns=0):
     """Keep these rows of the cache (a row may repeat), and append columns of keys and values."""
     for layer in cache.layers:
-        # A layer may have both: a state, and keys and values (rows, heads, columns, size).
+        # A layer may have both: a state, and keys and values (rows, heads, columns, size). Its own
+        # reorder_cache would select the rows of both, so that of its state is called.
         if isinstance(layer, LinearAttentionLayer):
             LinearAttentionLayer.reorder_cache(layer, rows)
         if isinstance(layer, StaticLayer):
@@ -684,7 +686,7 @@ def response_states(model, rollout):
     # The last token of a sequence predicts nothing, so it's left out.
     is_input = is_token & (position < position[:, -1:])  # (n, P + R) bool
     row = torch.arange(n, device=tokens.device) if rollout.row is None else rollout.row  # (n,)
-    # A token's column is its position, but a response comes after the earlier ones of its row.
+    # A prompt token's column is its position. A response starts after the earlier ones of its row.
     is_earlier = (row == row[:, None]).tril(-1)  # (n, n) bool
     num_earlier = (is_earlier * is_input[:, P:].sum(1)).sum(1, keepdim=True)  # (n, 1): their tokens
     column = torch.cat([position[:, :P], position[:, P:] + num_earlier], 1)  # (n, P + R)
@@ -695,8 +697,10 @@ def response_states(model, rollout):
     num_rows, length = [int(index.max()) + 1 for index in place]
     ids = tokens.new_zeros(num_rows, length)  # (rows, length)
     ids[place] = tokens[sequence, slot]
-    # Padding counts on, because transformers takes a position that starts again for a new text.
-    position_ids = torch.arange(length, device=ids.device).repeat(num_rows, 1)  # (rows, length)
+    # Padding counts on, because transformers takes a position that starts again for a new text. But
+    # a row may be longer than the model's context, and no position may be.
+    counting = torch.arange(length, device=ids.device).clamp(max=int(position.max()))  # (length,)
+    position_ids = counting.repeat(num_rows, 1)  # (rows, length)
     position_ids[place] = position[sequence, slot]
     bias = None  # each token sees all before it: attention needs no mask, and is fastest
     if num_rows < n:
@@ -711,17 +715,18 @@ def response_states(model, rollout):
         outputs = model.base_model(
             input_ids=ids, attention_mask=bias, position_ids=position_ids, use_cache=False
         )
-    # The token before predicts a token. The prompt's last one predicts the first of each response,
-    # and unlike indexing, embedding adds up their gradients in a fixed order.
+    # Each token is predicted from the state of the one before it, and the first one of a response
+    # from that of the prompt's last token. Unlike indexing, embedding adds up the gradients of a
+    # state in a fixed order.
     sequence, slot = rollout.response_mask.nonzero(as_tuple=True)  # (T,) each
     before = row[sequence] * length + column[sequence, P + slot - 1]  # (T,)
     return F.embedding(before, outputs.last_hidden_state.flatten(0, 1))
 
 
 def compute_logits(model, hidden):
-    """The logits (T, V) float32 of hidden states (T, D)."""
+    """The logits (.., V) float32 of hidden states (.., D)."""
     # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
-    logits = model.get_output_embeddings()(hidden.float())  # (T, V) float32
+    logits = model.get_output_embeddings()(hidden.float())  # (.., V) float32
     # Some families scale the logits, and some cap them.
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0  # Cohere; in MPT it is None
@@ -775,9 +780,9 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. Rows of similar length
-    are together, so that little is padded. A row that is longer than the maximum is alone.
+    are together, so that little is padded. A sequence that is longer than the maximum is alone.
     """
-    rows = shared_rows(model, rollout, sequences)
+    rows = shared_rows(args, model, rollout, sequences)
     batches = []
     while rows:
         longest, _ = rows[0]  # the others are padded to its length
@@ -793,10 +798,11 @@ def micro_batches(args, model, rollout, sequences):
     return batches
 
 
-def shared_rows(model, rollout, sequences):
+def shared_rows(args, model, rollout, sequences):
     """The rows of these sequences (n,), longest first: pairs of a length and a list of indices.
 
-    Neighbors with the same prompt share a row of at most SHARED_ROW times the prompt's tokens.
+    Neighbors with the same prompt share a row, which is at most SHARED_ROW times as long as their
+    prompt.
     """
     prompts = rollout.prompt_ids.masked_fill(~rollout.prompt_mask, -1)  # (N, P)
     prompt_of = prompts.unique(dim=0, return_inverse=True)[1].tolist()  # N
@@ -804,15 +810,16 @@ def shared_rows(model, rollout, sequences):
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     longest = max(map(sum, zip(prompt_lengths, response_lengths, strict=True)))
     # Only attention can be masked: the state of linear attention or of a convolution goes through
-    # the whole row. The mask replaces the model's own, so a window has to hold a row. And a model
-    # that takes no positions, such as MPT, counts the columns of a row.
+    # the whole row. The mask replaces the model's own, which knows its window, so a window has to
+    # hold a row. And a model that takes no positions, such as MPT, counts the columns of a row.
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None) or getattr(config, "window_size", None)
-    max_length = window or float("inf")
-    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
     is_attention = layer_types <= {"full_attention", "sliding_attention"}
-    if longest > max_length or not is_attention or not takes_positions:
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    keys = ("sliding_window", "window_size", "keep_window_size")
+    window = min(getattr(config, key, None) or float("inf") for key in keys)
+    max_length = min(window, args.micro_batch_tokens)
+    if longest > window or not is_attention or not takes_positions:
         max_length = 0  # each sequence in a row of its own
     lengths = []
     rows = []
@@ -1088,12 +1095,12 @@ def load_config(args, name):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key or "jitter" in key):
                 setattr(part, key, 0.0)  # its noise would change the ratios
-    # The windows of GPT-Neo and Doge, which their layers apply, are limits like the context.
+    # GPT-Neo and Doge apply a window inside their layers, so it is a limit like the context.
     keys = ("max_position_embeddings", "window_size", "keep_window_size")
     limits = [getattr(text_config, key, None) for key in keys]
     rope = getattr(text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # Beyond this length all positions turn by other angles, but the cached keys stay.
+        # Beyond this length it rotates all positions by other angles, and cached keys keep theirs.
         limits.append(rope["original_max_position_embeddings"])
     for limit in limits:
         if limit and args.max_prompt_tokens + args.max_new_tokens > limit:

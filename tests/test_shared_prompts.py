@@ -87,6 +87,9 @@ def slow_logprobs(model, rollout, temperature):
     return table.masked_fill(~rollout.response_mask, 0.0)
 
 
+LARGE = SimpleNamespace(micro_batch_tokens=10**6)
+
+
 def micro_batches(script, model, rollout, sequences, budget=100):
     return script.micro_batches(
         SimpleNamespace(micro_batch_tokens=budget), model, rollout, sequences
@@ -188,26 +191,26 @@ def test_values_and_their_gradients(double, module):
 
 def test_rows_by_hand():
     rollout, model = make_rollout(), build("Llama")
-    rows = grpo.shared_rows(model, rollout, torch.arange(21))
+    rows = grpo.shared_rows(LARGE, model, rollout, torch.arange(21))
     assert rows == sorted(ROWS, key=lambda row: -row[0])  # rows of equal length in their order
     # Neighbors are those of a minibatch, in any order.
-    rows = grpo.shared_rows(model, rollout, torch.tensor([20, 4, 0, 15, 2, 9]))
+    rows = grpo.shared_rows(LARGE, model, rollout, torch.tensor([20, 4, 0, 15, 2, 9]))
     assert rows == [(35, [0, 2, 4]), (22, [15, 20]), (4, [9])]
 
 
 def test_micro_batches_keep_to_the_budget():
-    """A micro-batch's rows times its longest row is at most --micro-batch-tokens, unless it has one row."""
+    """A micro-batch's rows times its longest row is at most --micro-batch-tokens, unless it has one sequence."""
     rollout, model = make_rollout(), build("Llama")
-    for budget in (1, 40, 99, 10**6):
+    prompt_lengths, response_lengths = rollout.prompt_mask.sum(1), rollout.response_mask.sum(1)
+    for budget in (1, 30, 40, 99, 10**6):
         batches = micro_batches(grpo, model, rollout, torch.arange(21), budget)
         assert sorted(sum([rows for rows, _ in batches], [])) == list(range(21))
         for rows, part in batches:
-            in_rows = [
-                [rows[k] for k in (part.row == r).nonzero()] for r in range(part.row[-1] + 1)
-            ]
-            lengths = [length for length, row in ROWS if row in in_rows]
-            assert len(lengths) == len(in_rows)
-            assert len(lengths) == 1 or len(lengths) * max(lengths) <= budget
+            lengths = []
+            for r in range(part.row[-1] + 1):
+                members = [rows[k] for k in (part.row == r).nonzero()]
+                lengths.append(prompt_lengths[members[0]] + response_lengths[members].sum())
+            assert len(rows) == 1 or len(lengths) * max(lengths) <= budget
             assert torch.equal(part.response_ids, rollout.response_ids[rows])
     assert len(batches) == 1
 
@@ -224,6 +227,7 @@ ALONE = {
         sliding_window=39, layer_types=["sliding_attention", "full_attention"]
     ),
     "GPT-Neo's window": dict(window_size=39),
+    "Doge's window": dict(keep_window_size=39),
 }
 
 
@@ -237,25 +241,38 @@ def model_of(**fields):
 @pytest.mark.parametrize("name", ALONE)
 def test_what_the_mask_can_not_hide_keeps_its_own_row(name):
     model = model_of(**ALONE[name])
-    rows = grpo.shared_rows(model, make_rollout(), torch.arange(21))
+    rows = grpo.shared_rows(LARGE, model, make_rollout(), torch.arange(21))
     assert [row for _, row in rows if len(row) > 1] == []
 
 
 def test_a_model_that_counts_columns_keeps_its_own_rows():
     """MPT takes no positions: its attention measures distances in columns."""
     model = random_model(small_config("MPT"))
-    rows = grpo.shared_rows(model, make_rollout(), torch.arange(21))
+    rows = grpo.shared_rows(LARGE, model, make_rollout(), torch.arange(21))
     assert [row for _, row in rows if len(row) > 1] == []
     assert any(
         len(row) > 1
-        for _, row in grpo.shared_rows(build("Llama"), make_rollout(), torch.arange(21))
+        for _, row in grpo.shared_rows(LARGE, build("Llama"), make_rollout(), torch.arange(21))
     )
+
+
+def test_a_row_may_be_longer_than_the_context():
+    """GPT-2 has a weight for each position. The padding of a shorter row takes none beyond the context."""
+    rollout = make_rollout(groups=[(10, [9, 8, 9]), (8, [2, 2])])
+    longest = int((rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).max())
+    model = build("GPT-2", n_positions=longest)
+    ((rows, part),) = micro_batches(grpo, model, rollout, torch.arange(5), 10**6)
+    assert len(part.row.unique()) == 2, (
+        "each prompt has a row, and the first is longer than the context"
+    )
+    found = grpo.compute_logprobs(model, part, 0.7)
+    assert_near(found, slow_logprobs(model, rollout.select(rows), 0.7))
 
 
 def test_a_row_fits_into_the_window():
     model = model_of(sliding_window=24, layer_types=None)
     rollout = make_rollout(groups=[(10, [5, 5, 4, 1, 14])])
-    rows = grpo.shared_rows(model, rollout, torch.arange(5))
+    rows = grpo.shared_rows(LARGE, model, rollout, torch.arange(5))
     assert rows == [(24, [0, 1, 2]), (24, [4]), (11, [3])]
 
 
