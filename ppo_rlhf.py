@@ -126,7 +126,7 @@ class Args:
     model: str = "SmolLM2-1.7B-Instruct"
     """folder or hub id; an id without "/" is HuggingFaceTB's; --model X changes other defaults"""
     dataset: str = "openai/gsm8k:main"
-    """file, folder, hub id or id:config; without a test split, its last tenth is held out"""
+    """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
     """number of held-out problems to evaluate on (the first ones)"""
     question_column: str = "question"
@@ -1111,19 +1111,26 @@ def load_data(args, tokenizer):
         splits = datasets.load_dataset(*args.dataset.split(":"))
     # This raises an error that names the columns there are, if one is missing.
     splits.select_columns([args.question_column, args.answer_column])
+    if "train" not in splits:
+        raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits["validation"]
     if "test" not in splits:
-        print(f"{args.dataset} has no test split: its last tenth is held out")
-        splits = splits["train"].train_test_split(test_size=0.1, shuffle=False)
+        print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
+        splits = hold_out(args, splits["train"])
     # A reward model needs no gold answer. A problem without one counts as wrong in the accuracy.
     functions = [] if args.reward_model else REWARDS
     data = {}
     for split in ("train", "test"):
         examples = []
-        num_too_long = num_unreadable = 0
+        num_too_long = num_unreadable = num_empty = 0
         for row in splits[split]:
-            prompt = render(args, tokenizer, row[args.question_column])
-            # A chat template writes the BOS token itself: the tokenizer would add a second one.
-            ids = tokenizer(prompt, add_special_tokens=not tokenizer.chat_template).input_ids
+            messages = read_messages(args, row[args.question_column])
+            if not messages:
+                num_empty += 1
+                continue
+            prompt = render(args, tokenizer, messages)
+            ids = tokenize(tokenizer, prompt)
             answer = str(row[args.answer_column])
             if len(ids) > args.max_prompt_tokens:
                 num_too_long += 1
@@ -1131,23 +1138,67 @@ def load_data(args, tokenizer):
                 num_unreadable += 1
             else:
                 columns = row | {"answer": answer}
+                columns.pop("completions", None)  # a reward gets the sampled ones
                 examples.append(
                     {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": columns}
                 )
-        print(
+        counts = (
             f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
-            f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}"
+            f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
+            f"{num_empty} without a {args.question_column}"
         )
+        if not examples:
+            raise ValueError(f"--dataset {args.dataset}: {counts}")
+        print(counts)
         data[split] = examples
+    train_prompts = {example["prompt"] for example in data["train"]}
+    num_shared = sum(example["prompt"] in train_prompts for example in data["test"])
+    print(f"test data: {num_shared} of its problems are also in the train data")
     print(f"first prompt: {data['train'][0]['prompt']!r}, answer {data['train'][0]['answer']!r}")
     return data["train"], data["test"][: args.eval_size]
 
 
-def render(args, tokenizer, question):
-    """The text that the policy continues: a chat in the model's template, or a plain text."""
-    if isinstance(question, str):
+def hold_out(args, rows):
+    """The rows as a train and a test split. Equal questions are in the same split."""
+    questions = [str(question) for question in rows[args.question_column]]
+    distinct = list(dict.fromkeys(questions))  # in the order of the rows
+    held_out = set(distinct[len(distinct) * 9 // 10 :])
+    train = []
+    test = []
+    for row, question in zip(rows, questions, strict=True):
+        if question in held_out:
+            test.append(row)
+        else:
+            train.append(row)
+    return {"train": train, "test": test}
+
+
+def read_messages(args, question):
+    """The question as chat messages whose contents are texts; an empty list without a question."""
+    if not isinstance(question, list):
         question = [{"role": "user", "content": question}]
-    *earlier, last = question
+    messages = []
+    for message in question:
+        content = message["content"]
+        if isinstance(content, list):
+            # A part without a text, such as an image, raises an error.
+            content = "".join(part["text"] for part in content)
+        messages.append(message | {"content": content})
+    contents = [message["content"] for message in messages]
+    # A chat template would write a missing text as the word None.
+    if not messages or None in contents or not contents[-1].strip():
+        return []
+    if messages[-1]["role"] != "user":
+        raise ValueError(
+            f"--question-column {args.question_column}: the last message of a chat must be the "
+            f"user's, and not the {messages[-1]['role']}'s, because the prompt ends with it"
+        )
+    return messages
+
+
+def render(args, tokenizer, messages):
+    """The text that the policy continues: a chat in the model's template, or a plain text."""
+    *earlier, last = messages
     if args.instructions:
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
@@ -1165,6 +1216,18 @@ def render(args, tokenizer, question):
     num_system = sum(message["role"] == "system" for message in earlier)
     messages = [*earlier[:num_system], *turns, *earlier[num_system:], last]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def tokenize(tokenizer, prompt):
+    """The ids of a prompt, a list."""
+    if tokenizer.chat_template:
+        # The template writes the BOS token itself: the tokenizer would add a second one.
+        return tokenizer(prompt, add_special_tokens=False).input_ids
+    ids = tokenizer(prompt).input_ids
+    if ids[-1] == tokenizer.eos_token_id:
+        # Some tokenizers end each text with EOS, but the response has yet to come.
+        ids.pop()
+    return ids
 
 
 def shuffled_batches(args, num_examples):
@@ -1200,16 +1263,29 @@ def load_model(args):
     model, info = auto_class.from_pretrained(
         name, config=config, dtype=torch.float32, output_loading_info=True
     )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"]))
-        raise ValueError(f"--model {name}: its files have no weights for {missing}")
+    check_weights(model, info, f"--model {name}")
     check_head(model, f"--model {name}")
     model.to(device)
     if args.gradient_checkpointing:
         # No forward pass is random, so the random state needn't be kept.
         model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
-    eos_ids = torch.tensor(find_eos_ids(model, tokenizer), dtype=torch.long, device=device)
-    return model, tokenizer, eos_ids
+    eos_ids = find_eos_ids(model, tokenizer)
+    # The saved model has them in its generation_config.json, so that others end a response there.
+    model.generation_config.eos_token_id = eos_ids
+    return model, tokenizer, torch.tensor(eos_ids, dtype=torch.long, device=device)
+
+
+def check_weights(model, info, flag):
+    """Raise an error if the files and the network have different weights. flag names the model."""
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"{flag}: its files have no weights for {missing}")
+    # Files may hold more layers than the network has, such as layers for images. But a further
+    # weight in a layer of the network, such as a bias, changes what the network computes.
+    layers = {name.rpartition(".")[0] for name in model.state_dict()}
+    for name in sorted(info["unexpected_keys"]):
+        if name.rpartition(".")[0] in layers:
+            raise ValueError(f"{flag}: its network has no place for {name}, a weight in its files")
 
 
 def check_head(model, flag):
@@ -1235,9 +1311,8 @@ def load_reward_model(args, tokenizer, device):
     config = load_config(args, name)
     if config.num_labels != 1:
         raise ValueError(f"--reward-model {name}: has {config.num_labels} labels, not 1")
-    reward_model, missing = load_classifier(args, name, config, device)
-    if missing:
-        raise ValueError(f"--reward-model {name}: its files have no weights for {missing}")
+    reward_model, info = load_classifier(args, name, config, device)
+    check_weights(reward_model, info, f"--reward-model {name}")
     if AutoTokenizer.from_pretrained(name).get_vocab() != tokenizer.get_vocab():
         raise ValueError(f"--reward-model {name}: must have the vocabulary of --model")
     return reward_model
@@ -1256,7 +1331,7 @@ def load_value_model(args, model, reward_model):
 
 
 def load_classifier(args, name, config, device):
-    """A network with a head of one label, and the names of the weights that its files lack."""
+    """A network with a head of one label, and what check_weights needs to know about its files."""
     network, info = AutoModelForSequenceClassification.from_pretrained(
         name, config=config, dtype=torch.float32, output_loading_info=True
     )
@@ -1264,7 +1339,7 @@ def load_classifier(args, name, config, device):
     if args.gradient_checkpointing:
         # No forward pass is random, so the random state needn't be kept.
         network.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
-    return network, ", ".join(sorted(info["missing_keys"]))
+    return network, info
 
 
 def load_config(args, name):

@@ -106,7 +106,7 @@ def own_flags(script: str, folder: Path) -> list[str]:
     elif script == "vapo":
         flags += ["--value-warmup-steps", "1"]
     elif script == "dapo":
-        flags += ["--max-resample", "0"]
+        flags += ["--max-resample", "0", "--overlong-cache", "10"]  # less than --tiny's 12 tokens
     elif script == "distill":
         flags += ["--teacher", str(folder / "policy")]
     return flags

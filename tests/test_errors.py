@@ -18,7 +18,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SMALL_MODEL, skip_without_engine, small_recipe
+from conftest import ROOT, SMALL_JUDGE, SMALL_MODEL, skip_without_engine, small_recipe
 from safetensors.torch import load_file, save_file
 
 import grpo
@@ -128,6 +128,15 @@ def test_a_temperature_that_vllm_would_replace(tmp_path):
         script.check_args(tiny_args(script, tmp_path, temperature=0.009))
 
 
+def test_dapo_refuses_a_penalty_for_every_response(tmp_path):
+    """Its default, 60 tokens, is longer than short responses: one token would lose 0.48."""
+    script = __import__("dapo")
+    for tokens in (32, 60):
+        with pytest.raises(ValueError, match="--overlong-cache must be less than"):
+            script.check_args(tiny_args(script, tmp_path, max_new_tokens=32, overlong_cache=tokens))
+    script.check_args(tiny_args(script, tmp_path, max_new_tokens=32, overlong_cache=31))
+
+
 def test_every_script_refuses_two_rewards_of_one_name(script, tmp_path, monkeypatch):
     """The scores are logged by name, so the second reward would replace the first."""
 
@@ -172,6 +181,49 @@ def test_weights_that_are_not_in_the_files(tmp_path):
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=f"no weights for {re.escape(gone)}"):
         grpo.main(tiny_args(grpo, tmp_path, model=str(model)))
+
+
+def add_weight(folder, name, weight):
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {name: weight}, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+# The parts of other networks that a file may hold without harm: a head of values, layers for
+# images and for several tokens, and constants of an older transformers.
+HARMLESS = ["v_head.weight", "model.visual.weight", "model.layers.9.mlp.up_proj.weight"]
+HARMLESS += ["model.layers.0.self_attn.masked_bias", "model.layers.0.self_attn.rotary_emb.inv_freq"]
+
+
+@pytest.mark.scripts("grpo", "grpo_lora", "grpo_vllm")
+def test_weights_that_the_network_has_no_place_for(script, tmp_path):
+    """from_pretrained drops them. Beside a weight of the network they change what it computes."""
+    for name in ("model.layers.0.mlp.up_proj.bias", "lm_head.bias"):
+        model = add_weight(copy_model(tmp_path / name), name, torch.ones(8))
+        with pytest.raises(ValueError, match=f"--model .* no place for {re.escape(name)}"):
+            script.load_model(tiny_args(script, tmp_path, model=model))
+    model = copy_model(tmp_path / "harmless")
+    for name in HARMLESS:
+        add_weight(model, name, torch.ones(8))
+    script.load_model(tiny_args(script, tmp_path, model=str(model)))
+
+
+def test_a_reward_model_with_a_bias(tmp_path):
+    """The network's head has none, so all scores would be too low."""
+    script = __import__("ppo_rlhf")
+    folder = shutil.copytree(SMALL_JUDGE, tmp_path / "judge")
+    judge = add_weight(folder, "score.bias", torch.ones(1))
+    _, tokenizer, _ = script.load_model(tiny_args(script, tmp_path))
+    with pytest.raises(ValueError, match="--reward-model .* no place for score.bias"):
+        script.load_reward_model(tiny_args(script, tmp_path, reward_model=judge), tokenizer, "cpu")
+
+
+def test_a_teacher_with_a_bias(tmp_path):
+    script = __import__("distill")
+    model, tokenizer, _ = script.load_model(tiny_args(script, tmp_path, model=SMALL_MODEL))
+    teacher = add_weight(copy_model(tmp_path / "teacher"), "lm_head.bias", torch.ones(8))
+    with pytest.raises(ValueError, match="--teacher .* no place for lm_head.bias"):
+        script.load_teacher(tiny_args(script, tmp_path, teacher=teacher), model, tokenizer)
 
 
 def test_a_sliding_window_is_no_limit(tmp_path):
@@ -271,10 +323,10 @@ def test_gold_answers_that_are_no_numbers_are_skipped_and_counted(tmp_path, caps
     """true, false and None are texts without a number. As an empty text they would be right for any reward of text."""
     answers = [4, True, False, None, "twelve", "", 1.5, "#### 7", "10,000"]
     lines = [
-        json.dumps({"question": "2+2=", "answer": str(x) if x is not None else None})
-        for x in answers
+        json.dumps({"question": f"{i}+2=", "answer": None if x is None else str(x)})
+        for i, x in enumerate(answers * 3)
     ]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines * 3))
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
     args = tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data.jsonl"), max_prompt_tokens=20)
     _, tokenizer, _ = grpo.load_model(args)
     train, test = grpo.load_data(args, tokenizer)
@@ -283,6 +335,30 @@ def test_gold_answers_that_are_no_numbers_are_skipped_and_counted(tmp_path, caps
     assert (
         "0 longer than --max-prompt-tokens, 15 without a readable answer" in capsys.readouterr().out
     )
+
+
+def test_no_problem_is_left(tmp_path):
+    """The error has the counts."""
+    for split in ("train", "test"):
+        folder = tmp_path / split
+        folder.mkdir()
+        for name in ("train", "test"):
+            row = {"question": "2+2=", "answer": "four" if name == split else "4"}
+            (folder / f"{name}.jsonl").write_text(json.dumps(row) * 3)
+        line = (
+            f"--dataset {folder}: {split} data: 0 problems; skipped: .* 3 without a readable answer"
+        )
+        with pytest.raises(ValueError, match=line):
+            grpo.main(tiny_args(grpo, tmp_path, dataset=str(folder)))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("split", ["test", "validation"])
+def test_no_train_split(tmp_path, split):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / f"{split}.jsonl").write_text('{"question": "2+2=", "answer": "4"}')
+    with pytest.raises(ValueError, match=f"--dataset .* no train split, only {split}"):
+        grpo.main(tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data")))
 
 
 # ---- runs

@@ -38,8 +38,11 @@ ROWS = {
 def run_copy(monkeypatch, tmp_path, source, rows, **given):
     """A run of two steps of a copy of grpo.py on these rows: its module, its metrics, its samples."""
     script = load(monkeypatch, "mine", source)
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows * 20))
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, times in (("train", 18), ("test", 2)):
+        lines = [json.dumps(row) + "\n" for row in rows * times]
+        (data / f"{split}.jsonl").write_text("".join(lines))
     fields = small_recipe(script) | dict(
         dataset=str(data),
         num_steps=2,

@@ -3,6 +3,7 @@
 Also: imports have no side effect, and every flag is documented and read.
 """
 
+import argparse
 import ast
 import dataclasses
 import json
@@ -18,7 +19,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import REAL, ROOT, SCRIPTS, SMALL_TASK, skip_without_engine
+from conftest import REAL, ROOT, SCRIPTS, SMALL_MODEL, SMALL_TASK, skip_without_engine
 from families import random_model, small_config
 from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
@@ -34,6 +35,7 @@ SMALL = dict(
     num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
 )
 # Settings for a model that is as small as the bundled one but has another path.
+LENGTHS = dict(max_prompt_tokens=64, max_new_tokens=8)
 OTHER_MODEL = dict(examples=False, max_prompt_tokens=64, gradient_checkpointing=False)
 
 
@@ -157,13 +159,83 @@ def test_a_folder_with_two_splits(tmp_path):
 def test_long_prompts_are_skipped_and_counted(tmp_path, capsys):
     import grpo
 
-    lines = [json.dumps({"question": "1" * (i + 1) + "=", "answer": "1"}) for i in range(20)]
+    questions = ["1" * (i + 1) + "=" for i in range(18)] + ["2=", "3="]
+    lines = [json.dumps({"question": question, "answer": "1"}) for question in questions]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     given = dict(dataset=str(tmp_path / "data.jsonl"), examples=False, max_prompt_tokens=11)
     train, test = grpo.load_data(grpo.Args(**given), tokenizer)
-    assert [len(x["prompt_ids"]) for x in train] == list(range(2, 12)) and test == []
+    assert [len(x["prompt_ids"]) for x in train] == list(range(2, 12)) and len(test) == 2
     assert "8 longer than --max-prompt-tokens, 0 without" in capsys.readouterr().out
+
+
+def write_splits(folder, **questions):
+    """A folder with a file for each split, of problems with these questions."""
+    folder.mkdir()
+    for split, texts in questions.items():
+        lines = [json.dumps({"question": text, "answer": 1}) + "\n" for text in texts]
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    return str(folder)
+
+
+def test_no_question_is_in_both_parts_of_a_file(tmp_path, capsys):
+    """The last tenth of the questions is held out, with all rows of each. Otherwise the policy is trained on them."""
+    import grpo
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    questions = [f"{i}+1=" for i in range(20)]
+    chats = [[USER | {"content": question}] for question in questions]
+    for name, rows in (("texts", questions * 10), ("chats", chats * 10)):
+        folder = write_splits(tmp_path / name, train=rows)
+        train, test = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+        assert [x["prompt"] for x in train] == questions[:18] * 10
+        assert [x["prompt"] for x in test] == questions[18:] * 10
+        assert "test data: 0 of its problems are also in the train data" in capsys.readouterr().out
+
+
+def test_test_problems_that_are_trained_on_are_counted(tmp_path, capsys):
+    import grpo
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    splits = dict(train=["1+1=", "2+1=", "3+1="], test=["2+1=", "4+1=", "1+1=", "5+1="])
+    folder = write_splits(tmp_path / "data", **splits)
+    train, test = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+    assert [len(train), len(test)] == [3, 4]
+    assert "test data: 2 of its problems are also in the train data" in capsys.readouterr().out
+
+
+def test_a_validation_split_is_held_out(tmp_path):
+    """Without a test split. With a test split, it isn't read."""
+    import grpo
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    splits = dict(train=["1+1="], validation=["2+1="])
+    for name, more, expected in (("a", {}, "2+1="), ("b", dict(test=["3+1="]), "3+1=")):
+        folder = write_splits(tmp_path / name, **splits, **more)
+        train, test = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+        assert [x["prompt"] for x in train + test] == ["1+1=", expected]
+
+
+@pytest.mark.parametrize("form", ["text", "chat"])
+def test_rows_without_a_question_are_skipped_and_counted(tmp_path, capsys, form):
+    """A template writes a missing text as the word None."""
+    import grpo
+
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    questions = ["1+1=", None, "", " \n", "2+1=", "3+1="]
+    if form == "chat":
+        questions = [[USER | {"content": text}] for text in questions] + [[]]
+        # A missing system message is also a missing text, and an empty one isn't.
+        questions += [[{"role": "system", "content": x}, *questions[0]] for x in (None, "")]
+    folder = write_splits(
+        tmp_path / "data", train=questions, test=["4+1="] if form == "text" else [questions[0]]
+    )
+    train, _ = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+    prompts = [x["prompt"].removeprefix("![").removesuffix("][assistant:") for x in train]
+    more = ["system:][user:1+1="] if form == "chat" else []
+    assert prompts == ["user:1+1=", "user:2+1=", "user:3+1=", *more]
+    num_skipped = 5 if form == "chat" else 3
+    assert f"{num_skipped} without a question" in capsys.readouterr().out.splitlines()[0]
 
 
 # ---- prompts
@@ -195,10 +267,21 @@ def make_tokenizer(folder, chat_template=None):
     return tokenizer
 
 
+def write_rows(path, *rows):
+    """A file of these rows and of some ordinary problems, of which the last one is held out."""
+    others = [rows[0] | {"question": f"{i}+1="} for i in range(9)]
+    if isinstance(rows[0]["question"], list):  # all rows of a file have the same form
+        others = [row | {"question": [USER | {"content": row["question"]}]} for row in others]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *others]))
+
+
+USER = {"role": "user"}
+
+
 @pytest.fixture
 def first_prompt(script, tmp_path):
-    """The first training example of load_data on one question."""
-    (tmp_path / "rows.jsonl").write_text('{"question": "12+34=", "answer": "46"}\n' * 10)
+    """The first training example of load_data. Its question is "12+34=" until a test writes other rows."""
+    write_rows(tmp_path / "rows.jsonl", {"question": "12+34=", "answer": 46})
 
     def call(tokenizer, **given):
         given = dict(max_prompt_tokens=200, examples=False) | given
@@ -256,8 +339,7 @@ def test_examples_are_turns_of_the_chat(script, first_prompt, tmp_path):
     assert first_prompt(tokenizer, **given)["prompt"] == f"!{turns}[user:12+34=][assistant:"
     chat = [{"role": "system", "content": "add"}, *MESSAGES]
     chat += [{"role": "assistant", "content": "46"}, *MESSAGES]
-    row = json.dumps({"question": chat, "answer": 46}) + "\n"
-    (tmp_path / "rows.jsonl").write_text(row * 10)
+    write_rows(tmp_path / "rows.jsonl", {"question": chat, "answer": 46})
     expected = f"![system:add]{turns}[user:12+34=][assistant:46][user:why? 12+34=][assistant:"
     prompt = first_prompt(tokenizer, instructions="why?", **given)["prompt"]
     assert prompt.replace("why?\n\n", "why? ") == expected
@@ -282,7 +364,7 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
     """Most chat data sets have a column of messages. The instructions stand before the last one."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     path = tmp_path / "rows.jsonl"
-    path.write_text((json.dumps({"question": MESSAGES, "answer": 46}) + "\n") * 10)
+    write_rows(path, {"question": MESSAGES, "answer": 46})
     expected = "![user:think\n\n12+34=][assistant:"
     assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
     several = [
@@ -291,7 +373,7 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
         {"role": "assistant", "content": "?"},
         *MESSAGES,
     ]
-    path.write_text((json.dumps({"question": several, "answer": 46}) + "\n") * 10)
+    write_rows(path, {"question": several, "answer": 46})
     expected = "![system:add][user:12+34=][assistant:?][user:think\n\n12+34=][assistant:"
     assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
     # A model without a template can't continue a chat of several messages.
@@ -300,11 +382,71 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
 
 
 @pytest.mark.scripts("grpo")
+def test_a_message_of_several_parts(first_prompt, tmp_path):
+    """The prompt holds the texts of the parts. A part without a text ends the run."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34="}]
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "?"}]}
+    rows = []
+    for i in range(10):
+        last = USER | {"content": [*parts, {"type": "text", "text": f"{i}"}]}
+        rows.append({"question": [USER | {"content": parts}, answer, last], "answer": 46})
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    expected = "![user:12+34=][assistant:?][user:why\n\n12+34=0][assistant:"
+    assert first_prompt(tokenizer, instructions="why")["prompt"] == expected
+    rows[0]["question"][-1]["content"].append({"type": "image"})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(KeyError, match="text"):
+        first_prompt(tokenizer)
+
+
+@pytest.mark.scripts("grpo")
+def test_a_chat_that_ends_with_the_answer(first_prompt, tmp_path):
+    """The answer would stand in the prompt."""
+    tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
+    for role in ("assistant", "system"):
+        last = {"role": role, "content": "<answer>46</answer>"}
+        chat = [*MESSAGES, last] if role == "assistant" else [last]
+        write_rows(tmp_path / "rows.jsonl", {"question": chat, "answer": 46})
+        with pytest.raises(ValueError, match=f"--question-column question: .* {role}"):
+            first_prompt(tokenizer)
+
+
+@pytest.mark.scripts("grpo", "self_distill")
+@pytest.mark.parametrize("examples", [False, True])
+def test_a_prompt_does_not_end_with_eos(script, first_prompt, tmp_path, examples):
+    """Some tokenizers end each text with EOS. The bundled model then got 0.04 of the problems right, instead of 0.56.
+
+    The EOS tokens of the examples stay.
+    """
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    given = dict(examples=examples, max_prompt_tokens=2000)
+    if script.__name__ == "self_distill":
+        given["context_column"] = "answer"
+    expected = first_prompt(tokenizer, **given)["prompt_ids"]
+    eos = tokenizer.eos_token
+    special_tokens = [("!", tokenizer.bos_token_id), (eos, tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"! $A {eos}", special_tokens=special_tokens
+    )
+    assert tokenizer("1").input_ids[-1] == tokenizer.eos_token_id
+    assert first_prompt(tokenizer, **given)["prompt_ids"] == expected
+    if script.__name__ == "self_distill":
+        example = first_prompt(tokenizer, **given)
+        rollout = argparse.Namespace(prompt_ids=torch.zeros(1, 1), _replace=dict)
+        args = script.Args(num_generations=1, examples=examples, max_teacher_tokens=2000)
+        teacher, _ = script.add_contexts(args, tokenizer, rollout, [example], ["46"])
+        assert teacher["prompt_ids"][0, -1] != tokenizer.eos_token_id
+
+
+@pytest.mark.scripts("grpo")
 def test_all_columns_reach_the_rewards(first_prompt, tmp_path):
     """`answer` is the gold answer as a text, whatever its column is called."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     row = {"question": "12+34=", "gold": 46, "level": 3, "tests": ["a", "b"]}
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 10)
+    # The rewards get the sampled completions, and not a column of this name.
+    write_rows(tmp_path / "rows.jsonl", row | {"completions": "46"})
     columns = first_prompt(tokenizer, answer_column="gold", examples=False)["columns"]
     assert columns == row | {"answer": "46"}
 
@@ -327,6 +469,26 @@ def test_the_token_that_ends_a_turn_ends_a_response(script, tmp_path, template, 
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
     found = set(script.find_eos_ids(model, tokenizer))
     assert found == {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))}
+
+
+@pytest.mark.scripts("grpo", "grpo_lora")
+@pytest.mark.parametrize("has_file", [True, False], ids=["file", "no file"])
+def test_the_saved_model_knows_what_ended_its_responses(script, tmp_path, has_file):
+    """vLLM and transformers end a response at the ids of generation_config.json, and would run on without them."""
+    tokenizer = make_tokenizer(tmp_path / "model", CHATML)
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
+    model.resize_token_embeddings(len(tokenizer))
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    if not has_file:
+        (tmp_path / "model" / "generation_config.json").unlink()
+    args = script.Args(model=str(tmp_path / "model"), device="cpu", **LENGTHS)
+    model, _, eos_ids = script.load_model(args)
+    model.save_pretrained(tmp_path / "saved")
+    saved = transformers.GenerationConfig.from_pretrained(tmp_path / "saved")
+    expected = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert saved.eos_token_id == eos_ids.tolist() == sorted(expected)
 
 
 @pytest.mark.scripts("grpo")
@@ -375,7 +537,8 @@ def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     skip_without_engine(script)
     given = dict(model=str(tiny_chat), dataset=str(REAL / "gsm8k"), device="cpu")
     given |= dict(runs_dir=str(tmp_path), run_name="run") | SMALL
-    for name, value in {"teacher": str(tiny_chat), "reward_model": "", "baseline": "none"}.items():
+    own = dict(teacher=str(tiny_chat), reward_model="", baseline="none", overlong_cache=2)
+    for name, value in own.items():
         if hasattr(script.Args(), name):
             given[name] = value
     if script.__name__ == "vapo":
@@ -408,7 +571,7 @@ def test_the_lines_that_count_real_problems(script, tmp_path, capsys):
     printed = capsys.readouterr().out
     lengths = []
     for row in rows:
-        prompt = script.render(args, tokenizer, row["question"])
+        prompt = script.render(args, tokenizer, [USER | {"content": row["question"]}])
         lengths.append(len(tokenizer(prompt, add_special_tokens=False).input_ids))
     num_too_long = sum(length > 330 for length in lengths)
     assert 0 < num_too_long < 20 and len(train) == 39 - num_too_long

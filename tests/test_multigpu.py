@@ -295,9 +295,12 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
 
 def test_every_process_has_its_own_noise(several, tmp_path, data):
     """All prompts of a step are equal. If both processes had the same noise, their samples would be equal, too."""
-    path = tmp_path / "one.jsonl"
-    path.write_text('{"question": "47+38=", "answer": "85"}\n' * 40)
-    given = dict(dataset=str(path), num_steps=1, temperature=1.5, num_generations=4)
+    (tmp_path / "one").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "one" / f"{split}.jsonl").write_text(
+            '{"question": "47+38=", "answer": "85"}\n' * 20
+        )
+    given = dict(dataset=str(tmp_path / "one"), num_steps=1, temperature=1.5, num_generations=4)
     samples = read_jsonl(several(2, **given) / "samples.jsonl")
     completions = [sample["completions"] for sample in samples]
     assert len(completions) == 4 and completions[:2] != completions[2:]

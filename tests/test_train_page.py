@@ -187,10 +187,11 @@ def test_the_data_and_the_reward_train(monkeypatch, tmp_path, problems, capsys):
 
 def test_a_chat_is_a_question(tmp_path):
     (chat,) = re.findall(r"`(\[\{[^`]*\}\])`", PROSE)
-    rows = [{"question": json.loads(chat), "answer": 86400}] * 3
-    path = tmp_path / "chat.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert run(grpo, tmp_path, "chat", dataset=str(path))[0]["step"] == 1
+    row = {"question": json.loads(chat), "answer": 86400}
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps(row) * 3)
+    assert run(grpo, tmp_path, "chat", dataset=str(tmp_path / "data"))[0]["step"] == 1
 
 
 def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
