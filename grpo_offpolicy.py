@@ -86,8 +86,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 REWARDS = [accuracy_reward, format_reward]  # summed; 1.0 from the first means a right answer
-# Worked examples: pairs of a question and its answer, which stand before each question of the data.
-# A small model imitates them, while it can't follow a description of the format. So they have to
+# Worked examples, each a question and its answer. With --examples they stand before each question.
+# A small model can imitate them where it can't follow a description of the format. So they have to
 # show what REWARDS pay for. If you change REWARDS or the task, change the examples, too.
 EXAMPLES = [
     (
@@ -766,7 +766,7 @@ def compute_logits(model, hidden):
 
 
 def compute_logprobs(model, rollout, temperature):
-    """Log-probabilities (n, R) float32 of the responses of n sequences; 0 where masked."""
+    """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
     hidden = response_states(model, rollout)  # (T, D)
     targets = rollout.response_ids[rollout.response_mask]  # (T,)
     head = model.get_output_embeddings()
@@ -1079,18 +1079,24 @@ def render(args, tokenizer, messages):
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
-    examples = EXAMPLES if args.examples else []
+    # A base model gets a plain text. A chat of several messages needs a template: without one,
+    # apply_chat_template below raises an error.
     if not tokenizer.chat_template and not earlier:
-        # A base model: an EOS token ends each example, so that the model ends its answer, too.
-        shown = [f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in examples]
-        return "".join(shown) + last["content"] + ("\n" if shown else "")
+        if not args.examples:
+            return last["content"]  # to be continued as it is, such as "12+7="
+        text = ""
+        for question, answer in EXAMPLES:
+            # With the EOS token after each answer, the model ends its own answer, too.
+            text += f"{question}\n{answer}{tokenizer.eos_token}\n"
+        return text + last["content"] + "\n"
     turns = []
-    for text, answer in examples:
-        turns.append({"role": "user", "content": text})
-        turns.append({"role": "assistant", "content": answer})
-    # Templates want a system message to be the first one.
-    num_system = sum(message["role"] == "system" for message in earlier)
-    messages = [*earlier[:num_system], *turns, *earlier[num_system:], last]
+    if args.examples:
+        for question, answer in EXAMPLES:
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": answer})
+    messages = [*earlier, last]
+    start = 1 if messages[0]["role"] == "system" else 0  # a system message has to stay the first
+    messages = [*messages[:start], *turns, *messages[start:]]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
@@ -1140,6 +1146,7 @@ def load_model(args):
         name, config=config, dtype=torch.float32, output_loading_info=True
     )
     check_weights(model, info, f"--model {name}")
+    # Still on the CPU: the TF32 of a GPU could differ by more than the tolerance.
     check_head(model, f"--model {name}")
     model.to(device)
     if args.gradient_checkpointing:
@@ -1180,7 +1187,7 @@ def check_head(model, flag):
 
 
 def load_config(args, name):
-    """A model's configuration, with all dropout set to 0. The longest sequence must fit into it."""
+    """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     if config.model_type == "phimoe":
         raise ValueError(f"{name}: PhiMoE isn't supported, because it routes at random in training")

@@ -52,13 +52,13 @@ def test_bytes_by_hand():
     """One layer with D = Q = K = F = 2 and V = 3 has 28 numbers in matrices, 4 + 2 in norms, 6 in a tied head."""
     config = memory.llama(1, 2, 1, 1, 2, 3)
     assert memory.parameters(config) == 40 and memory.adapters(config, 1) == 28
-    flags = dict(sampling_tokens=1024, num_prompts=1, num_generations=2)
+    flags = dict(sampling_tokens=1260, num_prompts=1, num_generations=2)
     found = memory.count("grpo", config, **flags)
     assert [found[name] for name in ("weights", "averages", "gradients")] == [160, 320, 160]
     assert found["sampling copy"] == 2 * 40 + 4 * 6
     assert found["reference"] == 2 * 28 + 4 * 12
     # Each token has a key and a value of two numbers, with two bytes per number.
-    assert found["keys and values"] == 1024 * 2 * 2 * 2
+    assert found["keys and values"] == 1260 * 2 * 2 * 2
     assert memory.count("grpo", config, **flags, beta=0)["reference"] == 0
     found = memory.count("grpo_lora", config, **flags, lora_rank=1)
     assert [found[name] for name in ("weights", "averages", "gradients")] == [216, 224, 112]
@@ -70,7 +70,7 @@ def test_bytes_by_hand():
 def test_the_peak_is_the_larger_of_sampling_and_update():
     config = memory.MODELS["SmolLM2-1.7B"]
     for script in memory.COUNTED:
-        for tokens in (1024, 49152):
+        for tokens in (1260, 49152):
             found = memory.count(script, config, sampling_tokens=tokens)
             peak, names = found.pop("peak"), ("gradients", "activations")
             moments = (
