@@ -33,9 +33,10 @@ use a call's result, and has to learn only to call. It learns with twice the lea
 grpo.py.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
-without a <calc> is a call, too: its text is all of this turn up to the </calc>. Departures from
-DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal rewards would give 0/0, and the
-reference stays the initial model.
+without a <calc> is a call, too: its text is all of this turn up to the </calc>. If the last token
+of a call goes on after it, as ">=" does, this token gives way to the tool's answer, and isn't
+trained. Departures from DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal
+rewards would give 0/0, and the reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -891,6 +892,8 @@ class Turn(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     call: str | None  # the text of the call that ends the turn; None if it doesn't end with a call
+    # If the last token goes on after the call, as ">=" does: the part of it that ends the call.
+    call_end: str
 
 
 @dataclass
@@ -907,6 +910,11 @@ class Response:
 
     def room(self):
         return self.max_tokens - len(self.ids)
+
+    def drop_last(self):
+        """Take back the last token."""
+        for items in (self.ids, self.logprobs, self.by_policy):
+            items.pop()
 
     def append(self, ids, logprobs, by_policy):
         """Append these tokens, or as many of them as there is room for."""
@@ -934,16 +942,21 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
         )
         callers = []  # the responses with a call to answer
         calls = []  # the texts of these calls
+        call_ends = []
         for response, turn in zip(active, turns, strict=True):
             response.append(turn.ids, turn.logprobs, by_policy=True)
             may_answer = len(response.tool_answers) < args.max_calls and response.room() > 0
             if turn.call is not None and may_answer:
                 callers.append(response)
                 calls.append(turn.call)
-        for response, answer in zip(callers, run_tool(calls), strict=True):
+                call_ends.append(turn.call_end)
+        for response, call_end, answer in zip(callers, call_ends, run_tool(calls), strict=True):
             response.tool_answers.append(answer)
+            if call_end:
+                # The answer follows the call at once, so it takes the place of the policy's token.
+                response.drop_last()
             # Tokenized alone, so that the ids that the policy sampled stay as they are.
-            ids = tokenizer(answer, add_special_tokens=False).input_ids
+            ids = tokenizer(call_end + answer, add_special_tokens=False).input_ids
             response.append(ids, [0.0] * len(ids), by_policy=False)
         active = [response for response in callers if response.room() > 0]
         contexts = [response.prompt_ids + response.ids for response in active]
@@ -992,28 +1005,33 @@ def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_
         )
         all_ids, all_masks, all_logprobs = [x.cpu() for x in sampled]  # (n, R) each
         for ids, mask, logprobs in zip(all_ids, all_masks, all_logprobs, strict=True):
-            kept_ids, call = cut_at_call(tokenizer, ids[mask].tolist())
+            kept_ids, call, call_end = cut_at_call(tokenizer, ids[mask].tolist())
             # The mask is True, then False, so the kept ids and their logprobs are the first ones.
-            turns.append(Turn(kept_ids, logprobs[: len(kept_ids)].tolist(), call))
+            kept_logprobs = logprobs[: len(kept_ids)].tolist()
+            turns.append(Turn(kept_ids, kept_logprobs, call, call_end))
     return turns
 
 
 def cut_at_call(tokenizer, ids):
-    """The ids up to the end of the first call, and the text of this call.
+    """The ids up to the end of the first call, the text of this call, and Turn.call_end.
 
-    Without a call: all of the ids, and None.
+    Without a call: all of the ids, None and an empty text.
     """
     if CALL_END not in tokenizer.decode(ids):
-        return ids, None
+        return ids, None, ""
     # Several tokens can spell CALL_END, and its last token may contain more text. So find the
     # smallest number of ids whose text contains CALL_END.
     length = 1
     while CALL_END not in tokenizer.decode(ids[:length]):
         length += 1
-    before_end, _, _ = tokenizer.decode(ids[:length]).partition(CALL_END)
+    before_end, _, after_end = tokenizer.decode(ids[:length]).partition(CALL_END)
     # The call begins after the last CALL_START. Without a CALL_START it is the whole text.
     _, _, call = before_end.rpartition(CALL_START)
-    return ids[:length], call
+    call_end = ""
+    if after_end:
+        earlier = tokenizer.decode(ids[: length - 1])
+        call_end = (before_end + CALL_END).removeprefix(earlier)
+    return ids[:length], call, call_end
 
 
 def pad_left(rows, device):
@@ -1096,15 +1114,19 @@ OPERATORS = {
 
 
 def calculator(call):
-    """The value, to 15 digits, of an expression with Python's numbers, + - * / and brackets.
+    """The value of an expression with Python's numbers, + - * / and brackets.
 
-    Any other text raises an error. Python's ast parses the text and never executes it. Fractions
-    are exact, so 100.1-100 is 0.1. There are no powers, so MAX_CHARS characters can't make a number
-    that takes long to compute.
+    A whole number is exact, and any other one has 15 digits. Any other text raises an error, and so
+    does a whole number of more than MAX_CHARS digits. Python's ast parses the text and never
+    executes it. Fractions are exact, so 100.1-100 is 0.1. There are no powers, so MAX_CHARS
+    characters can't make a number that takes long to compute.
     """
-    expression = ast.parse(call.strip(), mode="eval").body
-    # float raises if the value is too large for it.
-    return f"{float(exact_value(expression)):.15g}"
+    value = exact_value(ast.parse(call.strip(), mode="eval").body)
+    if value.denominator > 1:
+        return f"{float(value):.15g}"
+    if abs(value) >= 10**MAX_CHARS:
+        raise OverflowError("run_tool would cut this number")
+    return str(value.numerator)
 
 
 def exact_value(node):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import REAL, ROOT
 from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -53,6 +53,9 @@ EOS_IDS = torch.tensor([EOS])
         ("100.1-100", "0.1"),
         ("3*1.15-3.45", "0"),
         ("0*-1.0", "0"),
+        ("123456789*987654321", "121932631112635269"),
+        ("-1e30+1", "-999999999999999999999999999999"),
+        ("1e20", "1" + "0" * 20),
     ],
 )
 def test_the_calculator(call, value):
@@ -349,6 +352,31 @@ def student():
     return AutoModelForCausalLM.from_pretrained(CALLER, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("after", ["=24</think>", ", so", ".", ""])
+def test_a_call_that_ends_inside_a_token(monkeypatch, after):
+    """SmolLM2 spells the end of a call with ">=", ">," or ">.": the answer follows the call at once all the same."""
+    tokenizer = AutoTokenizer.from_pretrained(REAL / "smollm2")
+    eos_ids = torch.tensor([tokenizer.eos_token_id])
+    written = tokenizer(f"It holds <calc>4*6</calc>{after}").input_ids
+    turns = iter([written, [*tokenizer(" eggs.").input_ids, tokenizer.eos_token_id]])
+
+    def generate(args, model, prompt_ids, *rest):
+        ids = torch.tensor([next(turns)])
+        return ids, torch.ones_like(ids, dtype=torch.bool), torch.full(ids.shape, -1.0)
+
+    monkeypatch.setattr(grpo_tools, "generate", generate)
+    args = grpo_tools.Args(max_new_tokens=40)
+    model = SimpleNamespace(device=torch.device("cpu"))
+    given = args, model, tokenizer, [{"prompt_ids": [5, 6]}], 1, 1.0, eos_ids
+    rollout = grpo_tools.sample_responses(*given)
+    assert rollout.completions == ["It holds <calc>4*6</calc>=24 eggs."]
+    assert rollout.tool_answers == [["=24"]]
+    # A token that goes on after the call is not the policy's any more, so it isn't trained.
+    trained = tokenizer.decode(rollout.response_ids[0][rollout.response_mask[0]])
+    assert trained == f"It holds <calc>4*6</calc{'' if after else '>'} eggs.<|im_end|>"
+    assert (rollout.sampled_logprobs[0] == -1.0).tolist() == rollout.response_mask[0].tolist()
+
+
 @pytest.mark.parametrize("end", ["</calc>", "85", "k><answer>8", "nothing"])
 def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
     """Any tokens may spell the end of a call. Columns after this end don't count."""
@@ -359,7 +387,7 @@ def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
     given = args, student, ids, ids >= 0, 1, 0.0, EOS_IDS, tokenizer
     response, mask, _ = grpo_tools.generate(*given)
     text = "</calc>" if end == "</calc>" else "</think><answer>85</answer></s>"
-    ids, _ = grpo_tools.cut_at_call(tokenizer, response[mask].tolist())
+    ids, *_ = grpo_tools.cut_at_call(tokenizer, response[mask].tolist())
     n = len(ids)
     monkeypatch.setattr(grpo_tools, "CALL_END", "\0")
     freely = grpo_tools.generate(*given)[0]

@@ -1,0 +1,1540 @@
+"""ECHO: Environment Cross-entropy Hybrid Objective, in one file. Shrivastava et al. 2026, "Terminal
+Agents Learn World Models for Free", arXiv:2605.24517.
+
+For every prompt q the policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+maximize J, so the loss is -J. A response has one or more turns. In a turn the policy samples until
+EOS or the end of a call. After a call, the text of the call goes to the tool, the tool's answer is
+appended to the response, and the next turn begins:
+
+    prompt      47+38=
+    response    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
+                the tool wrote "=85", and the policy wrote the rest of the response
+
+    J(theta) = E[ 1/G sum_i 1/|w_i| sum_{t in w_i} ( S_it - beta KL_it ) ]   (DeepSeekMath, Eq. 3)
+    w_i      = the positions t of o_i that the policy wrote    (Search-R1, Eq. 3: I(y_t) = 1)
+    S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
+    rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
+               pi_old is the policy that sampled, not the reference
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
+    KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
+
+Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token is conditioned on all
+tokens before it, including the tool's. The policy did not choose the tool's tokens, so they have no
+gradient.
+
+Parent: grpo.py. Differences: (1) sample_responses samples turn by turn, and each turn computes
+again the keys and values of the prompt and of the response so far. The tool's answer is tokenized
+alone. Sampled tokens are never decoded and tokenized again, because the same text can have other
+ids. (2) There are two masks. context_mask has all tokens of the response, which attention sees.
+response_mask has the tokens that the policy wrote, and only these count. (3) TOOL (below, a
+calculator) is a function from text to text. It answers at most --max-calls calls in a response. (4)
+--tool-cost is subtracted from the reward for each answered call. (5) The bundled model can already
+use a call's result, and has to learn only to call. It learns with twice the learning rate of
+grpo.py.
+
+Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
+without a <calc> is a call, too: its text is all of this turn up to the </calc>. If the last token
+of a call goes on after it, as ">=" does, this token gives way to the tool's answer, and isn't
+trained. Departures from DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal
+rewards would give 0/0, and the reference stays the initial model.
+
+Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
+micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all. R
+counts the tool's tokens, and T doesn't.
+
+    python grpo_tools.py                                 assets/caller, on a CPU
+    python grpo_tools.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
+"""
+
+import ast
+import copy
+import inspect
+import json
+import math
+import operator
+import os
+import shutil
+import sys
+import time
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from pathlib import Path
+from threading import Thread
+from typing import Literal, NamedTuple
+
+import datasets
+import torch
+import torch.nn.functional as F
+import tyro
+import wandb
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from tqdm import trange
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
+from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
+
+from utils.masking import masked_mean, masked_sum
+from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
+
+SCRIPT = Path(__file__).resolve()
+REWARDS = [accuracy_reward, format_reward]  # summed; 1.0 from the first means a right answer
+# The policy writes a call of the tool between these two.
+CALL_START = "<calc>"
+CALL_END = "</calc>"
+# Worked examples, each a question and its answer. With --examples they stand before each question.
+# A small model can imitate them where it can't follow a description of the format. So they have to
+# show what REWARDS pay for. If you change REWARDS or the task, change the examples, too.
+EXAMPLES = [
+    (
+        "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
+        "<think>After buying, he has <calc>12+5</calc>=17 apples. After eating, he has "
+        "<calc>17-2</calc>=15.</think>\n"
+        "<answer>15</answer>",
+    ),
+    (
+        "A box holds 4 rows of 6 eggs. How many eggs does it hold?",
+        "<think>It holds <calc>4*6</calc>=24 eggs.</think>\n<answer>24</answer>",
+    ),
+    (
+        "Mia has 15 stickers and gives 7 of them to Ben. How many stickers does she have left?",
+        "<think>She has <calc>15-7</calc>=8 stickers left.</think>\n<answer>8</answer>",
+    ),
+]
+
+
+@dataclass
+class Args:
+    # These are the defaults with --model. Without --model, those of BUNDLED below are used.
+    # ---- run
+    seed: int = 1
+    """seed of everything random: the order of the data, the samples, the minibatches"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
+    runs_dir: str = "runs"
+    """folder that holds the runs"""
+    run_name: str | None = None
+    """name of this run's folder; None: script, model, seed and time"""
+    resume: str | None = None
+    """folder of a run to resume; takes no other flag, because the run has its own"""
+    eval_every: int = 50
+    """steps between evaluations (always before and after); 0: none between"""
+    save_every: int = 50
+    """steps between checkpoints (always after the last step); 0: none between"""
+    track: bool = False
+    """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
+    # ---- model and data
+    model: str = "SmolLM2-1.7B-Instruct"
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X changes other defaults"""
+    dataset: str = "openai/gsm8k:main"
+    """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
+    eval_size: int = 500
+    """number of held-out problems to evaluate on (the first ones)"""
+    question_column: str = "question"
+    """column that holds the question: a text, or a list of chat messages"""
+    answer_column: str = "answer"
+    """column that holds the gold answer; if it contains "####", only what follows counts"""
+    examples: bool = True
+    """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
+    instructions: str = ""
+    """text before each question"""
+    max_prompt_tokens: int = 512
+    """longer prompts are skipped, counted and reported"""
+    # ---- sampling
+    num_prompts: int = 16
+    """prompts per step (B)"""
+    num_generations: int = 8
+    """samples per prompt (G)"""
+    max_new_tokens: int = 300
+    """maximum response length in tokens, with the tool's tokens (R)"""
+    temperature: float = 0.9
+    """divides the logits, in sampling and in every log-probability"""
+    sampling_tokens: int = 49152
+    """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
+    cuda_graph: bool = True
+    """on a GPU, replay the decode step from a CUDA graph"""
+    max_calls: int = 4
+    """calls in a response that the tool answers; one more call ends the response"""
+    # ---- optimization
+    num_steps: int = 200
+    """steps in the whole run, each with a rollout and its updates"""
+    learning_rate: float = 1e-5
+    """peak learning rate of Adam (betas 0.9, 0.999; no weight decay)"""
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
+    warmup_updates: int = 10
+    """updates over which the learning rate rises linearly; the last one of them has the peak"""
+    num_iterations: int = 1
+    """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
+    num_minibatches: int = 1
+    """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
+    micro_batch_tokens: int = 2048
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
+    gradient_checkpointing: bool = True
+    """recompute activations: less memory, a third more time"""
+    max_grad_norm: float = 1.0
+    """the gradient is scaled down to this norm if it is larger"""
+    # ---- algorithm
+    tool_cost: float = 0.0
+    """subtracted from the reward for each answered call, in training only"""
+    echo_coef: float = 0.05
+    """weight lambda of the cross-entropy of the tool's tokens in the loss; 0: none"""
+    clip_eps: float = 0.2
+    """the ratio is clipped to 1 - eps .. 1 + eps (eps in DeepSeekMath's Eq. 3)"""
+    beta: float = 0.04
+    """weight of the KL to the reference in the loss; 0: no reference"""
+
+
+# The defaults without --model: a bundled model learns to call the tool, in a minute or so on a CPU.
+BUNDLED = Args(
+    model=str(SCRIPT.parent / "assets" / "caller"),
+    dataset=str(SCRIPT.parent / "assets" / "addition"),
+    examples=False,
+    max_prompt_tokens=64,
+    max_new_tokens=32,
+    temperature=1.0,
+    eval_every=20,
+    learning_rate=2e-4,
+    warmup_updates=0,
+    gradient_checkpointing=False,
+    num_steps=60,
+    beta=0.01,
+)
+
+
+# ==== algorithm ====
+def subtract_tool_cost(args, rewards, num_calls):
+    """Rewards (N,) less --tool-cost for each of the num_calls (N,) that the tool answered."""
+    return rewards - args.tool_cost * num_calls
+
+
+def compute_advantages(args, rewards):
+    """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
+    assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
+    # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
+    # reward changes no advantage, but makes equal rewards and their advantages exactly 0.
+    rewards = rewards - rewards[:, :1]
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+
+def minibatches(args, num_seqs):
+    """Yield the indices of each update's sequences: a pass shuffles all and splits them evenly."""
+    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
+        yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
+
+
+def lr_factor(args, update, num_updates):
+    """The learning rate of an update (0, 1, .. num_updates - 1), as a share of the peak."""
+    if update < args.warmup_updates:
+        return (update + 1) / args.warmup_updates
+    remaining = (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
+    if args.lr_schedule == "linear":
+        return remaining
+    if args.lr_schedule == "cosine":
+        return 0.5 - 0.5 * math.cos(math.pi * remaining)
+    return 1.0
+
+
+def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+    """The GRPO loss, -J of Eq. 3, of the n sequences of a micro-batch.
+
+    logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
+    tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
+    losses of its micro-batches add up to the loss of the minibatch. With args.beta 0, ref_logprobs
+    is not used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
+    """
+    assert logprobs.shape == old_logprobs.shape == mask.shape
+    assert advantages.shape == (len(mask), 1)
+    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
+    # gradient 0 * inf = NaN.
+    logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    ratio = logratio.exp()  # (n, R)
+    clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
+    token_loss = -surrogate  # (n, R)
+    if args.beta > 0:
+        ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
+        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
+        # docs/algorithms.md.
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
+        token_loss = token_loss + args.beta * kl
+    seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
+    loss = seq_loss.sum() / num_seqs
+
+    # These count all ratios outside the clip range. For some of them the minimum above takes the
+    # unclipped term, depending on the sign of the advantage.
+    below = ratio < 1 - args.clip_eps  # (n, R) bool
+    above = ratio > 1 + args.clip_eps  # (n, R) bool
+    per_token = {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below | above,
+        "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
+        "policy/ratio_mean": ratio,
+        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
+    }
+    if args.beta > 0:
+        per_token["kl/ref"] = kl
+    stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
+    return loss, stats
+
+
+def tool_loss(args, logprobs, tool_mask, num_seqs):
+    """ECHO's second term: lambda times the cross-entropy of the tool's tokens, of n sequences.
+
+    logprobs (n, R); tool_mask (n, R) bool, True for the tokens that the tool wrote. num_seqs is the
+    number of sequences in the whole minibatch, as in policy_loss.
+    """
+    seq_loss = masked_mean(-logprobs, tool_mask, axis=1)  # (n,): 0 without a token of the tool
+    return args.echo_coef * seq_loss.sum() / num_seqs
+
+
+# ==== training ====
+class Rollout(NamedTuple):
+    """The sampled responses of N sequences; row i of each field belongs to sequence i."""
+
+    prompt_ids: Tensor  # (N, P), padded on the left
+    prompt_mask: Tensor  # (N, P) bool
+    response_ids: Tensor  # (N, R)
+    response_mask: Tensor  # (N, R) bool: the policy's tokens, including EOS; only these count
+    context_mask: Tensor  # (N, R) bool: the policy's and the tool's tokens; attention sees these
+    sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
+    completions: list[str]  # N texts, of the policy and the tool
+    tool_answers: list[list[str]]  # N lists of what the tool wrote after each answered call
+    row: Tensor | None = None  # (n,), in a micro-batch: each sequence's row in response_states
+
+    def select(self, rows):
+        """The rollout of these sequences alone."""
+        *tensors, completions, tool_answers, _ = self
+        return Rollout(
+            *[tensor[rows] for tensor in tensors],
+            [completions[i] for i in rows],
+            [tool_answers[i] for i in rows],
+        )
+
+
+def main(args: Args) -> dict:
+    """Train, and return the metrics of the last step."""
+    saved = None
+    if args.resume:
+        run_dir = Path(args.resume).resolve()
+        saved = load_checkpoint(args)
+        args = Args(**saved["args"])
+    check_args(args)
+    model, tokenizer, eos_ids = load_model(args)
+    train_data, test_data = load_data(args, tokenizer)
+    # The reference is the initial policy, so it's copied before a checkpoint is loaded.
+    ref_model = reference_copy(model) if args.beta > 0 else None
+
+    G = args.num_generations
+    N = args.num_prompts * G
+    updates_per_step = args.num_iterations * args.num_minibatches
+    num_updates = args.num_steps * updates_per_step
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
+    trained = {
+        "model": model,
+        "optimizer": optimizer,
+    }
+    state = {"step": 0, "episodes": 0, "tokens": 0}
+    if saved:
+        state, metrics = saved["state"], saved["metrics"]
+        for name, part in trained.items():
+            part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
+    sampler = inference_copy(model) if model.device.type == "cuda" else model
+    if not saved:
+        run_dir = make_run(args)
+    metrics_file, samples_file = open_logs(args, run_dir, saved)
+    if updates_per_step == 1:  # then every ratio is 1
+        print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
+    if not saved:
+        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(args, metrics_file, metrics)
+        accuracy = metrics["eval/accuracy"]
+        print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
+
+    batch_indices = shuffled_batches(args, len(train_data))
+    first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
+    progress = trange(first_step, args.num_steps + 1, disable=None)
+    for step in progress:
+        # ---- 1. rollout
+        start_time = time.perf_counter()
+        # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
+        # The factor keeps the steps of runs with neighboring seeds apart.
+        torch.manual_seed(1_000_003 * args.seed + step)
+        batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
+        rollout = sample_responses(args, sampler, tokenizer, batch, G, args.temperature, eos_ids)
+        response_mask = rollout.response_mask  # (N, R)
+        tool_mask = rollout.context_mask & ~response_mask  # (N, R)
+        response_lengths = response_mask.sum(1)  # (N,), without the tool's tokens
+        # Only the policy's EOS token is an end. The tool may write one, too, and padding has the id
+        # 0, which is the EOS token of some tokenizers.
+        is_eos = torch.isin(rollout.response_ids, eos_ids) & response_mask  # (N, R) bool
+        ended = is_eos.any(1)  # (N,) bool
+        rollout_seconds = time.perf_counter() - start_time
+
+        # ---- 2. old and reference log-probabilities
+        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
+        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
+        # before the first update every ratio must be exactly 1.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        first_pass = updates[: args.num_minibatches]  # together, every sequence once
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
+        model.train()
+        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
+            old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
+        if ref_model is not None:
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
+
+        # ---- 3. reward and advantage
+        scores = {}  # name of the reward function -> (N,) float32
+        for name, values in apply_rewards(rollout.completions, batch).items():
+            scores[name] = torch.tensor(values, device=model.device)
+        answered = [len(answers) for answers in rollout.tool_answers]
+        num_calls = torch.tensor(answered, device=model.device)  # (N,): the answered calls
+        rewards = subtract_tool_cost(args, sum(scores.values()), num_calls)  # (N,) float32
+        rewards = rewards.view(-1, G)  # (B, G)
+        advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
+
+        # ---- 4. update
+        # Sums over the updates of this step, for the log.
+        total_loss = 0.0
+        total_grad_norm = 0.0
+        num_skipped = 0
+        token_sums = defaultdict(float)  # name of a metric -> sum over tokens
+        first_update = (step - 1) * updates_per_step  # of this step, counted over the whole run
+        for update, minibatch in enumerate(updates, start=first_update):
+            lr = args.learning_rate * lr_factor(args, update, num_updates)
+            optimizer.param_groups[0]["lr"] = lr
+            for rows, part in micro_batches(args, model, rollout, minibatch):
+                logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
+                if updates_per_step == 1:
+                    old_logprobs[rows] = logprobs.detach()
+                loss, stats = policy_loss(
+                    args,
+                    logprobs,
+                    old_logprobs[rows],
+                    ref_logprobs[rows],
+                    advantages[rows],
+                    response_mask[rows],
+                    num_seqs=len(minibatch),
+                )
+                loss = loss + tool_loss(args, logprobs, tool_mask[rows], len(minibatch))
+                loss.backward()
+                total_loss += loss.detach()
+                for name, value in stats.items():
+                    token_sums[name] += value
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            total_grad_norm += grad_norm
+            if torch.isfinite(grad_norm):
+                optimizer.step()
+            else:
+                num_skipped += 1
+            optimizer.zero_grad()
+        if sampler is not model:
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
+        total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
+        update_seconds = time.perf_counter() - start_time - rollout_seconds
+
+        # ---- 5. log
+        num_tokens = int(response_lengths.sum())
+        tokens_trained = num_tokens * args.num_iterations  # every pass takes each token once
+        state["step"] = step
+        state["episodes"] += N
+        state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
+        # name that doesn't change with REWARDS.
+        right = scores[REWARDS[0].__name__]  # (N,) float32
+        total_calls = int(num_calls.sum())
+        num_errors = sum(answers.count(ERROR) for answers in rollout.tool_answers)
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
+        metrics = {
+            "rollout/reward_mean": rewards.mean(),
+            "rollout/reward_std": rewards.std(),
+            "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
+            **{f"rollout/{name}": score.mean() for name, score in scores.items()},
+            "rollout/accuracy": right.mean(),
+            "tool/calls": total_calls / N,
+            "tool/error_frac": num_errors / max(1, total_calls),
+            # The accuracy of the responses with an answered call; NaN if there are none.
+            "tool/call_accuracy": right[num_calls > 0].mean(),
+            # The policy's cross-entropy before the updates; 0 if the tool wrote no token.
+            "tool/cross_entropy": masked_mean(-old_logprobs, tool_mask),
+            "rollout/response_len": response_lengths.float().mean(),
+            "rollout/eos_frac": ended.float().mean(),
+            "rollout/logprob_gap": gap.mean(),
+            "rollout/logprob_gap_max": gap.max(),
+            **{name: total / tokens_trained for name, total in token_sums.items()},
+            "policy/loss": total_loss / updates_per_step,
+            "optim/grad_norm": total_grad_norm / updates_per_step,
+            "optim/lr": lr,
+            "optim/skipped": num_skipped,
+            "time/rollout_s": rollout_seconds,
+            "time/update_s": update_seconds,
+            "time/tokens_per_s": num_tokens / rollout_seconds,
+        }
+        if model.device.type == "cuda":
+            metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        metrics = state | {name: float(value) for name, value in metrics.items()}
+        if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
+            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(args, metrics_file, metrics)
+        for k, example in enumerate(batch):
+            group = slice(k * G, (k + 1) * G)
+            sample = {
+                "step": step,
+                "prompt": example["prompt"],
+                "answer": example["answer"],
+                "completions": rollout.completions[group],
+                "rewards": rewards[k].tolist(),
+                "right": (right[group] == 1).tolist(),
+                "advantages": advantages[group, 0].tolist(),
+                "ended": ended[group].tolist(),
+            }
+            print(json.dumps(sample), file=samples_file)
+        show_progress(args, progress, metrics, sample)
+        # Sampler and trainer have the same weights up to rounding, so a large gap means that
+        # generate or compute_logprobs computes this kind of model wrongly.
+        tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # nats; bf16 rounds more
+        if step == first_step and not gap.mean() < tolerance:  # NaN is refused, too
+            raise ValueError(
+                f"--model {args.model}: not supported, because sampling and training differ by "
+                f"{gap.mean():.2g} nats a token"
+            )
+
+        # ---- 6. save
+        if step == args.num_steps or (args.save_every and step % args.save_every == 0):
+            save_checkpoint(args, run_dir, trained, state, metrics)
+
+    model.save_pretrained(run_dir / "model")
+    tokenizer.save_pretrained(run_dir / "model")
+    if args.track:
+        wandb.finish()
+    accuracy = metrics["eval/accuracy"]
+    print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
+    return metrics
+
+
+# ==== sampling and log-probabilities ====
+# A first reading may stop here, except for sample_responses, sample_turn, cut_at_call and the tool:
+# the rest makes the loop above fast, or sets it up.
+
+# The cache of keys and values has a row for each sequence and a column for each token. It grows by
+# this many columns at a time. With more, attention also reads many empty columns. With fewer, the
+# cache is copied more often, and on a GPU the graph is recorded more often.
+SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
+# Dropping finished rows makes a decode step faster, but needs a new CUDA graph. In a cache of at
+# most this many tokens (rows times columns), recording the graph takes longer than it saves.
+SMALL_CACHE = 2**15
+# The samples of a prompt share a row, which is at most this many times as long as the prompt. A
+# longer row saves little more, and attention also computes the pairs of tokens that the mask hides:
+# their number grows with the square of the row. Rows of 2 to 4 prompts' length are fastest for a
+# model of width 64, and rows of 3 to 9 for a width of 576 or 2048.
+SHARED_ROW = 4
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
+# computes a gradient of the whole head. So larger chunks are faster, but need more memory.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
+
+
+@torch.no_grad()
+def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids, tokenizer):
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
+
+    Here a prompt is a context: an example's prompt and the response so far. A response is one turn,
+    which ends with EOS or with a call. The returned ids may go on after the call: sample_turn cuts
+    off what follows it.
+
+    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
+    sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
+    top-p, no repetition penalty. Temperature 0 is greedy.
+    """
+    model.eval()
+    device = prompt_ids.device
+    segment = SEGMENT[device.type]
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
+    num_rows = len(prompt_ids) * num_samples
+    response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
+    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+    # True where a token was sampled. A row that is dropped after a call keeps zeros from there on,
+    # which aren't tokens. Usually sample_turn cuts them off, with all that follows the call. But
+    # with byte-fallback tokens, a window of tokens (below) can contain CALL_END where the text of
+    # the whole turn doesn't. Then sample_turn cuts nothing, and only this mask drops the zeros.
+    is_drawn = torch.zeros_like(response_ids, dtype=torch.bool)  # (N, R)
+
+    # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
+    # cache has a StaticLayer for each layer with attention. This layer counts the columns that it
+    # has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
+    # larger.
+    # A layer with linear attention or a convolution has a state of fixed size instead.
+    cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
+    for i, is_sliding in enumerate(cache.is_sliding):
+        if is_sliding:
+            # transformers' layer would drop what lies before its window. Here a mask hides it.
+            cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
+    options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
+    logits = model(
+        prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions, **options
+    ).logits  # (B, 1, V)
+    # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
+    # number masks it.
+    masked_bias = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
+    select_rows(cache, prompt_of)
+    logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
+
+    # The state of the unfinished rows. Finished rows are dropped now and then.
+    sequence = torch.arange(num_rows, device=device)  # (rows,): which of the N sequences a row is
+    token = torch.zeros_like(sequence)  # (rows,): the token sampled last
+    position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
+    finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
+    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
+    graph = None
+
+    def decode():
+        """Feed `token` to the model, and write the logits of the next token into `logits`."""
+        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
+        # loop below replaces them, it drops the graph.
+        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+        masks = bias
+        if window and bias.shape[3] > window:
+            columns = torch.arange(bias.shape[3], device=device)  # (columns,)
+            is_before = columns <= next_column - window  # (columns,) bool
+            masks = bias.masked_fill(is_before, masked_bias)  # (rows, 1, 1, columns)
+            if getattr(config, "layer_types", None):  # a mask for each kind of layer
+                masks = {"sliding_attention": masks, "full_attention": bias}
+                masks |= {"linear_attention": None, "conv": None}
+        outputs = model(
+            token[:, None], attention_mask=masks, position_ids=position[:, None], **options
+        )
+        logits.copy_(outputs.logits)
+        # A turn may sample more tokens than the response has room for. They are cut off later, but
+        # their positions must not leave the model's context.
+        position.add_(1).clamp_(max=args.max_prompt_tokens + args.max_new_tokens - 1)
+        next_column.add_(1)
+
+    for t in range(args.max_new_tokens):
+        if graph is not None:
+            graph.replay()
+        elif t > 0:  # the prefill has computed the logits for t = 0
+            decode()
+            if args.cuda_graph and device.type == "cuda":
+                # A graph needs an ordinary call as a warm-up: that was the one above. The recording
+                # computes nothing, so the token is not fed twice.
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode()
+
+        next_logits = logits[:, 0].float()  # (rows, V) float32
+        if temperature == 0:
+            logprobs = next_logits.log_softmax(1)  # (rows, V)
+            token.copy_(logprobs.argmax(1))
+        else:
+            # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
+            logprobs = (next_logits / temperature).log_softmax(1)  # (rows, V)
+            noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
+            token.copy_((logprobs + noise).argmax(1))
+        response_ids[sequence, t] = token
+        is_drawn[sequence, t] = True
+        response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
+        finished |= torch.isin(token, eos_ids)
+
+        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
+        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
+        cache_is_full = t % segment == 0
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
+        if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
+            continue
+        # Look for the end of a call in the text, because different tokens can spell it. The last
+        # look was at most 16 tokens ago, and CALL_END has at most as many tokens as characters.
+        window_start = max(0, t - 16 - len(CALL_END))
+        texts = tokenizer.batch_decode(response_ids[sequence, window_start : t + 1])  # one per row
+        finished |= torch.tensor([CALL_END in text for text in texts], device=device)
+        live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+        if len(live) == 0:
+            break
+        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
+        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
+        # needs a new graph, so with a small cache don't do it.
+        is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
+        half_finished = len(live) <= len(finished) / 2
+        if cache_is_full or (half_finished and not is_small):
+            new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
+            select_rows(cache, live, new_columns)
+            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
+            logits, token, position = logits[live], token[live], position[live]
+            sequence, finished = sequence[live], finished[live]
+            graph = None  # it was recorded on the old tensors
+
+    # A finished row is still sampled until it is dropped. Tokens after an EOS token don't count.
+    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
+    num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
+    response_mask = is_drawn & (num_eos_before == 0)  # (N, R) bool
+    return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
+
+
+def select_rows(cache, rows, new_columns=0):
+    """Keep these rows of the cache (a row may repeat), and append columns of keys and values."""
+    for layer in cache.layers:
+        # A layer may have both: a state, and keys and values (rows, heads, columns, size). Its own
+        # reorder_cache would select the rows of both, so that of its state is called.
+        if isinstance(layer, LinearAttentionLayer):
+            LinearAttentionLayer.reorder_cache(layer, rows)
+        if isinstance(layer, StaticLayer):
+            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
+            layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+
+
+def response_states(model, rollout):
+    """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
+
+    The order is that of rollout.response_ids[rollout.context_mask].
+    """
+    # Sequences with the same number in rollout.row share a row: their prompt once, and then their
+    # responses. A token sees the prompt and its own response, so each response is computed as if it
+    # were alone. This is a row of prompt q and responses a and b; x is what a and b see:
+    #
+    #                q q q a a b b b
+    #             a  x x x x x
+    #             b  x x x     x x x
+    #      position  0 1 2 3 4 3 4 5
+    n, P = rollout.prompt_ids.shape
+    tokens = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
+    is_token = torch.cat([rollout.prompt_mask, rollout.context_mask], 1)  # (n, P + R) bool
+    position = is_token.cumsum(1) - 1  # (n, P + R), padding not counted
+    # The last token of a sequence predicts nothing, so it's left out.
+    is_input = is_token & (position < position[:, -1:])  # (n, P + R) bool
+    row = torch.arange(n, device=tokens.device) if rollout.row is None else rollout.row  # (n,)
+    # A prompt token's column is its position. A response starts after the earlier ones of its row.
+    is_earlier = (row == row[:, None]).tril(-1)  # (n, n) bool
+    num_earlier = (is_earlier * is_input[:, P:].sum(1)).sum(1, keepdim=True)  # (n, 1): their tokens
+    column = torch.cat([position[:, :P], position[:, P:] + num_earlier], 1)  # (n, P + R)
+
+    # The sequences of a row all write the same prompt to the same place. Padding is on the right.
+    sequence, slot = is_input.nonzero(as_tuple=True)  # (number of inputs,) each
+    place = (row[sequence], column[sequence, slot])
+    num_rows, length = [int(index.max()) + 1 for index in place]
+    ids = tokens.new_zeros(num_rows, length)  # (rows, length)
+    ids[place] = tokens[sequence, slot]
+    # Padding counts on, because transformers takes a position that starts again for a new text. But
+    # a row may be longer than the model's context, and no position may be.
+    counting = torch.arange(length, device=ids.device).clamp(max=int(position.max()))  # (length,)
+    position_ids = counting.repeat(num_rows, 1)  # (rows, length)
+    position_ids[place] = position[sequence, slot]
+    bias = None  # each token sees all before it: attention needs no mask, and is fastest
+    if num_rows < n:
+        owner = torch.zeros_like(ids)  # (rows, length): 0 in the prompt, else a response's number
+        owner[place] = (sequence + 1) * (slot >= P)
+        query, key = owner[:, :, None], owner[:, None, :]  # (rows, length, 1), (rows, 1, length)
+        is_visible = ((key == 0) | (key == query)).tril()  # (rows, length, length) bool
+        # As in generate, the bias is added to the attention scores.
+        bias = torch.where(is_visible, 0.0, torch.finfo(model.dtype).min).to(model.dtype)[:, None]
+    # Autocast's cache would hold a bf16 copy of every weight at the same time.
+    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        outputs = model.base_model(
+            input_ids=ids, attention_mask=bias, position_ids=position_ids, use_cache=False
+        )
+    # Each token is predicted from the state of the one before it, and the first one of a response
+    # from that of the prompt's last token. Unlike indexing, embedding adds up the gradients of a
+    # state in a fixed order.
+    sequence, slot = rollout.context_mask.nonzero(as_tuple=True)  # (T,) each
+    before = row[sequence] * length + column[sequence, P + slot - 1]  # (T,)
+    return F.embedding(before, outputs.last_hidden_state.flatten(0, 1))
+
+
+def compute_logits(model, hidden):
+    """The logits (.., V) float32 of hidden states (.., D)."""
+    # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
+    logits = model.get_output_embeddings()(hidden.float())  # (.., V) float32
+    # Some families scale the logits, and some cap them.
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere; in MPT it is None
+    scale = scale * getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
+    scale = scale / getattr(config, "logits_scaling", 1.0)  # Granite, MiniCPM3
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3n and 4, VaultGemma
+    if scale != 1.0:
+        logits = logits * scale
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
+    hidden = response_states(model, rollout)  # (T, D)
+    targets = rollout.response_ids[rollout.context_mask]  # (T,)
+    head = model.get_output_embeddings()
+
+    def chunk_logprobs(chunk_hidden, chunk_targets):
+        logits = compute_logits(model, chunk_hidden).div_(temperature)  # (chunk, V) float32
+        return -F.cross_entropy(logits, chunk_targets, reduction="none")
+
+    # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
+    logprobs = []
+    for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+        logprobs.append(
+            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        )
+    zeros = torch.zeros(rollout.context_mask.shape, device=hidden.device)  # (n, R)
+    return zeros.masked_scatter(rollout.context_mask, torch.cat(logprobs))
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, parts):
+    """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
+
+    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    micro-batches as in its update.
+    """
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for minibatch in parts:
+        for rows, part in micro_batches(args, model, rollout, minibatch):
+            logprobs[rows] = compute_logprobs(model, part, args.temperature)
+    return logprobs
+
+
+def micro_batches(args, model, rollout, sequences):
+    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
+
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. Rows of similar length
+    are together, so that little is padded. A sequence that is longer than the maximum is alone.
+    """
+    rows = shared_rows(args, model, rollout, sequences)
+    batches = []
+    while rows:
+        longest, _ = rows[0]  # the others are padded to its length
+        num_rows = max(1, args.micro_batch_tokens // longest)
+        indices = []  # n
+        row_of = []  # n
+        for number, (_, row) in enumerate(rows[:num_rows]):
+            indices += row
+            row_of += [number] * len(row)
+        row_of = torch.tensor(row_of, device=rollout.prompt_ids.device)  # (n,)
+        batches.append((indices, rollout.select(indices)._replace(row=row_of)))
+        rows = rows[num_rows:]
+    return batches
+
+
+def shared_rows(args, model, rollout, sequences):
+    """The rows of these sequences (n,), longest first: pairs of a length and a list of indices.
+
+    Neighbors with the same prompt share a row, which is at most SHARED_ROW times as long as their
+    prompt.
+    """
+    prompts = rollout.prompt_ids.masked_fill(~rollout.prompt_mask, -1)  # (N, P)
+    prompt_of = prompts.unique(dim=0, return_inverse=True)[1].tolist()  # N
+    prompt_lengths = rollout.prompt_mask.sum(1).tolist()  # N
+    response_lengths = rollout.context_mask.sum(1).tolist()  # N
+    longest = max(map(sum, zip(prompt_lengths, response_lengths, strict=True)))
+    # Only attention can be masked: the state of linear attention or of a convolution goes through
+    # the whole row. The mask replaces the model's own, which knows its window, so a window has to
+    # hold a row. And a model that takes no positions, such as MPT, counts the columns of a row.
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    is_attention = layer_types <= {"full_attention", "sliding_attention"}
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    keys = ("sliding_window", "window_size", "keep_window_size")
+    window = min(getattr(config, key, None) or float("inf") for key in keys)
+    max_length = min(window, args.micro_batch_tokens)
+    if longest > window or not is_attention or not takes_positions:
+        max_length = 0  # each sequence in a row of its own
+    lengths = []
+    rows = []
+    for i in sorted(sequences.tolist()):
+        limit = min(SHARED_ROW * prompt_lengths[i], max_length)
+        same_prompt = rows and prompt_of[i] == prompt_of[rows[-1][0]]
+        if same_prompt and lengths[-1] + response_lengths[i] <= limit:
+            lengths[-1] += response_lengths[i]
+            rows[-1].append(i)
+        else:
+            lengths.append(prompt_lengths[i] + response_lengths[i])
+            rows.append([i])
+    return sorted(zip(lengths, rows, strict=True), key=lambda row: -row[0])
+
+
+def inference_copy(model):
+    """A copy of the model for sampling on a GPU, not trained. It's in bf16, except for its head.
+
+    Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
+    as many bytes.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    # Buffers are left alone: the rotary frequencies stay in float32.
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    # The head may share its weight with the embedding, so it's replaced by a float32 copy. The hook
+    # converts its input.
+    head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+    head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+    copied.set_output_embeddings(head)
+    return copied
+
+
+def reference_copy(model):
+    """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
+
+    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
+    before it uses them. So while the policy's weights are the initial ones, both models compute the
+    same log-probabilities, bit for bit.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        for module in copied.base_model.modules():  # without the head
+            if isinstance(module, torch.nn.Linear):
+                module.to(torch.bfloat16)
+    return copied
+
+
+class Turn(NamedTuple):
+    """What the policy wrote in one turn: up to EOS, the end of a call, or the length limit."""
+
+    ids: list[int]
+    logprobs: list[float]
+    call: str | None  # the text of the call that ends the turn; None if it doesn't end with a call
+    # If the last token goes on after the call, as ">=" does: the part of it that ends the call.
+    call_end: str
+
+
+@dataclass
+class Response:
+    """What the policy and the tool have written so far, at most max_tokens tokens."""
+
+    prompt_ids: list[int]
+    max_tokens: int
+    tool_answers: list[str] = field(default_factory=list)
+    # One item per token in each of these:
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # 0 for the tool's tokens
+    by_policy: list[bool] = field(default_factory=list)  # False for the tool's tokens
+
+    def room(self):
+        return self.max_tokens - len(self.ids)
+
+    def drop_last(self):
+        """Take back the last token."""
+        for items in (self.ids, self.logprobs, self.by_policy):
+            items.pop()
+
+    def append(self, ids, logprobs, by_policy):
+        """Append these tokens, or as many of them as there is room for."""
+        ids = ids[: self.room()]
+        self.ids += ids
+        self.logprobs += logprobs[: len(ids)]
+        self.by_policy += [by_policy] * len(ids)
+
+
+def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of B examples, in turns: a Rollout of N sequences."""
+    prompts = [example["prompt_ids"] for example in examples]  # B
+    responses = []  # N
+    for prompt in prompts:
+        for _ in range(num_samples):
+            responses.append(Response(prompt, args.max_new_tokens))
+    # The first turn takes num_samples samples of each prompt, so that a prompt is prefilled once.
+    # After it each response has a context of its own, and takes one sample.
+    active = responses  # the responses that the next turn continues
+    contexts = prompts
+    samples_per_context = num_samples
+    while active:
+        turns = sample_turn(
+            args, model, tokenizer, contexts, samples_per_context, temperature, eos_ids
+        )
+        callers = []  # the responses with a call to answer
+        calls = []  # the texts of these calls
+        call_ends = []
+        for response, turn in zip(active, turns, strict=True):
+            response.append(turn.ids, turn.logprobs, by_policy=True)
+            may_answer = len(response.tool_answers) < args.max_calls and response.room() > 0
+            if turn.call is not None and may_answer:
+                callers.append(response)
+                calls.append(turn.call)
+                call_ends.append(turn.call_end)
+        for response, call_end, answer in zip(callers, call_ends, run_tool(calls), strict=True):
+            response.tool_answers.append(answer)
+            if call_end:
+                # The answer follows the call at once, so it takes the place of the policy's token.
+                response.drop_last()
+            # Tokenized alone, so that the ids that the policy sampled stay as they are.
+            ids = tokenizer(call_end + answer, add_special_tokens=False).input_ids
+            response.append(ids, [0.0] * len(ids), by_policy=False)
+        active = [response for response in callers if response.room() > 0]
+        contexts = [response.prompt_ids + response.ids for response in active]
+        samples_per_context = 1
+
+    device = model.device
+    prompt_ids, prompt_mask = pad_left(prompts, device)  # (B, P) each
+    response_ids = pad_right([response.ids for response in responses], device)  # (N, R)
+    response_mask = pad_right([response.by_policy for response in responses], device)  # (N, R)
+    is_token = [[True] * len(response.ids) for response in responses]
+    context_mask = pad_right(is_token, device)  # (N, R) bool: padding is False
+    # EOS tokens of the policy are left out of the text. The tool's are ordinary text.
+    is_eos = torch.isin(response_ids, eos_ids) & response_mask  # (N, R) bool
+    is_text = context_mask & ~is_eos  # (N, R)
+    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    return Rollout(
+        prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
+        prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
+        response_ids=response_ids,
+        response_mask=response_mask,
+        context_mask=context_mask,
+        sampled_logprobs=pad_right([response.logprobs for response in responses], device),
+        completions=tokenizer.batch_decode(text_ids),
+        tool_answers=[response.tool_answers for response in responses],
+    )
+
+
+def sample_turn(args, model, tokenizer, contexts, num_samples, temperature, eos_ids):
+    """Sample num_samples turns after each context: a list of Turns, context by context.
+
+    A context is a list of token ids: a prompt and the response so far.
+    """
+    prompt_ids, prompt_mask = pad_left(contexts, model.device)  # (contexts, longest context) each
+
+    # Take as many contexts at a time as fit into --sampling-tokens when every turn has its maximum
+    # length. tensor_split makes the parts as equal as possible.
+    tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
+    at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)
+    turns = []
+    for part_ids, part_mask in zip(
+        prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
+    ):
+        sampled = generate(
+            args, model, part_ids, part_mask, num_samples, temperature, eos_ids, tokenizer
+        )
+        all_ids, all_masks, all_logprobs = [x.cpu() for x in sampled]  # (n, R) each
+        for ids, mask, logprobs in zip(all_ids, all_masks, all_logprobs, strict=True):
+            kept_ids, call, call_end = cut_at_call(tokenizer, ids[mask].tolist())
+            # The mask is True, then False, so the kept ids and their logprobs are the first ones.
+            kept_logprobs = logprobs[: len(kept_ids)].tolist()
+            turns.append(Turn(kept_ids, kept_logprobs, call, call_end))
+    return turns
+
+
+def cut_at_call(tokenizer, ids):
+    """The ids up to the end of the first call, the text of this call, and Turn.call_end.
+
+    Without a call: all of the ids, None and an empty text.
+    """
+    if CALL_END not in tokenizer.decode(ids):
+        return ids, None, ""
+    # Several tokens can spell CALL_END, and its last token may contain more text. So find the
+    # smallest number of ids whose text contains CALL_END.
+    length = 1
+    while CALL_END not in tokenizer.decode(ids[:length]):
+        length += 1
+    before_end, _, after_end = tokenizer.decode(ids[:length]).partition(CALL_END)
+    # The call begins after the last CALL_START. Without a CALL_START it is the whole text.
+    _, _, call = before_end.rpartition(CALL_START)
+    call_end = ""
+    if after_end:
+        earlier = tokenizer.decode(ids[: length - 1])
+        call_end = (before_end + CALL_END).removeprefix(earlier)
+    return ids[:length], call, call_end
+
+
+def pad_left(rows, device):
+    """Lists of token ids as a tensor (n, L), padded on the left, and its mask (n, L) bool."""
+    ids = [torch.tensor(row, device=device) for row in rows]
+    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (n, L)
+    return ids.clamp(min=0), ids >= 0
+
+
+def pad_right(rows, device):
+    """Lists as a tensor (n, L), padded on the right with 0 or False."""
+    return pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+
+
+def evaluate(args, model, tokenizer, examples, eos_ids):
+    """Metrics of greedy responses to held-out examples."""
+    rollout = sample_responses(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    # Only the policy's EOS token is an end. The tool may write one, too, and padding has the id 0,
+    # which is the EOS token of some tokenizers.
+    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
+    ended = is_eos.any(1)  # (N,) bool
+    means = {}  # name of the reward function -> its mean
+    for name, values in apply_rewards(rollout.completions, examples).items():
+        means[name] = sum(values) / len(values)
+    metrics = {
+        "eval/reward_mean": sum(means.values()),
+        **{f"eval/{name}": mean for name, mean in means.items()},
+        "eval/accuracy": means[REWARDS[0].__name__],
+        "eval/response_len": rollout.response_mask.sum().item() / len(examples),
+        "eval/eos_frac": ended.float().mean().item(),
+    }
+    if accuracy_reward in REWARDS:
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
+        answers = [example["answer"] for example in examples]
+        lenient = lenient_accuracy_reward(rollout.completions, answers)
+        metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
+    return metrics
+
+
+def apply_rewards(completions, examples):
+    """The scores that each reward function gives to N completions: its name -> N floats.
+
+    A function gets the completions, and the columns of the data set as lists of N values. `answer`
+    is the gold answer as a text.
+    """
+    samples_per_example = len(completions) // len(examples)
+    rows = [example for example in examples for _ in range(samples_per_example)]  # N
+    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+    texts = []
+    for row, completion in zip(rows, completions, strict=True):
+        # A reasoning model's chat template may open the <think> that the completion closes.
+        opened = row["prompt"].rstrip().endswith("<think>")
+        texts.append("<think>" + completion if opened else completion)
+    scores = {}
+    for reward in REWARDS:
+        values = [float(score) for score in reward(completions=texts, **columns)]
+        if len(values) != len(completions):
+            raise ValueError(
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
+            )
+        scores[reward.__name__] = values
+    return scores
+
+
+# ==== the tool ====
+# The policy can write anything as a call, also a text on which the tool fails. This must not end
+# the run, so the answer is then ERROR.
+ERROR = "=error"
+MAX_CHARS = 500  # of a call, and of the tool's answer
+TOOL_SECONDS = 5.0  # for all calls of a turn, which run at the same time
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.USub: operator.neg,
+}
+
+
+def calculator(call):
+    """The value of an expression with Python's numbers, + - * / and brackets.
+
+    A whole number is exact, and any other one has 15 digits. Any other text raises an error, and so
+    does a whole number of more than MAX_CHARS digits. Python's ast parses the text and never
+    executes it. Fractions are exact, so 100.1-100 is 0.1. There are no powers, so MAX_CHARS
+    characters can't make a number that takes long to compute.
+    """
+    value = exact_value(ast.parse(call.strip(), mode="eval").body)
+    if value.denominator > 1:
+        return f"{float(value):.15g}"
+    if abs(value) >= 10**MAX_CHARS:
+        raise OverflowError("run_tool would cut this number")
+    return str(value.numerator)
+
+
+def exact_value(node):
+    """The value of a parsed expression. An operator that isn't in OPERATORS raises KeyError."""
+    if isinstance(node, ast.Constant):
+        # Fraction(0.1) would be the binary fraction next to 0.1. The text "0.1" is exact. Fraction
+        # raises an error for any other text, such as "True", "'5'" and "inf" (1e999).
+        return Fraction(repr(node.value))
+    if isinstance(node, ast.UnaryOp):
+        return OPERATORS[type(node.op)](exact_value(node.operand))
+    if isinstance(node, ast.BinOp):
+        return OPERATORS[type(node.op)](exact_value(node.left), exact_value(node.right))
+    raise ValueError(f"{type(node).__name__} is not arithmetic")
+
+
+TOOL = calculator  # a function from text to text
+
+
+def run_tool(calls):
+    """TOOL's answer to each call: "=" and what it returns, at most MAX_CHARS characters.
+
+    The answer is ERROR if the call is longer, or if TOOL raises, is late or returns no text.
+    """
+    answers = [ERROR] * len(calls)
+
+    def answer(k):
+        if len(calls[k]) <= MAX_CHARS:
+            with suppress(Exception):  # answers[k] stays ERROR
+                answers[k] = "=" + TOOL(calls[k])[:MAX_CHARS]
+
+    # Python can't stop a thread. A late one goes on in the background, but a daemon thread doesn't
+    # keep the program alive. A tool that may compute forever should start a process instead.
+    threads = [Thread(target=answer, args=[k], daemon=True) for k in range(len(calls))]
+    deadline = time.monotonic() + TOOL_SECONDS
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=max(0.0, deadline - time.monotonic()))
+    return list(answers)  # a copy, which a late thread can't change
+
+
+# ==== data and model ====
+def load_data(args, tokenizer):
+    """The train and the test split, each a list of examples.
+
+    An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
+    the data set, for the rewards.
+    """
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
+    if path.is_file():
+        splits = datasets.load_dataset(str(path.parent), data_files=path.name)
+    elif path.is_dir():
+        splits = datasets.load_dataset(str(path))
+    else:  # id or id:config of the hub
+        splits = datasets.load_dataset(*args.dataset.split(":"))
+    # This raises an error that names the columns there are, if one is missing.
+    splits.select_columns([args.question_column, args.answer_column])
+    if "train" not in splits:
+        raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits["validation"]
+    if "test" not in splits:
+        print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
+        splits = hold_out(args, splits["train"])
+    data = {}
+    for split in ("train", "test"):
+        examples = []
+        num_too_long = num_unreadable = num_empty = 0
+        for row in splits[split]:
+            messages = read_messages(args, row[args.question_column])
+            if not messages:
+                num_empty += 1
+                continue
+            prompt = render(args, tokenizer, messages)
+            ids = tokenize(tokenizer, prompt)
+            answer = str(row[args.answer_column])
+            if len(ids) > args.max_prompt_tokens:
+                num_too_long += 1
+            elif not has_gold(answer, REWARDS):
+                num_unreadable += 1
+            else:
+                columns = row | {"answer": answer}
+                columns.pop("completions", None)  # a reward gets the sampled ones
+                examples.append(
+                    {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": columns}
+                )
+        counts = (
+            f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
+            f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
+            f"{num_empty} without a {args.question_column}"
+        )
+        if not examples:
+            raise ValueError(f"--dataset {args.dataset}: {counts}")
+        print(counts)
+        data[split] = examples
+    train_prompts = {example["prompt"] for example in data["train"]}
+    num_shared = sum(example["prompt"] in train_prompts for example in data["test"])
+    print(f"test data: {num_shared} of its problems are also in the train data")
+    print(f"first prompt: {data['train'][0]['prompt']!r}, answer {data['train'][0]['answer']!r}")
+    return data["train"], data["test"][: args.eval_size]
+
+
+def hold_out(args, rows):
+    """The rows as a train and a test split. Equal questions are in the same split."""
+    questions = [str(question) for question in rows[args.question_column]]
+    distinct = list(dict.fromkeys(questions))  # in the order of the rows
+    held_out = set(distinct[len(distinct) * 9 // 10 :])
+    train = []
+    test = []
+    for row, question in zip(rows, questions, strict=True):
+        if question in held_out:
+            test.append(row)
+        else:
+            train.append(row)
+    return {"train": train, "test": test}
+
+
+def read_messages(args, question):
+    """The question as chat messages whose contents are texts; an empty list without a question."""
+    if not isinstance(question, list):
+        question = [{"role": "user", "content": question}]
+    messages = []
+    for message in question:
+        content = message["content"]
+        if isinstance(content, list):
+            # A part without a text, such as an image, raises an error.
+            content = "".join(part["text"] for part in content)
+        messages.append(message | {"content": content})
+    contents = [message["content"] for message in messages]
+    # A chat template would write a missing text as the word None.
+    if not messages or None in contents or not contents[-1].strip():
+        return []
+    if messages[-1]["role"] != "user":
+        raise ValueError(
+            f"--question-column {args.question_column}: the last message of a chat must be the "
+            f"user's, and not the {messages[-1]['role']}'s, because the prompt ends with it"
+        )
+    return messages
+
+
+def render(args, tokenizer, messages):
+    """The text that the policy continues: a chat in the model's template, or a plain text."""
+    *earlier, last = messages
+    if args.instructions:
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
+        last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
+    # A base model gets a plain text. A chat of several messages needs a template: without one,
+    # apply_chat_template below raises an error.
+    if not tokenizer.chat_template and not earlier:
+        if not args.examples:
+            return last["content"]  # to be continued as it is, such as "12+7="
+        text = ""
+        for question, answer in EXAMPLES:
+            # With the EOS token after each answer, the model ends its own answer, too.
+            text += f"{question}\n{answer}{tokenizer.eos_token}\n"
+        return text + last["content"] + "\n"
+    turns = []
+    if args.examples:
+        for question, answer in EXAMPLES:
+            turns.append({"role": "user", "content": question})
+            turns.append({"role": "assistant", "content": answer})
+    messages = [*earlier, last]
+    start = 1 if messages[0]["role"] == "system" else 0  # a system message has to stay the first
+    messages = [*messages[:start], *turns, *messages[start:]]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def tokenize(tokenizer, prompt):
+    """The ids of a prompt, a list."""
+    if tokenizer.chat_template:
+        # The template writes the BOS token itself: the tokenizer would add a second one.
+        return tokenizer(prompt, add_special_tokens=False).input_ids
+    ids = tokenizer(prompt).input_ids
+    if ids[-1] == tokenizer.eos_token_id:
+        # Some tokenizers end each text with EOS, but the response has yet to come.
+        ids.pop()
+    return ids
+
+
+def shuffled_batches(args, num_examples):
+    """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
+    torch.manual_seed(args.seed)
+    num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
+    # A batch may hold the end of one epoch and the start of the next.
+    order = torch.cat([torch.randperm(num_examples) for _ in range(num_epochs)])
+    return order.split(args.num_prompts)
+
+
+def load_model(args):
+    """The policy on its device, its tokenizer, and the ids of all tokens that end a response.
+
+    The weights are float32: at these learning rates most updates are too small to change a bf16
+    weight. On a GPU, autocast computes in bf16.
+    """
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+    name = args.model
+    if "/" not in name and not os.path.exists(name):
+        name = f"HuggingFaceTB/{name}"
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    config = load_config(args, name)
+    # Ministral 3 and others are published with a vision part, which a run neither uses nor trains.
+    is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
+    model, info = auto_class.from_pretrained(
+        name, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    check_weights(model, info, f"--model {name}")
+    # Still on the CPU: the TF32 of a GPU could differ by more than the tolerance.
+    check_head(model, f"--model {name}")
+    model.to(device)
+    if args.gradient_checkpointing:
+        # No forward pass is random, so the random state needn't be kept.
+        model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
+    eos_ids = find_eos_ids(model, tokenizer)
+    # The saved model has them in its generation_config.json, so that others end a response there.
+    model.generation_config.eos_token_id = eos_ids
+    return model, tokenizer, torch.tensor(eos_ids, dtype=torch.long, device=device)
+
+
+def check_weights(model, info, flag):
+    """Raise an error if the files and the network have different weights. flag names the model."""
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"{flag}: its files have no weights for {missing}")
+    # Files may hold more layers than the network has, such as layers for images. But a further
+    # weight in a layer of the network, such as a bias, changes what the network computes.
+    layers = {name.rpartition(".")[0] for name in model.state_dict()}
+    for name in sorted(info["unexpected_keys"]):
+        if name.rpartition(".")[0] in layers:
+            raise ValueError(f"{flag}: its network has no place for {name}, a weight in its files")
+
+
+def check_head(model, flag):
+    """Raise an error if compute_logits differs from the model's own code. flag names the model."""
+    ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits  # (1, 5, V)
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 5, D)
+        error = (compute_logits(model, hidden) - logits).abs().max()
+    # The two may round differently, because some families scale the hidden states instead.
+    if not error <= 1e-5 * logits.abs().max():  # NaN is refused, too
+        raise ValueError(
+            f"{flag}: not supported, because compute_logits doesn't know the head of this family, "
+            f"{model.config.model_type}"
+        )
+
+
+def load_config(args, name):
+    """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
+    config = AutoConfig.from_pretrained(name)
+    if config.model_type == "phimoe":
+        raise ValueError(f"{name}: PhiMoE isn't supported, because it routes at random in training")
+    text_config = config.get_text_config()
+    for part in (config, text_config):
+        for key, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in key or "jitter" in key):
+                setattr(part, key, 0.0)  # its noise would change the ratios
+    # GPT-Neo and Doge apply a window inside their layers, so it is a limit like the context.
+    keys = ("max_position_embeddings", "window_size", "keep_window_size")
+    limits = [getattr(text_config, key, None) for key in keys]
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length it rotates all positions by other angles, and cached keys keep theirs.
+        limits.append(rope["original_max_position_embeddings"])
+    for limit in limits:
+        if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
+            raise ValueError(
+                f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
+                f"context or attention window of {name}; lower one of them"
+            )
+    return config
+
+
+def find_eos_ids(model, tokenizer):
+    """The ids of all tokens that end a response, sorted.
+
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
+    """
+    eos_ids = {tokenizer.eos_token_id}
+    of_model = model.generation_config.eos_token_id
+    eos_ids |= set(of_model) if isinstance(of_model, list) else {of_model}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        end_of_turn = rendered.rpartition("answer")[2].strip()
+        first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
+        # Ordinary text after the answer, such as a line break, must not end a response.
+        eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
+    return sorted(eos_ids - {None})
+
+
+# ==== runs ====
+def check_args(args):
+    """Raise an error at values that would train something else in silence."""
+    if args.num_generations < 2:
+        raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
+    for name in ("temperature", "clip_eps", "max_grad_norm"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.num_minibatches > args.num_prompts * args.num_generations:
+        raise ValueError("--num-minibatches must be at most the number of sequences of a step")
+    if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
+        raise ValueError("two functions in REWARDS have the same name")
+
+
+def make_run(args):
+    """Make the folder of a new run, with its arguments and a copy of this script, and return it."""
+    when = time.strftime("%Y%m%d-%H%M%S")
+    name = args.run_name or f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
+    run_dir = Path(args.runs_dir, name)
+    run_dir.mkdir(parents=True)  # raises an error if it exists
+    content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
+    (run_dir / "args.json").write_text(json.dumps(content, indent=2))
+    shutil.copy(SCRIPT, run_dir)
+    return run_dir
+
+
+def open_logs(args, run_dir, saved):
+    """The run's open files metrics.jsonl and samples.jsonl; with --track, also start W&B."""
+    files = []
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        file = open(run_dir / name, "a", buffering=1)
+        if saved:  # the steps after the checkpoint are repeated, so their lines are cut off
+            file.truncate(saved["log_sizes"][name])
+        files.append(file)
+    if args.track:
+        wandb.init(
+            id=run_dir.name,
+            name=run_dir.name,
+            dir=run_dir,
+            config=vars(args),
+            resume="must" if saved else "never",  # never into another run of the same name
+            reinit="finish_previous",  # a run that failed in the same process may still be open
+        )
+    return files
+
+
+def log_metrics(args, file, metrics):
+    """Write the metrics as one line, and with --track to W&B."""
+    print(json.dumps(metrics), file=file)
+    if args.track:
+        wandb.log(metrics, step=metrics["step"])
+
+
+def show_progress(args, progress, metrics, sample):
+    """Put metrics beside the bar, and about ten times a run print them and a sample."""
+    shown = {
+        "reward": metrics["rollout/reward_mean"],
+        "acc": metrics["rollout/accuracy"],
+        "len": metrics["rollout/response_len"],
+        "eos": metrics["rollout/eos_frac"],
+    }
+    progress.set_postfix(shown)
+    step = metrics["step"]
+    if step == 1 or step % max(1, args.num_steps // 10) == 0:
+        progress.write(f"step {step}: {progress.postfix}")
+        prompt = sample["prompt"][-60:]
+        completion = sample["completions"][0]
+        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
+
+
+def save_checkpoint(args, run_dir, trained, state, metrics):
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
+    content = {name: part.state_dict() for name, part in trained.items()}
+    content |= {"args": vars(args), "state": state, "metrics": metrics}
+    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    torch.save(content, run_dir / "checkpoint.tmp")
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(args):
+    """The checkpoint of the run in the folder args.resume."""
+    if not Path(args.resume, SCRIPT.name).exists():
+        raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
+    path = Path(args.resume, "checkpoint.pt")
+    saved = torch.load(path, map_location="cpu", weights_only=True)
+    # With --resume alone, all other fields are those of BUNDLED. A caller in Python may also start
+    # from Args(), or from the run's own arguments.
+    if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
+        raise ValueError("--resume takes no other flags, because the run has its own")
+    return saved
+
+
+if __name__ == "__main__":
+    has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
+    defaults = Args() if has_model else BUNDLED
+    main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))
