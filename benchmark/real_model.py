@@ -105,8 +105,8 @@ def results_table(records: list[dict]) -> str:
         step_seconds = np.add(curves["time/rollout_s"], curves["time/update_s"])
         row = [record["task"], str(record["seed"]), str(len(step_seconds))]
         for name, digits in (
-            ("eval/accuracy", 2),
-            ("eval/accuracy_lenient", 2),
+            ("eval/accuracy", 3),
+            ("eval/accuracy_lenient", 3),
             ("eval/format_reward", 2),
             ("eval/eos_frac", 2),
             ("eval/response_len", 0),
