@@ -36,7 +36,7 @@ def reward_model(tmp_path_factory):
 def train(script, reward_model, tmp_path):
     """Train the real model in a run of this name, and return the folder."""
     own = dict(teacher=FOLDER, reward_model=reward_model, context_column="answer")
-    own |= dict(value_warmup_steps=1, max_teacher_tokens=200)
+    own |= dict(value_warmup_steps=1, max_teacher_tokens=200, overlong_cache=4)
 
     def call(name, **given):
         fields = vars(script.Args())
