@@ -38,7 +38,7 @@ each parameter of A and B: 4 bytes for the weight, 4 for its gradient and 8 for 
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
+micro-batch has n sequences, with T response tokens together.
 
     python grpo_lora.py                                 assets/adder, on a CPU
     python grpo_lora.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -53,7 +53,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -112,9 +112,7 @@ class Args:
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
-    """name of this run's folder; None: script, model, seed and time"""
-    resume: str | None = None
-    """folder of a run to resume; takes no other flag, because the run has its own"""
+    """name of the run's folder; a run that has a checkpoint goes on; None: a new name"""
     eval_every: int = 50
     """steps between evaluations (always before and after); 0: none between"""
     save_every: int = 50
@@ -246,12 +244,9 @@ def add_adapters(args, model):
     return policy
 
 
-def compute_advantages(args, rewards):
+def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
-    # reward changes no advantage, but makes equal rewards and their advantages exactly 0.
-    rewards = rewards - rewards[:, :1]
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
@@ -276,22 +271,21 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
     """The GRPO loss, -J of Eq. 3, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
-    tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
-    losses of its micro-batches add up to the loss of the minibatch. With args.beta 0, ref_logprobs
-    is not used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
+    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs and ref_logprobs
+    (n, R) are 0 elsewhere; advantages (n, 1). num_seqs is the number of sequences in the whole
+    minibatch, so that the losses of its micro-batches add up to the loss of the minibatch. With
+    args.beta 0, ref_logprobs is not used. Returns the scalar loss, and stats: each metric summed
+    over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
-    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
-    # gradient 0 * inf = NaN.
-    logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
-        ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
+        ref_logratio = ref_logprobs - logprobs  # (n, R)
         # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
         # docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
@@ -299,8 +293,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # These count all ratios outside the clip range. For some of them the minimum above takes the
-    # unclipped term, depending on the sign of the advantage.
+    # These count all ratios outside the clip range, also those where the sign of the advantage makes
+    # the minimum above take the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     per_token = {
@@ -319,30 +313,22 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
 
 # ==== training ====
 class Rollout(NamedTuple):
-    """The sampled responses of N sequences; row i of each field belongs to sequence i."""
+    """The sampled responses of N sequences; row i of each tensor belongs to sequence i."""
 
     prompt_ids: Tensor  # (N, P), padded on the left
     prompt_mask: Tensor  # (N, P) bool
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    completions: list[str]  # N texts
-    row: Tensor | None = None  # (n,), in a micro-batch: each sequence's row in response_states
+    row_of: list[int] | None = None  # in a micro-batch: each sequence's row in response_states
 
-    def select(self, rows):
+    def select(self, indices, row_of=None):
         """The rollout of these sequences alone."""
-        tensors = [tensor[rows] for tensor in self[:-2]]
-        completions = [self.completions[i] for i in rows]
-        return Rollout(*tensors, completions)
+        return Rollout(*[tensor[indices] for tensor in self[:-1]], row_of)
 
 
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
-    saved = None
-    if args.resume:
-        run_dir = Path(args.resume).resolve()
-        saved = load_checkpoint(args)
-        args = Args(**saved["args"])
     check_args(args)
     initial_model, tokenizer, eos_ids = load_model(args)
     model = add_adapters(args, initial_model)
@@ -363,17 +349,15 @@ def main(args: Args) -> dict:
         "model": adapters,  # A and B alone: the weights of the model don't change
         "optimizer": optimizer,
     }
-    state = {"step": 0, "episodes": 0, "tokens": 0}
-    if saved:
-        state, metrics = saved["state"], saved["metrics"]
-        for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
-    if not saved:
-        run_dir = make_run(args)
-    metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # then every ratio is 1
-        print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
-    if not saved:
+
+    run_dir = name_run(args)
+    if (run_dir / "checkpoint.pt").exists():
+        state, metrics = load_checkpoint(args, run_dir, trained)
+        metrics_file, samples_file = open_logs(args, run_dir, resume="must")
+    else:
+        make_run(args, run_dir)
+        metrics_file, samples_file = open_logs(args, run_dir, resume="never")
+        state = {"step": 0, "episodes": 0, "tokens": 0}
         metrics = state | evaluate(args, model, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
         accuracy = metrics["eval/accuracy"]
@@ -390,7 +374,8 @@ def main(args: Args) -> dict:
         # The factor keeps the steps of runs with neighboring seeds apart.
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
-        rollout = sample_responses(args, model, tokenizer, batch, G, args.temperature, eos_ids)
+        rollout = sample_responses(args, model, batch, G, args.temperature, eos_ids)
+        completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
         ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
@@ -407,17 +392,17 @@ def main(args: Args) -> dict:
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
+        if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
 
         # ---- 3. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
-        for name, values in apply_rewards(rollout.completions, batch).items():
+        for name, values in apply_rewards(completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
-        advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
+        advantages = compute_advantages(rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
         # Sums over the updates of this step, for the log.
@@ -429,17 +414,17 @@ def main(args: Args) -> dict:
         for update, minibatch in enumerate(updates, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
-            for rows, part in micro_batches(args, model, rollout, minibatch):
+            for indices, part in micro_batches(args, model, rollout, minibatch):
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
-                if updates_per_step == 1:
-                    old_logprobs[rows] = logprobs.detach()
+                if updates_per_step == 1:  # its own log-probabilities are the old ones
+                    old_logprobs[indices] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
                     logprobs,
-                    old_logprobs[rows],
-                    ref_logprobs[rows],
-                    advantages[rows],
-                    response_mask[rows],
+                    old_logprobs[indices],
+                    ref_logprobs[indices],
+                    advantages[indices],
+                    response_mask[indices],
                     num_seqs=len(minibatch),
                 )
                 loss.backward()
@@ -458,12 +443,12 @@ def main(args: Args) -> dict:
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
-        tokens_trained = num_tokens * args.num_iterations  # every pass takes each token once
+        tokens_trained = num_tokens * args.num_iterations  # in all passes
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
-        # name that doesn't change with REWARDS.
+        # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
+        # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -497,7 +482,7 @@ def main(args: Args) -> dict:
                 "step": step,
                 "prompt": example["prompt"],
                 "answer": example["answer"],
-                "completions": rollout.completions[group],
+                "completions": completions[group],
                 "rewards": rewards[k].tolist(),
                 "right": (right[group] == 1).tolist(),
                 "advantages": advantages[group, 0].tolist(),
@@ -505,14 +490,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
-        # Sampling and training use the same model, so a large gap means that generate or
-        # compute_logprobs computes this kind of model wrongly.
-        tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # nats; bf16 rounds more
-        if step == first_step and not gap.mean() < tolerance:  # NaN is refused, too
-            raise ValueError(
-                f"--model {args.model}: not supported, because sampling and training differ by "
-                f"{gap.mean():.2g} nats a token"
-            )
+        if step == first_step:
+            check_gap(args, model, gap.mean())
 
         # ---- 6. save
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
@@ -532,18 +511,18 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may stop here: what follows makes the loop above fast, or sets it up.
 
-# The cache of keys and values has a row for each sequence and a column for each token. It grows by
-# this many columns at a time. With more, attention also reads many empty columns. With fewer, the
-# cache is copied more often, and on a GPU the graph is recorded more often.
+# The cache of keys and values has a row for each sequence and a column for each token. When it is
+# full, it grows by this many columns, and the rows that have finished are dropped. With more,
+# attention also reads many empty columns and finished rows. With fewer, the cache is copied more
+# often, and on a GPU the graph is recorded more often. I haven't measured the one for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# Dropping finished rows makes a decode step faster, but needs a new CUDA graph. In a cache of at
-# most this many tokens (rows times columns), recording the graph takes longer than it saves.
-SMALL_CACHE = 2**15
 # The samples of a prompt share a row, which is at most this many times as long as the prompt. A
 # longer row saves little more, and attention also computes the pairs of tokens that the mask hides:
 # their number grows with the square of the row. Rows of 2 to 4 prompts' length are fastest for a
 # model of width 64, and rows of 3 to 9 for a width of 576 or 2048.
 SHARED_ROW = 4
+# The owner of a prompt's token, which all responses of a row see.
+PROMPT = -1
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
@@ -559,54 +538,51 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    segment = SEGMENT[device.type]
+    segment = min(SEGMENT[device.type], args.max_new_tokens)
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
-    num_rows = len(prompt_ids) * num_samples
-    response_ids = torch.zeros(num_rows, args.max_new_tokens, dtype=torch.long, device=device)
-    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+    num_filled = prompt_ids.shape[1]  # columns of the cache
 
-    # Prefill: compute the keys and values of each prompt once, and repeat them for its samples. The
-    # cache has a StaticLayer for each layer with attention. This layer counts the columns that it
-    # has filled, and writes the next one in place, as a CUDA graph needs. select_rows makes it
-    # larger.
-    # A layer with linear attention or a convolution has a state of fixed size instead.
-    cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
+    # Prefill: compute the keys and values of each prompt once. The cache has a StaticLayer for each
+    # layer with attention. It counts the columns that it has filled, and writes the next one in
+    # place, as a CUDA graph needs. A layer with linear attention or a convolution has a state of
+    # fixed size instead.
+    cache = StaticCache(model.config, max_cache_len=num_filled)
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
             # transformers' layer would drop what lies before its window. Here a mask hides it.
-            cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
+            cache.layers[i] = StaticLayer(max_cache_len=num_filled)
     options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     logits = model(
         prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions, **options
     ).logits  # (B, 1, V)
-    # The bias is added to the attention scores: 0 shows a column of the cache, and a very negative
-    # number masks it.
-    masked_bias = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, masked_bias).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
-    prompt_of = torch.arange(num_rows, device=device) // num_samples  # (N,)
-    select_rows(cache, prompt_of)
-    logits, bias = logits[prompt_of], bias[prompt_of]  # (N, 1, V), (N, 1, 1, P)
 
-    # The state of the unfinished rows. Finished rows are dropped now and then.
-    sequence = torch.arange(num_rows, device=device)  # (rows,): which of the N sequences a row is
+    # The state of the rows that are sampled: at first one for each of the N sequences. The bias is
+    # added to the attention scores: 0 shows a column of the cache, and a very negative number hides
+    # it.
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
+    prompt_of = sequence // num_samples  # (rows,)
+    grow(cache, prompt_of, segment)
+    hidden = torch.finfo(model.dtype).min
+    bias = torch.where(prompt_mask, 0.0, hidden).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
+    bias = F.pad(bias[prompt_of], (0, segment), value=hidden)  # (rows, 1, 1, columns)
+    logits = logits[prompt_of]  # (rows, 1, V): those of the next token
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([prompt_ids.shape[1]], device=device)  # (1,): decode fills it
+    next_column = torch.tensor([num_filled], device=device)  # (1,): decode fills it
     graph = None
 
     def decode():
         """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory. Where the
-        # loop below replaces them, it drops the graph.
+        # All tensors change in place, because a CUDA graph replays on the same memory.
         bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
         masks = bias
         if window and bias.shape[3] > window:
             columns = torch.arange(bias.shape[3], device=device)  # (columns,)
             is_before = columns <= next_column - window  # (columns,) bool
-            masks = bias.masked_fill(is_before, masked_bias)  # (rows, 1, 1, columns)
+            masks = bias.masked_fill(is_before, hidden)  # (rows, 1, 1, columns)
             if getattr(config, "layer_types", None):  # a mask for each kind of layer
                 masks = {"sliding_attention": masks, "full_attention": bias}
                 masks |= {"linear_attention": None, "conv": None}
@@ -617,17 +593,27 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         position.add_(1)
         next_column.add_(1)
 
+    response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
+    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
     for t in range(args.max_new_tokens):
-        if graph is not None:
-            graph.replay()
-        elif t > 0:  # the prefill has computed the logits for t = 0
-            decode()
-            if args.cuda_graph and device.type == "cuda":
-                # A graph needs an ordinary call as a warm-up: that was the one above. The recording
-                # computes nothing, so the token is not fed twice.
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    decode()
+        if t > 0:  # the prefill has computed the logits for t = 0
+            if num_filled == bias.shape[3]:
+                live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+                grow(cache, live, segment)
+                bias = F.pad(bias[live], (0, segment), value=hidden)  # (rows, 1, 1, columns)
+                logits, token, position = logits[live], token[live], position[live]
+                sequence, finished = sequence[live], finished[live]
+                graph = None  # it was recorded on the old tensors
+            if graph is not None:
+                graph.replay()
+            else:
+                decode()
+                if args.cuda_graph and device.type == "cuda":
+                    # Recording runs nothing. The call above was the warm-up that a graph needs.
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        decode()
+            num_filled += 1
 
         next_logits = logits[:, 0].float()  # (rows, V) float32
         if temperature == 0:
@@ -641,28 +627,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         response_ids[sequence, t] = token
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
-
-        # The tokens before t have been fed, so P + t columns are filled. The cache has P columns at
-        # first, and gets a segment more when it is full: whenever t is a multiple of the segment.
-        cache_is_full = t % segment == 0
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        if device.type == "cuda" and t % 16 > 0 and not cache_is_full:
-            continue
-        live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-        if len(live) == 0:
+        if (device.type != "cuda" or t % 16 == 0) and finished.all():
             break
-        # When the cache grows it is copied anyway, so drop all finished rows then. At other times
-        # dropping costs a copy, so wait until half of the rows have finished. On a GPU it also
-        # needs a new graph, so with a small cache don't do it.
-        is_small = device.type == "cuda" and len(finished) * bias.shape[3] <= SMALL_CACHE
-        half_finished = len(live) <= len(finished) / 2
-        if cache_is_full or (half_finished and not is_small):
-            new_columns = min(segment, args.max_new_tokens - t) if cache_is_full else 0
-            select_rows(cache, live, new_columns)
-            bias = F.pad(bias[live], (0, new_columns), value=masked_bias)  # (rows, 1, 1, columns)
-            logits, token, position = logits[live], token[live], position[live]
-            sequence, finished = sequence[live], finished[live]
-            graph = None  # it was recorded on the old tensors
 
     # A finished row is still sampled until it is dropped. Tokens after an EOS token don't count.
     is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
@@ -671,7 +638,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
-def select_rows(cache, rows, new_columns=0):
+def grow(cache, rows, num_columns):
     """Keep these rows of the cache (a row may repeat), and append columns of keys and values."""
     for layer in cache.layers:
         # A layer may have both: a state, and keys and values (rows, heads, columns, size). Its own
@@ -679,8 +646,8 @@ def select_rows(cache, rows, new_columns=0):
         if isinstance(layer, LinearAttentionLayer):
             LinearAttentionLayer.reorder_cache(layer, rows)
         if isinstance(layer, StaticLayer):
-            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
-            layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, num_columns))
+            layer.values = F.pad(layer.values[rows], (0, 0, 0, num_columns))
 
 
 def response_states(model, rollout):
@@ -688,7 +655,7 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    # Sequences with the same number in rollout.row share a row: their prompt once, and then their
+    # Sequences with the same number in row_of share a row: their prompt once, and then their
     # responses. A token sees the prompt and its own response, so each response is computed as if it
     # were alone. This is a row of prompt q and responses a and b; x is what a and b see:
     #
@@ -696,48 +663,49 @@ def response_states(model, rollout):
     #             a  x x x x x
     #             b  x x x     x x x
     #      position  0 1 2 3 4 3 4 5
-    n, P = rollout.prompt_ids.shape
-    tokens = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
-    is_token = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R) bool
-    position = is_token.cumsum(1) - 1  # (n, P + R), padding not counted
-    # The last token of a sequence predicts nothing, so it's left out.
-    is_input = is_token & (position < position[:, -1:])  # (n, P + R) bool
-    row = torch.arange(n, device=tokens.device) if rollout.row is None else rollout.row  # (n,)
-    # A prompt token's column is its position. A response starts after the earlier ones of its row.
-    is_earlier = (row == row[:, None]).tril(-1)  # (n, n) bool
-    num_earlier = (is_earlier * is_input[:, P:].sum(1)).sum(1, keepdim=True)  # (n, 1): their tokens
-    column = torch.cat([position[:, :P], position[:, P:] + num_earlier], 1)  # (n, P + R)
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
+    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
+    row_of = rollout.row_of or range(len(prompts))
+    rows = []  # each a list of tuples: a token, its position, and its owner i or PROMPT
+    places = []  # T: the row and column from which each response token is predicted
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if row_of[i] == len(rows):
+            rows.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
+        row = rows[-1]
+        # The last token of a response predicts nothing, so it's left out.
+        inputs = response[:-1]
+        # The first token is predicted from the prompt's last one, each other from the one before it.
+        columns = [len(prompt) - 1, *range(len(row), len(row) + len(inputs))]
+        places += [(row_of[i], column) for column in columns]
+        row += [(token, position, i) for position, token in enumerate(inputs, len(prompt))]
 
-    # The sequences of a row all write the same prompt to the same place. Padding is on the right.
-    sequence, slot = is_input.nonzero(as_tuple=True)  # (number of inputs,) each
-    place = (row[sequence], column[sequence, slot])
-    num_rows, length = [int(index.max()) + 1 for index in place]
-    ids = tokens.new_zeros(num_rows, length)  # (rows, length)
-    ids[place] = tokens[sequence, slot]
-    # Padding counts on, because transformers takes a position that starts again for a new text. But
-    # a row may be longer than the model's context, and no position may be.
-    counting = torch.arange(length, device=ids.device).clamp(max=int(position.max()))  # (length,)
-    position_ids = counting.repeat(num_rows, 1)  # (rows, length)
-    position_ids[place] = position[sequence, slot]
+    # Pad the rows on the right. Where a mask hides the padding, any position will do. Without one
+    # positions count on, because transformers takes a position that starts again for a new text.
+    has_mask = len(rows) < len(prompts)
+    length = max(len(row) for row in rows)
+    for row in rows:
+        row += [(0, 0 if has_mask else column, PROMPT) for column in range(len(row), length)]
+    device = rollout.prompt_ids.device
+    ids, positions, owner = torch.tensor(rows, device=device).unbind(2)  # (rows, length) each
     bias = None  # each token sees all before it: attention needs no mask, and is fastest
-    if num_rows < n:
-        owner = torch.zeros_like(ids)  # (rows, length): 0 in the prompt, else a response's number
-        owner[place] = (sequence + 1) * (slot >= P)
+    if has_mask:
         query, key = owner[:, :, None], owner[:, None, :]  # (rows, length, 1), (rows, 1, length)
-        is_visible = ((key == 0) | (key == query)).tril()  # (rows, length, length) bool
+        is_visible = ((key == PROMPT) | (key == query)).tril()  # (rows, length, length) bool
         # As in generate, the bias is added to the attention scores.
         bias = torch.where(is_visible, 0.0, torch.finfo(model.dtype).min).to(model.dtype)[:, None]
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
         outputs = model.base_model(
-            input_ids=ids, attention_mask=bias, position_ids=position_ids, use_cache=False
+            input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
-    # Each token is predicted from the state of the one before it, and the first one of a response
-    # from that of the prompt's last token. Unlike indexing, embedding adds up the gradients of a
-    # state in a fixed order.
-    sequence, slot = rollout.response_mask.nonzero(as_tuple=True)  # (T,) each
-    before = row[sequence] * length + column[sequence, P + slot - 1]  # (T,)
-    return F.embedding(before, outputs.last_hidden_state.flatten(0, 1))
+    row, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
+    # Unlike indexing, embedding adds up the gradients of a state in a fixed order.
+    return F.embedding(row * length + column, outputs.last_hidden_state.flatten(0, 1))
+
+
+def unpadded(ids, mask):
+    """The rows of ids (n, length) as lists, of the tokens alone for which mask is True."""
+    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
 
 
 def compute_logits(model, hidden):
@@ -780,16 +748,16 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, parts):
-    """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, splits):
+    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
 
-    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
     micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in parts:
-        for rows, part in micro_batches(args, model, rollout, minibatch):
-            logprobs[rows] = compute_logprobs(model, part, args.temperature)
+    for minibatch in splits:
+        for indices, part in micro_batches(args, model, rollout, minibatch):
+            logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
 
 
@@ -809,8 +777,7 @@ def micro_batches(args, model, rollout, sequences):
         for number, (_, row) in enumerate(rows[:num_rows]):
             indices += row
             row_of += [number] * len(row)
-        row_of = torch.tensor(row_of, device=rollout.prompt_ids.device)  # (n,)
-        batches.append((indices, rollout.select(indices)._replace(row=row_of)))
+        batches.append((indices, rollout.select(indices, row_of)))
         rows = rows[num_rows:]
     return batches
 
@@ -821,38 +788,43 @@ def shared_rows(args, model, rollout, sequences):
     Neighbors with the same prompt share a row, which is at most SHARED_ROW times as long as their
     prompt.
     """
-    prompts = rollout.prompt_ids.masked_fill(~rollout.prompt_mask, -1)  # (N, P)
-    prompt_of = prompts.unique(dim=0, return_inverse=True)[1].tolist()  # N
-    prompt_lengths = rollout.prompt_mask.sum(1).tolist()  # N
+    max_length = longest_shared_row(args, model, rollout)
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    longest = max(map(sum, zip(prompt_lengths, response_lengths, strict=True)))
-    # Only attention can be masked: the state of linear attention or of a convolution goes through
-    # the whole row. The mask replaces the model's own, which knows its window, so a window has to
-    # hold a row. And a model that takes no positions, such as MPT, counts the columns of a row.
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_attention = layer_types <= {"full_attention", "sliding_attention"}
-    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    keys = ("sliding_window", "window_size", "keep_window_size")
-    window = min(getattr(config, key, None) or float("inf") for key in keys)
-    max_length = min(window, args.micro_batch_tokens)
-    if longest > window or not is_attention or not takes_positions:
-        max_length = 0  # each sequence in a row of its own
-    lengths = []
     rows = []
     for i in sorted(sequences.tolist()):
-        limit = min(SHARED_ROW * prompt_lengths[i], max_length)
-        same_prompt = rows and prompt_of[i] == prompt_of[rows[-1][0]]
-        if same_prompt and lengths[-1] + response_lengths[i] <= limit:
-            lengths[-1] += response_lengths[i]
-            rows[-1].append(i)
-        else:
-            lengths.append(prompt_lengths[i] + response_lengths[i])
-            rows.append([i])
-    return sorted(zip(lengths, rows, strict=True), key=lambda row: -row[0])
+        if rows:
+            length, indices = rows[-1]
+            length += response_lengths[i]
+            fits = length <= min(SHARED_ROW * len(prompts[i]), max_length)
+            if fits and prompts[i] == prompts[indices[0]]:
+                rows[-1] = (length, [*indices, i])
+                continue
+        rows.append((len(prompts[i]) + response_lengths[i], [i]))
+    return sorted(rows, key=lambda row: -row[0])
 
 
-def sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+def longest_shared_row(args, model, rollout):
+    """The maximum number of tokens in a row with several responses; 0: share no row."""
+    config = model.config.get_text_config()
+    # The state of linear attention or of a convolution goes through the whole row.
+    layer_types = getattr(config, "layer_types", None) or []
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return 0
+    # A model that takes no positions, such as MPT, counts the columns of a row.
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        return 0
+    # The mask of a micro-batch replaces the model's own, which knows its window. So the window has
+    # to hold each row, shared or not.
+    keys = ("sliding_window", "window_size", "keep_window_size")
+    window = min(getattr(config, key, None) or float("inf") for key in keys)
+    lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
+    if lengths.max() > window:
+        return 0
+    return min(window, args.micro_batch_tokens)
+
+
+def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
     ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
     # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
@@ -870,26 +842,30 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
-    response_ids, response_mask, logprobs = [torch.cat(x) for x in zip(*parts, strict=True)]
-
-    is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
+    columns = zip(*parts, strict=True)
+    response_ids, response_mask, sampled_logprobs = [torch.cat(column) for column in columns]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
         response_ids=response_ids,
         response_mask=response_mask,
-        sampled_logprobs=logprobs,
-        completions=tokenizer.batch_decode(text_ids),
+        sampled_logprobs=sampled_logprobs,
     )
+
+
+def response_texts(tokenizer, rollout, eos_ids):
+    """The N responses as texts, without the EOS token."""
+    is_text = rollout.response_mask & ~torch.isin(rollout.response_ids, eos_ids)  # (N, R)
+    return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
-    rollout = sample_responses(args, model, tokenizer, examples, 1, 0.0, eos_ids)
+    rollout = sample_responses(args, model, examples, 1, 0.0, eos_ids)
+    completions = response_texts(tokenizer, rollout, eos_ids)
     ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
-    for name, values in apply_rewards(rollout.completions, examples).items():
+    for name, values in apply_rewards(completions, examples).items():
         means[name] = sum(values) / len(values)
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -902,7 +878,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
         # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
-        lenient = lenient_accuracy_reward(rollout.completions, answers)
+        lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
     return metrics
 
@@ -954,17 +930,25 @@ def load_data(args, tokenizer):
         splits["test"] = splits["validation"]
     if "test" not in splits:
         print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
-        splits = hold_out(args, splits["train"])
+        rows = splits["train"]
+        questions = [str(question) for question in rows[args.question_column]]
+        distinct = list(dict.fromkeys(questions))  # in the order of the rows
+        # Equal questions are in the same split.
+        held_out = set(distinct[len(distinct) * 9 // 10 :])
+        splits = {"train": [], "test": []}
+        for row, question in zip(rows, questions, strict=True):
+            splits["test" if question in held_out else "train"].append(row)
     data = {}
     for split in ("train", "test"):
         examples = []
         num_too_long = num_unreadable = num_empty = 0
         for row in splits[split]:
-            messages = read_messages(args, row[args.question_column])
-            if not messages:
+            chat = read_chat(args, row[args.question_column])
+            # A chat template would write a missing text as the word None.
+            if not chat or not all(message["content"] for message in chat):
                 num_empty += 1
                 continue
-            prompt = render(args, tokenizer, messages)
+            prompt = render(args, tokenizer, chat)
             ids = tokenize(tokenizer, prompt)
             answer = str(row[args.answer_column])
             if len(ids) > args.max_prompt_tokens:
@@ -993,70 +977,50 @@ def load_data(args, tokenizer):
     return data["train"], data["test"][: args.eval_size]
 
 
-def hold_out(args, rows):
-    """The rows as a train and a test split. Equal questions are in the same split."""
-    questions = [str(question) for question in rows[args.question_column]]
-    distinct = list(dict.fromkeys(questions))  # in the order of the rows
-    held_out = set(distinct[len(distinct) * 9 // 10 :])
-    train = []
-    test = []
-    for row, question in zip(rows, questions, strict=True):
-        if question in held_out:
-            test.append(row)
-        else:
-            train.append(row)
-    return {"train": train, "test": test}
-
-
-def read_messages(args, question):
-    """The question as chat messages whose contents are texts; an empty list without a question."""
+def read_chat(args, question):
+    """A question, which is a text or a chat, as a list of messages whose contents are texts."""
     if not isinstance(question, list):
         question = [{"role": "user", "content": question}]
-    messages = []
+    chat = []
     for message in question:
         content = message["content"]
         if isinstance(content, list):
             # A part without a text, such as an image, raises an error.
             content = "".join(part["text"] for part in content)
-        messages.append(message | {"content": content})
-    contents = [message["content"] for message in messages]
-    # A chat template would write a missing text as the word None.
-    if not messages or None in contents or not contents[-1].strip():
-        return []
-    if messages[-1]["role"] != "user":
+        chat.append(message | {"content": content})
+    if chat and chat[-1]["role"] != "user":
         raise ValueError(
             f"--question-column {args.question_column}: the last message of a chat must be the "
-            f"user's, and not the {messages[-1]['role']}'s, because the prompt ends with it"
+            f"user's, and not the {chat[-1]['role']}'s, because the prompt ends with it"
         )
-    return messages
+    return chat
 
 
-def render(args, tokenizer, messages):
-    """The text that the policy continues: a chat in the model's template, or a plain text."""
-    *earlier, last = messages
+def render(args, tokenizer, chat):
+    """The text that the policy continues: the chat in the model's template, or a plain text."""
+    *earlier, question = chat
     if args.instructions:
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
-        last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
+        question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
+    examples = EXAMPLES if args.examples else []
     # A base model gets a plain text. A chat of several messages needs a template: without one,
     # apply_chat_template below raises an error.
     if not tokenizer.chat_template and not earlier:
-        if not args.examples:
-            return last["content"]  # to be continued as it is, such as "12+7="
+        if not examples:
+            return question["content"]  # to be continued as it is, such as "12+7="
         text = ""
-        for question, answer in EXAMPLES:
+        for example, answer in examples:
             # With the EOS token after each answer, the model ends its own answer, too.
-            text += f"{question}\n{answer}{tokenizer.eos_token}\n"
-        return text + last["content"] + "\n"
+            text += f"{example}\n{answer}{tokenizer.eos_token}\n"
+        return text + question["content"] + "\n"
     turns = []
-    if args.examples:
-        for question, answer in EXAMPLES:
-            turns.append({"role": "user", "content": question})
-            turns.append({"role": "assistant", "content": answer})
-    messages = [*earlier, last]
-    start = 1 if messages[0]["role"] == "system" else 0  # a system message has to stay the first
-    messages = [*messages[:start], *turns, *messages[start:]]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    for example, answer in examples:
+        turns.append({"role": "user", "content": example})
+        turns.append({"role": "assistant", "content": answer})
+    start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
+    chat = [*chat[:start], *turns, *chat[start:-1], question]
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
 def tokenize(tokenizer, prompt):
@@ -1143,12 +1107,20 @@ def check_head(model, flag):
         )
 
 
+# The sampler can't hold the state of these families, or hide columns of their cache. Or they route
+# at random in training (PhiMoE), or need images (PaliGemma).
+UNSUPPORTED = """
+    bloom deepseek_v32 falcon_mamba llama4 llama4_text mamba mamba2 minimax paligemma phimoe rwkv
+""".split()
+
+
 def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
-    if config.model_type == "phimoe":
-        raise ValueError(f"{name}: PhiMoE isn't supported, because it routes at random in training")
     text_config = config.get_text_config()
+    for kind in (config.model_type, text_config.model_type):
+        if kind in UNSUPPORTED or getattr(config, "alibi", False):
+            raise ValueError(f"{name}: not supported, because of its family, {kind}")
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key or "jitter" in key):
@@ -1202,36 +1174,48 @@ def check_args(args):
         raise ValueError("two functions in REWARDS have the same name")
 
 
-def make_run(args):
-    """Make the folder of a new run, with its arguments and a copy of this script, and return it."""
+def check_gap(args, model, gap):
+    """Raise an error if sampler and trainer differ by too many nats a token.
+
+    They have the same weights up to rounding, so a large gap means that generate or
+    compute_logprobs computes this kind of model wrongly.
+    """
+    tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
+    if not gap < tolerance:  # NaN is refused, too
+        raise ValueError(
+            f"--model {args.model}: not supported, because sampling and training differ by "
+            f"{gap:.2g} nats a token"
+        )
+
+
+def name_run(args):
+    """The folder of the run."""
     when = time.strftime("%Y%m%d-%H%M%S")
     name = args.run_name or f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
-    run_dir = Path(args.runs_dir, name)
+    return Path(args.runs_dir, name)
+
+
+def make_run(args, run_dir):
+    """Make the folder of a new run, with its arguments and a copy of this script."""
     run_dir.mkdir(parents=True)  # raises an error if it exists
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
     (run_dir / "args.json").write_text(json.dumps(content, indent=2))
     shutil.copy(SCRIPT, run_dir)
-    return run_dir
 
 
-def open_logs(args, run_dir, saved):
+def open_logs(args, run_dir, resume):
     """The run's open files metrics.jsonl and samples.jsonl; with --track, also start W&B."""
-    files = []
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        file = open(run_dir / name, "a", buffering=1)
-        if saved:  # the steps after the checkpoint are repeated, so their lines are cut off
-            file.truncate(saved["log_sizes"][name])
-        files.append(file)
     if args.track:
         wandb.init(
             id=run_dir.name,
             name=run_dir.name,
             dir=run_dir,
             config=vars(args),
-            resume="must" if saved else "never",  # never into another run of the same name
+            resume=resume,  # "must" or "never": never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
-    return files
+    names = ("metrics.jsonl", "samples.jsonl")
+    return [open(run_dir / name, "a", buffering=1) for name in names]
 
 
 def log_metrics(args, file, metrics):
@@ -1305,17 +1289,28 @@ def save_checkpoint(args, run_dir, trained, state, metrics):
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(args):
-    """The checkpoint of the run in the folder args.resume."""
-    if not Path(args.resume, SCRIPT.name).exists():
-        raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
-    path = Path(args.resume, "checkpoint.pt")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    # With --resume alone, all other fields are those of BUNDLED. A caller in Python may also start
-    # from Args(), or from the run's own arguments.
-    if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
-        raise ValueError("--resume takes no other flags, because the run has its own")
-    return saved
+def load_checkpoint(args, run_dir, trained):
+    """Load the run's checkpoint into the trained parts, and return its state and metrics."""
+    if not (run_dir / SCRIPT.name).exists():
+        raise ValueError(f"--run-name {args.run_name}: a run of another script has this name")
+    saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    others = []  # the flags whose values the run hasn't
+    for name, value in vars(args).items():
+        if name != "runs_dir" and value != saved["args"].get(name):
+            others.append("--" + name.replace("_", "-"))
+    if others:
+        raise ValueError(
+            f"--run-name {args.run_name}: this run began with other values of {', '.join(others)}; "
+            "repeat its command to go on with it, or choose another name for a new run"
+        )
+    for name, part in trained.items():
+        part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
+    # The steps after the checkpoint are repeated, so their lines are cut off.
+    for name, size in saved["log_sizes"].items():
+        os.truncate(run_dir / name, size)
+    state = saved["state"]
+    print(f"{run_dir} goes on after {state['step']} of {args.num_steps} steps")
+    return state, saved["metrics"]
 
 
 if __name__ == "__main__":

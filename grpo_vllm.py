@@ -60,7 +60,7 @@ grpo.py's own sampler is faster, and it starts at once.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch, or any other part of the step, has n <= N sequences and T response tokens in all.
+micro-batch has n sequences, with T response tokens together.
 
     python grpo_vllm.py                                 assets/adder, on a CPU
     python grpo_vllm.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -75,7 +75,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -126,9 +126,7 @@ class Args:
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
-    """name of this run's folder; None: script, model, seed and time"""
-    resume: str | None = None
-    """folder of a run to resume; takes no other flag, because the run has its own"""
+    """name of the run's folder; a run that has a checkpoint goes on; None: a new name"""
     eval_every: int = 50
     """steps between evaluations (always before and after); 0: none between"""
     save_every: int = 50
@@ -215,12 +213,9 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def compute_advantages(args, rewards):
+def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # The computed mean of equal rewards can be off by a rounding error. Subtracting the first
-    # reward changes no advantage, but makes equal rewards and their advantages exactly 0.
-    rewards = rewards - rewards[:, :1]
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
@@ -269,9 +264,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     loss, and stats: each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
-    # Masked slots become 0, whatever the caller has put there: exp of garbage could be inf, and its
-    # gradient 0 * inf = NaN.
-    logratio = (logprobs - old_logprobs).masked_fill(~mask, 0.0)  # (n, R)
+    logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
@@ -280,7 +273,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R)
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
-        ref_logratio = (ref_logprobs - logprobs).masked_fill(~mask, 0.0)  # (n, R)
+        ref_logratio = ref_logprobs - logprobs  # (n, R)
         # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
         # docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
@@ -288,8 +281,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # These count all ratios outside the clip range. For some of them the minimum above takes the
-    # unclipped term, depending on the sign of the advantage.
+    # These count all ratios outside the clip range, also those where the sign of the advantage makes
+    # the minimum above take the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     # train averages these over the tokens that the engine sampled, without the weights w. In
@@ -311,46 +304,37 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
 
 # ==== training ====
 class Rollout(NamedTuple):
-    """The sampled responses of N sequences; row i of each field belongs to sequence i."""
+    """The sampled responses of N sequences; row i of each tensor belongs to sequence i."""
 
     prompt_ids: Tensor  # (N, P), padded on the left
     prompt_mask: Tensor  # (N, P) bool
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the engine computed them
-    completions: list[str]  # N texts
-    row: Tensor | None = None  # (n,), in a micro-batch: each sequence's row in response_states
+    row_of: list[int] | None = None  # in a micro-batch: each sequence's row in response_states
 
-    def select(self, rows):
+    def select(self, indices, row_of=None):
         """The rollout of these sequences alone."""
-        tensors = [tensor[rows] for tensor in self[:-2]]
-        completions = [self.completions[i] for i in rows]
-        return Rollout(*tensors, completions)
+        return Rollout(*[tensor[indices] for tensor in self[:-1]], row_of)
 
 
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
-    saved = None
-    run_dir = None
-    if args.resume:
-        run_dir = Path(args.resume).resolve()
-        saved = load_checkpoint(args)
-        args = Args(**saved["args"])
     check_args(args)
     model, tokenizer, eos_ids = load_model(args)
     engine = load_engine(args, model)
     try:
-        return train(args, model, tokenizer, eos_ids, engine, run_dir, saved)
+        return train(args, model, tokenizer, eos_ids, engine)
     finally:
         # After an error, a notebook keeps the exception, and this would keep the engine's memory.
         engine.llm_engine.engine_core.shutdown()
 
 
-def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
-    """Train on a started engine. run_dir, saved: a resumed run's folder and checkpoint, or None."""
+def train(args, model, tokenizer, eos_ids, engine):
+    """Train on a started engine."""
     train_data, test_data = load_data(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
-    ref_model = reference_copy(model) if args.beta > 0 else None
+    ref_model = inference_copy(model) if args.beta > 0 else None
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -361,18 +345,17 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         "model": model,
         "optimizer": optimizer,
     }
-    state = {"step": 0, "episodes": 0, "tokens": 0}
-    if saved:
-        state, metrics = saved["state"], saved["metrics"]
-        for name, part in trained.items():
-            part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
-    refresh_engine(engine, model)  # so far the engine's weights are random
-    if not saved:
-        run_dir = make_run(args)
-    metrics_file, samples_file = open_logs(args, run_dir, saved)
-    if updates_per_step == 1:  # then every ratio is 1
-        print("one update per rollout: clip_frac is 0 and the loss says little; watch the reward")
-    if not saved:
+
+    run_dir = name_run(args)
+    if (run_dir / "checkpoint.pt").exists():
+        state, metrics = load_checkpoint(args, run_dir, trained)
+        refresh_engine(engine, model)
+        metrics_file, samples_file = open_logs(args, run_dir, resume="must")
+    else:
+        make_run(args, run_dir)
+        metrics_file, samples_file = open_logs(args, run_dir, resume="never")
+        refresh_engine(engine, model)  # so far the engine's weights are random
+        state = {"step": 0, "episodes": 0, "tokens": 0}
         metrics = state | evaluate(args, engine, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
         accuracy = metrics["eval/accuracy"]
@@ -389,7 +372,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         # The factor keeps the steps of runs with neighboring seeds apart.
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
-        rollout = sample_responses(args, engine, tokenizer, batch, G, args.temperature, eos_ids)
+        rollout = sample_responses(args, engine, batch, G, args.temperature, eos_ids)
+        completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         # The engine frees its memory for the update. Level 2 drops its weights, too, because
         # refresh_engine hands over new ones. On a CPU it frees nothing: the engine only pauses.
         engine.sleep(level=2)
@@ -409,17 +393,17 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        if updates_per_step > 1:  # a single update computes its own old log-probabilities, below
+        if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
 
         # ---- 3. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
-        for name, values in apply_rewards(rollout.completions, batch).items():
+        for name, values in apply_rewards(completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
-        advantages = compute_advantages(args, rewards).view(-1, 1)  # (N, 1)
+        advantages = compute_advantages(rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
         # Sums over the updates of this step, for the log.
@@ -431,21 +415,24 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
         for update, minibatch in enumerate(updates, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
-            for rows, part in micro_batches(args, model, rollout, minibatch):
+            for indices, part in micro_batches(args, model, rollout, minibatch):
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
-                if updates_per_step == 1:
-                    old_logprobs[rows] = logprobs.detach()
+                if updates_per_step == 1:  # its own log-probabilities are the old ones
+                    old_logprobs[indices] = logprobs.detach()
                 # The weight w of each token, (n, R).
                 sampler_weights = compute_sampler_weights(
-                    args, old_logprobs[rows], rollout.sampled_logprobs[rows], response_mask[rows]
+                    args,
+                    old_logprobs[indices],
+                    rollout.sampled_logprobs[indices],
+                    response_mask[indices],
                 )
                 loss, stats = policy_loss(
                     args,
                     logprobs,
-                    old_logprobs[rows],
-                    ref_logprobs[rows],
-                    sampler_weights * advantages[rows],  # (n, R), w A
-                    response_mask[rows],
+                    old_logprobs[indices],
+                    ref_logprobs[indices],
+                    sampler_weights * advantages[indices],  # (n, R), w A
+                    response_mask[indices],
                     num_seqs=len(minibatch),
                 )
                 loss.backward()
@@ -465,12 +452,12 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
-        tokens_trained = num_tokens * args.num_iterations  # every pass takes each token once
+        tokens_trained = num_tokens * args.num_iterations  # in all passes
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. Its mean is also logged as rollout/accuracy: a
-        # name that doesn't change with REWARDS.
+        # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
+        # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
@@ -509,7 +496,7 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
                 "step": step,
                 "prompt": example["prompt"],
                 "answer": example["answer"],
-                "completions": rollout.completions[group],
+                "completions": completions[group],
                 "rewards": rewards[k].tolist(),
                 "right": (right[group] == 1).tolist(),
                 "advantages": advantages[group, 0].tolist(),
@@ -517,18 +504,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
-        # Engine and trainer have the same weights up to rounding, so a large gap means that one of
-        # them computes this kind of model wrongly.
-        tolerance = 1e-3  # nats
-        if model.device.type == "cuda" or args.engine_dtype == "bfloat16":
-            # We measured gaps of up to 1.5 % of the entropy from bf16's rounding, and of 5 % when
-            # the engine's temperature was 0.9 times the trainer's. The limit lies between them.
-            tolerance = max(tolerance, 0.03 * metrics["policy/entropy"])
-        if step == first_step and not gap.mean() < tolerance:  # NaN is refused, too
-            raise ValueError(
-                f"--model {args.model}: not supported, because sampling and training differ by "
-                f"{gap.mean():.2g} nats a token"
-            )
+        if step == first_step:
+            check_gap(args, model, gap.mean(), metrics["policy/entropy"])
 
         # ---- 6. save
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
@@ -552,6 +529,8 @@ def train(args, model, tokenizer, eos_ids, engine, run_dir, saved):
 # their number grows with the square of the row. Rows of 2 to 4 prompts' length are fastest for a
 # model of width 64, and rows of 3 to 9 for a width of 576 or 2048.
 SHARED_ROW = 4
+# The owner of a prompt's token, which all responses of a row see.
+PROMPT = -1
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
@@ -617,7 +596,7 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    # Sequences with the same number in rollout.row share a row: their prompt once, and then their
+    # Sequences with the same number in row_of share a row: their prompt once, and then their
     # responses. A token sees the prompt and its own response, so each response is computed as if it
     # were alone. This is a row of prompt q and responses a and b; x is what a and b see:
     #
@@ -625,48 +604,49 @@ def response_states(model, rollout):
     #             a  x x x x x
     #             b  x x x     x x x
     #      position  0 1 2 3 4 3 4 5
-    n, P = rollout.prompt_ids.shape
-    tokens = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
-    is_token = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R) bool
-    position = is_token.cumsum(1) - 1  # (n, P + R), padding not counted
-    # The last token of a sequence predicts nothing, so it's left out.
-    is_input = is_token & (position < position[:, -1:])  # (n, P + R) bool
-    row = torch.arange(n, device=tokens.device) if rollout.row is None else rollout.row  # (n,)
-    # A prompt token's column is its position. A response starts after the earlier ones of its row.
-    is_earlier = (row == row[:, None]).tril(-1)  # (n, n) bool
-    num_earlier = (is_earlier * is_input[:, P:].sum(1)).sum(1, keepdim=True)  # (n, 1): their tokens
-    column = torch.cat([position[:, :P], position[:, P:] + num_earlier], 1)  # (n, P + R)
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
+    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
+    row_of = rollout.row_of or range(len(prompts))
+    rows = []  # each a list of tuples: a token, its position, and its owner i or PROMPT
+    places = []  # T: the row and column from which each response token is predicted
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        if row_of[i] == len(rows):
+            rows.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
+        row = rows[-1]
+        # The last token of a response predicts nothing, so it's left out.
+        inputs = response[:-1]
+        # The first token is predicted from the prompt's last one, each other from the one before it.
+        columns = [len(prompt) - 1, *range(len(row), len(row) + len(inputs))]
+        places += [(row_of[i], column) for column in columns]
+        row += [(token, position, i) for position, token in enumerate(inputs, len(prompt))]
 
-    # The sequences of a row all write the same prompt to the same place. Padding is on the right.
-    sequence, slot = is_input.nonzero(as_tuple=True)  # (number of inputs,) each
-    place = (row[sequence], column[sequence, slot])
-    num_rows, length = [int(index.max()) + 1 for index in place]
-    ids = tokens.new_zeros(num_rows, length)  # (rows, length)
-    ids[place] = tokens[sequence, slot]
-    # Padding counts on, because transformers takes a position that starts again for a new text. But
-    # a row may be longer than the model's context, and no position may be.
-    counting = torch.arange(length, device=ids.device).clamp(max=int(position.max()))  # (length,)
-    position_ids = counting.repeat(num_rows, 1)  # (rows, length)
-    position_ids[place] = position[sequence, slot]
+    # Pad the rows on the right. Where a mask hides the padding, any position will do. Without one
+    # positions count on, because transformers takes a position that starts again for a new text.
+    has_mask = len(rows) < len(prompts)
+    length = max(len(row) for row in rows)
+    for row in rows:
+        row += [(0, 0 if has_mask else column, PROMPT) for column in range(len(row), length)]
+    device = rollout.prompt_ids.device
+    ids, positions, owner = torch.tensor(rows, device=device).unbind(2)  # (rows, length) each
     bias = None  # each token sees all before it: attention needs no mask, and is fastest
-    if num_rows < n:
-        owner = torch.zeros_like(ids)  # (rows, length): 0 in the prompt, else a response's number
-        owner[place] = (sequence + 1) * (slot >= P)
+    if has_mask:
         query, key = owner[:, :, None], owner[:, None, :]  # (rows, length, 1), (rows, 1, length)
-        is_visible = ((key == 0) | (key == query)).tril()  # (rows, length, length) bool
+        is_visible = ((key == PROMPT) | (key == query)).tril()  # (rows, length, length) bool
         # As in generate, the bias is added to the attention scores.
         bias = torch.where(is_visible, 0.0, torch.finfo(model.dtype).min).to(model.dtype)[:, None]
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
         outputs = model.base_model(
-            input_ids=ids, attention_mask=bias, position_ids=position_ids, use_cache=False
+            input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
-    # Each token is predicted from the state of the one before it, and the first one of a response
-    # from that of the prompt's last token. Unlike indexing, embedding adds up the gradients of a
-    # state in a fixed order.
-    sequence, slot = rollout.response_mask.nonzero(as_tuple=True)  # (T,) each
-    before = row[sequence] * length + column[sequence, P + slot - 1]  # (T,)
-    return F.embedding(before, outputs.last_hidden_state.flatten(0, 1))
+    row, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
+    # Unlike indexing, embedding adds up the gradients of a state in a fixed order.
+    return F.embedding(row * length + column, outputs.last_hidden_state.flatten(0, 1))
+
+
+def unpadded(ids, mask):
+    """The rows of ids (n, length) as lists, of the tokens alone for which mask is True."""
+    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
 
 
 def compute_logits(model, hidden):
@@ -709,16 +689,16 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, parts):
-    """compute_logprobs (N, R) of the sequences in parts, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, splits):
+    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
 
-    parts is a list of minibatches, such as main's first_pass. Each minibatch is split into the same
+    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
     micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in parts:
-        for rows, part in micro_batches(args, model, rollout, minibatch):
-            logprobs[rows] = compute_logprobs(model, part, args.temperature)
+    for minibatch in splits:
+        for indices, part in micro_batches(args, model, rollout, minibatch):
+            logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
 
 
@@ -738,8 +718,7 @@ def micro_batches(args, model, rollout, sequences):
         for number, (_, row) in enumerate(rows[:num_rows]):
             indices += row
             row_of += [number] * len(row)
-        row_of = torch.tensor(row_of, device=rollout.prompt_ids.device)  # (n,)
-        batches.append((indices, rollout.select(indices)._replace(row=row_of)))
+        batches.append((indices, rollout.select(indices, row_of)))
         rows = rows[num_rows:]
     return batches
 
@@ -750,53 +729,62 @@ def shared_rows(args, model, rollout, sequences):
     Neighbors with the same prompt share a row, which is at most SHARED_ROW times as long as their
     prompt.
     """
-    prompts = rollout.prompt_ids.masked_fill(~rollout.prompt_mask, -1)  # (N, P)
-    prompt_of = prompts.unique(dim=0, return_inverse=True)[1].tolist()  # N
-    prompt_lengths = rollout.prompt_mask.sum(1).tolist()  # N
+    max_length = longest_shared_row(args, model, rollout)
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    longest = max(map(sum, zip(prompt_lengths, response_lengths, strict=True)))
-    # Only attention can be masked: the state of linear attention or of a convolution goes through
-    # the whole row. The mask replaces the model's own, which knows its window, so a window has to
-    # hold a row. And a model that takes no positions, such as MPT, counts the columns of a row.
-    config = model.config.get_text_config()
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    is_attention = layer_types <= {"full_attention", "sliding_attention"}
-    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    keys = ("sliding_window", "window_size", "keep_window_size")
-    window = min(getattr(config, key, None) or float("inf") for key in keys)
-    max_length = min(window, args.micro_batch_tokens)
-    if longest > window or not is_attention or not takes_positions:
-        max_length = 0  # each sequence in a row of its own
-    lengths = []
     rows = []
     for i in sorted(sequences.tolist()):
-        limit = min(SHARED_ROW * prompt_lengths[i], max_length)
-        same_prompt = rows and prompt_of[i] == prompt_of[rows[-1][0]]
-        if same_prompt and lengths[-1] + response_lengths[i] <= limit:
-            lengths[-1] += response_lengths[i]
-            rows[-1].append(i)
-        else:
-            lengths.append(prompt_lengths[i] + response_lengths[i])
-            rows.append([i])
-    return sorted(zip(lengths, rows, strict=True), key=lambda row: -row[0])
+        if rows:
+            length, indices = rows[-1]
+            length += response_lengths[i]
+            fits = length <= min(SHARED_ROW * len(prompts[i]), max_length)
+            if fits and prompts[i] == prompts[indices[0]]:
+                rows[-1] = (length, [*indices, i])
+                continue
+        rows.append((len(prompts[i]) + response_lengths[i], [i]))
+    return sorted(rows, key=lambda row: -row[0])
 
 
-def reference_copy(model):
-    """A copy of the model that is not trained. On a GPU its linear layers are in bf16.
+def longest_shared_row(args, model, rollout):
+    """The maximum number of tokens in a row with several responses; 0: share no row."""
+    config = model.config.get_text_config()
+    # The state of linear attention or of a convolution goes through the whole row.
+    layer_types = getattr(config, "layer_types", None) or []
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return 0
+    # A model that takes no positions, such as MPT, counts the columns of a row.
+    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
+        return 0
+    # The mask of a micro-batch replaces the model's own, which knows its window. So the window has
+    # to hold each row, shared or not.
+    keys = ("sliding_window", "window_size", "keep_window_size")
+    window = min(getattr(config, key, None) or float("inf") for key in keys)
+    lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
+    if lengths.max() > window:
+        return 0
+    return min(window, args.micro_batch_tokens)
 
-    This saves memory and changes no result: in the policy, autocast rounds the same weights to bf16
-    before it uses them. So while the policy's weights are the initial ones, both models compute the
-    same log-probabilities, bit for bit.
+
+def inference_copy(model):
+    """A copy of the model that isn't trained. On a GPU it's in bf16, except for its head.
+
+    Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
+    as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
-        for module in copied.base_model.modules():  # without the head
-            if isinstance(module, torch.nn.Linear):
-                module.to(torch.bfloat16)
+        # Buffers are left alone: the rotary frequencies stay in float32.
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
+        # hook converts its input.
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
     return copied
 
 
-def sample_responses(args, engine, tokenizer, examples, num_samples, temperature, eos_ids):
+def sample_responses(args, engine, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences.
 
     The engine samples from the whole softmax at this temperature: no top-k, no top-p, no repetition
@@ -835,15 +823,12 @@ def sample_responses(args, engine, tokenizer, examples, num_samples, temperature
     prompt_ids = pad(prompt_ids, "left", -1).to(eos_ids.device)  # (N, P)
     response_ids = pad(response_ids, "right", -1).to(eos_ids.device)  # (N, R)
     response_mask = response_ids >= 0  # (N, R) bool
-    is_text = response_mask & ~torch.isin(response_ids, eos_ids)  # (N, R): not the EOS token
-    text_ids = [row[keep] for row, keep in zip(response_ids.cpu(), is_text.cpu(), strict=True)]
     return Rollout(
         prompt_ids=prompt_ids.clamp(min=0),
         prompt_mask=prompt_ids >= 0,
         response_ids=response_ids.clamp(min=0),
         response_mask=response_mask,
         sampled_logprobs=pad(logprobs, "right", 0.0).to(eos_ids.device),
-        completions=tokenizer.batch_decode(text_ids),
     )
 
 
@@ -853,12 +838,19 @@ def pad(rows, side, value):
     return pad_sequence(rows, batch_first=True, padding_side=side, padding_value=value)
 
 
+def response_texts(tokenizer, rollout, eos_ids):
+    """The N responses as texts, without the EOS token."""
+    is_text = rollout.response_mask & ~torch.isin(rollout.response_ids, eos_ids)  # (N, R)
+    return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
+
+
 def evaluate(args, engine, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
-    rollout = sample_responses(args, engine, tokenizer, examples, 1, 0.0, eos_ids)
+    rollout = sample_responses(args, engine, examples, 1, 0.0, eos_ids)
+    completions = response_texts(tokenizer, rollout, eos_ids)
     ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
-    for name, values in apply_rewards(rollout.completions, examples).items():
+    for name, values in apply_rewards(completions, examples).items():
         means[name] = sum(values) / len(values)
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -871,7 +863,7 @@ def evaluate(args, engine, tokenizer, examples, eos_ids):
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
         # far above the accuracy, the policy computes well and misses the format.
         answers = [example["answer"] for example in examples]
-        lenient = lenient_accuracy_reward(rollout.completions, answers)
+        lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
     return metrics
 
@@ -923,17 +915,25 @@ def load_data(args, tokenizer):
         splits["test"] = splits["validation"]
     if "test" not in splits:
         print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
-        splits = hold_out(args, splits["train"])
+        rows = splits["train"]
+        questions = [str(question) for question in rows[args.question_column]]
+        distinct = list(dict.fromkeys(questions))  # in the order of the rows
+        # Equal questions are in the same split.
+        held_out = set(distinct[len(distinct) * 9 // 10 :])
+        splits = {"train": [], "test": []}
+        for row, question in zip(rows, questions, strict=True):
+            splits["test" if question in held_out else "train"].append(row)
     data = {}
     for split in ("train", "test"):
         examples = []
         num_too_long = num_unreadable = num_empty = 0
         for row in splits[split]:
-            messages = read_messages(args, row[args.question_column])
-            if not messages:
+            chat = read_chat(args, row[args.question_column])
+            # A chat template would write a missing text as the word None.
+            if not chat or not all(message["content"] for message in chat):
                 num_empty += 1
                 continue
-            prompt = render(args, tokenizer, messages)
+            prompt = render(args, tokenizer, chat)
             ids = tokenize(tokenizer, prompt)
             answer = str(row[args.answer_column])
             if len(ids) > args.max_prompt_tokens:
@@ -962,70 +962,50 @@ def load_data(args, tokenizer):
     return data["train"], data["test"][: args.eval_size]
 
 
-def hold_out(args, rows):
-    """The rows as a train and a test split. Equal questions are in the same split."""
-    questions = [str(question) for question in rows[args.question_column]]
-    distinct = list(dict.fromkeys(questions))  # in the order of the rows
-    held_out = set(distinct[len(distinct) * 9 // 10 :])
-    train = []
-    test = []
-    for row, question in zip(rows, questions, strict=True):
-        if question in held_out:
-            test.append(row)
-        else:
-            train.append(row)
-    return {"train": train, "test": test}
-
-
-def read_messages(args, question):
-    """The question as chat messages whose contents are texts; an empty list without a question."""
+def read_chat(args, question):
+    """A question, which is a text or a chat, as a list of messages whose contents are texts."""
     if not isinstance(question, list):
         question = [{"role": "user", "content": question}]
-    messages = []
+    chat = []
     for message in question:
         content = message["content"]
         if isinstance(content, list):
             # A part without a text, such as an image, raises an error.
             content = "".join(part["text"] for part in content)
-        messages.append(message | {"content": content})
-    contents = [message["content"] for message in messages]
-    # A chat template would write a missing text as the word None.
-    if not messages or None in contents or not contents[-1].strip():
-        return []
-    if messages[-1]["role"] != "user":
+        chat.append(message | {"content": content})
+    if chat and chat[-1]["role"] != "user":
         raise ValueError(
             f"--question-column {args.question_column}: the last message of a chat must be the "
-            f"user's, and not the {messages[-1]['role']}'s, because the prompt ends with it"
+            f"user's, and not the {chat[-1]['role']}'s, because the prompt ends with it"
         )
-    return messages
+    return chat
 
 
-def render(args, tokenizer, messages):
-    """The text that the policy continues: a chat in the model's template, or a plain text."""
-    *earlier, last = messages
+def render(args, tokenizer, chat):
+    """The text that the policy continues: the chat in the model's template, or a plain text."""
+    *earlier, question = chat
     if args.instructions:
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
-        last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
+        question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
+    examples = EXAMPLES if args.examples else []
     # A base model gets a plain text. A chat of several messages needs a template: without one,
     # apply_chat_template below raises an error.
     if not tokenizer.chat_template and not earlier:
-        if not args.examples:
-            return last["content"]  # to be continued as it is, such as "12+7="
+        if not examples:
+            return question["content"]  # to be continued as it is, such as "12+7="
         text = ""
-        for question, answer in EXAMPLES:
+        for example, answer in examples:
             # With the EOS token after each answer, the model ends its own answer, too.
-            text += f"{question}\n{answer}{tokenizer.eos_token}\n"
-        return text + last["content"] + "\n"
+            text += f"{example}\n{answer}{tokenizer.eos_token}\n"
+        return text + question["content"] + "\n"
     turns = []
-    if args.examples:
-        for question, answer in EXAMPLES:
-            turns.append({"role": "user", "content": question})
-            turns.append({"role": "assistant", "content": answer})
-    messages = [*earlier, last]
-    start = 1 if messages[0]["role"] == "system" else 0  # a system message has to stay the first
-    messages = [*messages[:start], *turns, *messages[start:]]
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    for example, answer in examples:
+        turns.append({"role": "user", "content": example})
+        turns.append({"role": "assistant", "content": answer})
+    start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
+    chat = [*chat[:start], *turns, *chat[start:-1], question]
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
 
 
 def tokenize(tokenizer, prompt):
@@ -1111,12 +1091,20 @@ def check_head(model, flag):
         )
 
 
+# The sampler can't hold the state of these families, or hide columns of their cache. Or they route
+# at random in training (PhiMoE), or need images (PaliGemma).
+UNSUPPORTED = """
+    bloom deepseek_v32 falcon_mamba llama4 llama4_text mamba mamba2 minimax paligemma phimoe rwkv
+""".split()
+
+
 def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
-    if config.model_type == "phimoe":
-        raise ValueError(f"{name}: PhiMoE isn't supported, because it routes at random in training")
     text_config = config.get_text_config()
+    for kind in (config.model_type, text_config.model_type):
+        if kind in UNSUPPORTED or getattr(config, "alibi", False):
+            raise ValueError(f"{name}: not supported, because of its family, {kind}")
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key or "jitter" in key):
@@ -1176,36 +1164,52 @@ def check_args(args):
         raise ValueError("two functions in REWARDS have the same name")
 
 
-def make_run(args):
-    """Make the folder of a new run, with its arguments and a copy of this script, and return it."""
+def check_gap(args, model, gap, entropy):
+    """Raise an error if engine and trainer differ by too many nats a token.
+
+    They have the same weights up to rounding, so a large gap means that one of them computes this
+    kind of model wrongly.
+    """
+    tolerance = 1e-3
+    if model.device.type == "cuda" or args.engine_dtype == "bfloat16":
+        # We measured gaps of up to 1.5 % of the entropy from bf16's rounding, and of 5 % when the
+        # engine's temperature was 0.9 times the trainer's. The limit lies between them.
+        tolerance = max(tolerance, 0.03 * entropy)
+    if not gap < tolerance:  # NaN is refused, too
+        raise ValueError(
+            f"--model {args.model}: not supported, because sampling and training differ by "
+            f"{gap:.2g} nats a token"
+        )
+
+
+def name_run(args):
+    """The folder of the run."""
     when = time.strftime("%Y%m%d-%H%M%S")
     name = args.run_name or f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
-    run_dir = Path(args.runs_dir, name)
+    return Path(args.runs_dir, name)
+
+
+def make_run(args, run_dir):
+    """Make the folder of a new run, with its arguments and a copy of this script."""
     run_dir.mkdir(parents=True)  # raises an error if it exists
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
     (run_dir / "args.json").write_text(json.dumps(content, indent=2))
     shutil.copy(SCRIPT, run_dir)
-    return run_dir
 
 
-def open_logs(args, run_dir, saved):
+def open_logs(args, run_dir, resume):
     """The run's open files metrics.jsonl and samples.jsonl; with --track, also start W&B."""
-    files = []
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        file = open(run_dir / name, "a", buffering=1)
-        if saved:  # the steps after the checkpoint are repeated, so their lines are cut off
-            file.truncate(saved["log_sizes"][name])
-        files.append(file)
     if args.track:
         wandb.init(
             id=run_dir.name,
             name=run_dir.name,
             dir=run_dir,
             config=vars(args),
-            resume="must" if saved else "never",  # never into another run of the same name
+            resume=resume,  # "must" or "never": never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
-    return files
+    names = ("metrics.jsonl", "samples.jsonl")
+    return [open(run_dir / name, "a", buffering=1) for name in names]
 
 
 def log_metrics(args, file, metrics):
@@ -1241,17 +1245,28 @@ def save_checkpoint(args, run_dir, trained, state, metrics):
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(args):
-    """The checkpoint of the run in the folder args.resume."""
-    if not Path(args.resume, SCRIPT.name).exists():
-        raise ValueError(f"--resume {args.resume}: not the folder of a run of {SCRIPT.name}")
-    path = Path(args.resume, "checkpoint.pt")
-    saved = torch.load(path, map_location="cpu", weights_only=True)
-    # With --resume alone, all other fields are those of BUNDLED. A caller in Python may also start
-    # from Args(), or from the run's own arguments.
-    if replace(args, resume=None) not in (Args(), BUNDLED, Args(**saved["args"])):
-        raise ValueError("--resume takes no other flags, because the run has its own")
-    return saved
+def load_checkpoint(args, run_dir, trained):
+    """Load the run's checkpoint into the trained parts, and return its state and metrics."""
+    if not (run_dir / SCRIPT.name).exists():
+        raise ValueError(f"--run-name {args.run_name}: a run of another script has this name")
+    saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    others = []  # the flags whose values the run hasn't
+    for name, value in vars(args).items():
+        if name != "runs_dir" and value != saved["args"].get(name):
+            others.append("--" + name.replace("_", "-"))
+    if others:
+        raise ValueError(
+            f"--run-name {args.run_name}: this run began with other values of {', '.join(others)}; "
+            "repeat its command to go on with it, or choose another name for a new run"
+        )
+    for name, part in trained.items():
+        part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
+    # The steps after the checkpoint are repeated, so their lines are cut off.
+    for name, size in saved["log_sizes"].items():
+        os.truncate(run_dir / name, size)
+    state = saved["state"]
+    print(f"{run_dir} goes on after {state['step']} of {args.num_steps} steps")
+    return state, saved["metrics"]
 
 
 if __name__ == "__main__":
