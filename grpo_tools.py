@@ -521,10 +521,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    segment = min(SEGMENT[device.type], args.max_new_tokens)
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     num_filled = prompt_ids.shape[1]  # columns of the cache
+    max_columns = num_filled + args.max_new_tokens
 
     # Prefill: compute the keys and values of each prompt once. The cache has a StaticLayer for each
     # layer with attention. It counts the columns that it has filled, and writes the next one in
@@ -546,10 +546,11 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     # it.
     sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
     prompt_of = sequence // num_samples  # (rows,)
-    grow(cache, prompt_of, segment)
+    new_columns = min(SEGMENT[device.type], args.max_new_tokens)
+    grow(cache, prompt_of, new_columns)
     hidden = torch.finfo(model.dtype).min
     bias = torch.where(prompt_mask, 0.0, hidden).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
-    bias = F.pad(bias[prompt_of], (0, segment), value=hidden)  # (rows, 1, 1, columns)
+    bias = F.pad(bias[prompt_of], (0, new_columns), value=hidden)  # (rows, 1, 1, columns)
     logits = logits[prompt_of]  # (rows, 1, V): those of the next token
     token = torch.zeros_like(sequence)  # (rows,): the token sampled last
     position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
@@ -585,8 +586,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if t > 0:  # the prefill has computed the logits for t = 0
             if num_filled == bias.shape[3]:
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-                grow(cache, live, segment)
-                bias = F.pad(bias[live], (0, segment), value=hidden)  # (rows, 1, 1, columns)
+                new_columns = min(SEGMENT[device.type], max_columns - num_filled)
+                grow(cache, live, new_columns)
+                bias = F.pad(bias[live], (0, new_columns), value=hidden)  # (rows, 1, 1, columns)
                 logits, token, position = logits[live], token[live], position[live]
                 sequence, finished = sequence[live], finished[live]
                 graph = None  # it was recorded on the old tensors
@@ -634,7 +636,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     return response_ids, response_mask, context_mask, response_logprobs, answers
 
 
-def grow(cache, rows, num_columns):
+def grow(cache, rows, new_columns):
     """Keep these rows of the cache (a row may repeat), and append columns of keys and values."""
     for layer in cache.layers:
         # A layer may have both: a state, and keys and values (rows, heads, columns, size). Its own
@@ -642,8 +644,8 @@ def grow(cache, rows, num_columns):
         if isinstance(layer, LinearAttentionLayer):
             LinearAttentionLayer.reorder_cache(layer, rows)
         if isinstance(layer, StaticLayer):
-            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, num_columns))
-            layer.values = F.pad(layer.values[rows], (0, 0, 0, num_columns))
+            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
+            layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
 
 
 def response_states(model, rollout):

@@ -232,7 +232,7 @@ def compute_sampler_weights(args, old_logprobs, sampled_logprobs, mask):
     With args.sequence_cap above 0, a sequence gets w = 0 if the product of its tokens' ratios
     pi_old / pi_s is above the cap. w has no gradient.
     """
-    logratio = (old_logprobs - sampled_logprobs).detach().masked_fill(~mask, 0.0)  # (n, R)
+    logratio = (old_logprobs - sampled_logprobs).detach()  # (n, R)
     weights = torch.ones_like(logratio)  # (n, R)
     if args.rollout_correction > 0:
         weights = logratio.exp().clamp(max=args.rollout_correction)  # (n, R)

@@ -71,7 +71,7 @@ def baseline_table() -> str:
 
         # (2,): the gradients of the right and of the wrong response.
         def gradients(baseline, p=p, rewards=rewards):
-            advantages = reinforce_baseline.compute_advantages(None, rewards, baseline)[0]  # (2,)
+            advantages = reinforce_baseline.compute_advantages(rewards, baseline)[0]  # (2,)
             theta = torch.tensor([p, p]).logit().requires_grad_()  # (2,)
             logprobs = torch.stack([theta[0], -theta[1]]).sigmoid().log()[:, None]  # (2, 1)
             mask = torch.ones(2, 1, dtype=torch.bool)
@@ -175,7 +175,7 @@ def kl_table() -> str:
 def group_table() -> str:
     """A group of 8: from rewards to gradients of the loss. All responses have ten tokens."""
     rewards = torch.tensor([REWARDS])  # (1, 8)
-    advantages = grpo.compute_advantages(grpo.Args(), rewards)[0]  # (8,)
+    advantages = grpo.compute_advantages(rewards)[0]  # (8,)
     loss, gradients = token_gradients(grpo, advantages, [10] * 8, beta=0.0)
     rows = [
         ["r - mean", *(number(x, 1) for x in rewards[0] - rewards.mean())],
@@ -198,7 +198,7 @@ def std_table() -> str:
         rewards = torch.tensor([[1.0] * num_right + [0.0] * (8 - num_right)])  # (1, 8)
         cells = [f"{num_right} of 8 right", f"{rewards.std():.3f}"]
         for script in (dr_grpo, grpo):
-            advantages = script.compute_advantages(script.Args(), rewards)[0]  # (8,)
+            advantages = script.compute_advantages(rewards)[0]  # (8,)
             sums.append(advantages.abs().sum())
             right, wrong = number(advantages[0]), number(advantages[-1])
             cells += [f"{right}, {wrong}", f"{sums[-1]:.2f}"]

@@ -67,7 +67,7 @@ def test_gspo_by_hand(low, high, advantage, loss, gradient):
 def test_remax_advantages_by_hand():
     rewards = torch.tensor([[1.0, 0.0], [1.4, 0.2]], dtype=torch.float64)
     greedy = torch.tensor([0.25, 1.4], dtype=torch.float64)
-    advantages = remax.compute_advantages(make_args(remax), rewards, greedy)
+    advantages = remax.compute_advantages(rewards, greedy)
     assert [x for row in advantages.tolist() for x in row] == pytest.approx(
         [0.75, -0.25, 0.0, -1.2]
     )
@@ -75,7 +75,7 @@ def test_remax_advantages_by_hand():
         assert advantages[i, j].item() == rewards[i, j].item() - greedy[i].item()
     for bad in (greedy[:, None], torch.tensor(0.5), torch.zeros(3)):
         with pytest.raises(AssertionError):
-            remax.compute_advantages(make_args(remax), rewards, bad)
+            remax.compute_advantages(rewards, bad)
 
 
 # ---- grpo_offpolicy

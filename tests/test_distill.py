@@ -42,7 +42,7 @@ def random_logits(seed, *shape):
 def test_the_advantage_by_hand():
     """The student's probabilities of two tokens are 0.5 and 0.1. The teacher's are 0.25 and 0.4."""
     logprobs, ref_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
-    advantages = distill.compute_advantages(distill.Args(), logprobs, ref_logprobs)
+    advantages = distill.compute_advantages(logprobs, ref_logprobs)
     assert advantages.tolist()[0] == pytest.approx([-math.log(2), math.log(4)])
 
 
@@ -81,7 +81,7 @@ def test_the_mean_of_the_sampled_gradient_is_that_of_the_whole_vocabulary():
         places = range(R), response
         drawn = logits.log_softmax(1)[places][None]  # (1, R)
         old = drawn.detach()
-        advantages = distill.compute_advantages(distill.Args(), old, ref_logprobs[places][None])
+        advantages = distill.compute_advantages(old, ref_logprobs[places][None])
         given = drawn, old, ref_logprobs[places][None], advantages, mask
         loss, _ = distill.policy_loss(distill.Args(), *given, num_seqs=1)
         expected += old.sum().exp() * torch.autograd.grad(loss, logits)[0]

@@ -60,10 +60,10 @@ def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_to
 def advantages_of(script, rewards):
     """The script's advantages. Scripts that take a baseline get the mean."""
     if script is reinforce_baseline:
-        return script.compute_advantages(make_args(script), rewards, rewards.mean())
+        return script.compute_advantages(rewards, rewards.mean())
     if script is remax:
-        return script.compute_advantages(make_args(script), rewards, rewards.mean(1))
-    return script.compute_advantages(make_args(script), rewards)
+        return script.compute_advantages(rewards, rewards.mean(1))
+    return script.compute_advantages(rewards)
 
 
 def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
@@ -249,12 +249,12 @@ def test_grpo_is_dr_grpo_over_the_std():
 
 @pytest.mark.parametrize("baseline", [0.0, 0.7, torch.tensor(0.7, dtype=torch.float64)])
 def test_the_baseline_is_one_scalar_subtracted_from_all(baseline):
-    rewards, args = random_rewards(2), make_args(reinforce_baseline)
+    rewards = random_rewards(2)
     expected = [[x - float(baseline) for x in row] for row in rewards.tolist()]
-    assert reinforce_baseline.compute_advantages(args, rewards, baseline).tolist() == expected
+    assert reinforce_baseline.compute_advantages(rewards, baseline).tolist() == expected
     # One baseline per prompt would be another algorithm.
     with pytest.raises(AssertionError):
-        reinforce_baseline.compute_advantages(args, rewards, rewards.mean(1, keepdim=True))
+        reinforce_baseline.compute_advantages(rewards, rewards.mean(1, keepdim=True))
 
 
 def test_a_batch_of_one_sample_per_prompt_has_advantages_under_reinforce():
@@ -771,7 +771,7 @@ def test_inputs_are_not_modified(script):
     rewards_before = rewards.clone()
     # These scripts compute advantages from log-probabilities.
     if script in (distill, self_distill):
-        script.compute_advantages(make_args(script), old, ref)
+        script.compute_advantages(old, ref)
     elif script not in (ppo_rlhf, vapo):
         advantages_of(script, rewards)
     after = [tensor.detach() for tensor in (logprobs, old, ref, advantages, mask)]

@@ -33,7 +33,7 @@ def first():
 def test_the_advantages_are_those_of_grpo(first):
     rewards = torch.rand(5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     rewards[0] = 1.0  # equal rewards
-    expected = grpo.compute_advantages(grpo.Args(), rewards)
+    expected = grpo.compute_advantages(rewards)
     torch.testing.assert_close(first.compute_advantages(rewards), expected, rtol=0, atol=1e-12)
 
 
@@ -105,7 +105,7 @@ def test_a_sampled_batch_has_the_gradient_of_grpo(first, temperature):
 
     args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
     is_response = response_mask.bool()
-    rollout = grpo.Rollout(ids[:, :P], mask[:, :P].bool(), ids[:, P:], is_response, None, texts)
+    rollout = grpo.Rollout(ids[:, :P], mask[:, :P].bool(), ids[:, P:], is_response, None)
     expected_logprobs = grpo.compute_logprobs(model, rollout, temperature)
     logprobs = first.compute_logprobs(model, ids, mask, response_mask)
     torch.testing.assert_close(

@@ -26,7 +26,7 @@ def test_beyond_its_window_gemma_samples_and_trains_what_a_plain_forward_compute
     examples = [{"prompt_ids": ids[:560]}, {"prompt_ids": ids[:500]}]
     as_ids = SimpleNamespace(batch_decode=lambda rows: [row.tolist() for row in rows])
     torch.manual_seed(1)
-    rollout = grpo.sample_responses(args, model, as_ids, examples, 1, 1.0, eos_ids)
+    rollout = grpo.sample_responses(args, model, examples, 1, 1.0, eos_ids)
     assert rollout.response_mask.sum() > 40
     with torch.no_grad():
         recomputed = grpo.compute_logprobs(model, rollout, 1.0)

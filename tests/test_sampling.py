@@ -165,7 +165,7 @@ def roll_out(
     examples = [{"prompt_ids": prompt} for prompt in prompts]
     torch.manual_seed(seed)
     rollout = script.sample_responses(
-        args, model, TOKENIZER, examples, samples, temperature, torch.tensor(eos_ids)
+        args, model, examples, samples, temperature, torch.tensor(eos_ids)
     )
     logprobs, mask = rollout.sampled_logprobs, rollout.response_mask
     shape = (len(prompts) * samples, new_tokens)
@@ -174,15 +174,14 @@ def roll_out(
     # A completion is the response without its end token.
     is_text = mask & ~torch.isin(rollout.response_ids, torch.tensor(eos_ids))
     texts = [ids[kept].tolist() for ids, kept in zip(rollout.response_ids, is_text, strict=True)]
-    assert rollout.completions == texts
+    assert script.response_texts(TOKENIZER, rollout, torch.tensor(eos_ids)) == texts
     return rollout, logprobs
 
 
 def make_rollout(script, prompt_ids, prompt_mask, response_ids, response_mask):
-    """A Rollout of these tensors, with zeros for log-probabilities and empty texts."""
+    """A Rollout of these tensors, with zeros for log-probabilities."""
     logprobs = torch.zeros(response_ids.shape)
-    texts = [""] * len(response_ids)
-    return script.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, logprobs, texts)
+    return script.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, logprobs)
 
 
 def in_shared_rows(script, model, rollout, temperature):
@@ -591,7 +590,7 @@ def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
             assert all(
                 torch.equal(part.prompt_ids[:, 0], torch.tensor(rows)) for rows, part in pairs
             )
-            assert all(part.row.tolist() == list(range(len(rows))) for rows, part in pairs)
+            assert all(part.row_of == list(range(len(rows))) for rows, part in pairs)
             assert sorted(sum(batches, [])) == sorted(sequences.tolist())
             for batch in batches:
                 assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget

@@ -43,7 +43,7 @@ def make_rollout(prompts, responses, script=self_distill):
 def test_the_advantage_by_hand():
     """The student's probabilities of two tokens are 0.5 and 0.1. With the context they are 0.25 and 0.4."""
     logprobs, ref_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
-    advantages = self_distill.compute_advantages(self_distill.Args(), logprobs, ref_logprobs)
+    advantages = self_distill.compute_advantages(logprobs, ref_logprobs)
     assert advantages.tolist()[0] == pytest.approx([-math.log(2), math.log(4)])
 
 
@@ -55,7 +55,7 @@ def test_the_equations_are_distills():
     for script in (self_distill, distill):
         drawn = logprobs[:, :, 0].clone().requires_grad_()
         args = script.Args(clip_eps=0.1)
-        advantages = script.compute_advantages(args, old[:, :, 0], ref[:, :, 0])
+        advantages = script.compute_advantages(old[:, :, 0], ref[:, :, 0])
         given = drawn, old[:, :, 0], ref[:, :, 0], advantages, mask
         loss, stats = script.policy_loss(args, *given, num_seqs=4)
         gradient = torch.autograd.grad(loss, drawn)[0]
@@ -119,7 +119,7 @@ def test_the_loss_is_trls():
         x.log_softmax(2).gather(2, ids[:, :, None])[:, :, 0] for x in (student, teacher)
     ]
     args, old = self_distill.Args(), logprobs.detach()
-    advantages = self_distill.compute_advantages(args, old, ref)
+    advantages = self_distill.compute_advantages(old, ref)
     loss, _ = self_distill.policy_loss(args, logprobs, old, ref, advantages, mask, num_seqs=n)
     gradient = torch.autograd.grad(loss, student)[0]
     torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)

@@ -225,7 +225,7 @@ def run(script, monkeypatch, tmp_path, given):
 
     def recorded_micro_batches(*call):
         batches = micro_batches(*call)
-        shared.extend(len(rows) - len(part.row.unique()) for rows, part in batches)
+        shared.extend(len(rows) - len(set(part.row_of)) for rows, part in batches)
         return batches
 
     monkeypatch.setattr(script, "micro_batches", recorded_micro_batches)
