@@ -3,6 +3,7 @@
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from itertools import product
 
 import pytest
 from conftest import read_table
@@ -17,6 +18,16 @@ CASES = []
 for heading, label, pair in read_table("math_answers.txt"):
     gold, _, text = pair.partition(" |")
     CASES.append((heading, float(label), gold, text))
+# Each is another answer than every other.
+DIFFERENT = r"""
+\frac{1}{2^{99}} | \frac{1}{2^{98}} | 0 | -7 | \pm 7 | \sqrt{2} | -\sqrt{2} | 1-\frac{1}{e} | 6-5i
+12\% | 1011_2 | \frac{1+\sqrt{5}}{2} | \frac{1 \pm \sqrt{5}}{2} | 1, 2 | (1, 2) | (2, 1) | [1, 2) | [1, 2]
+x < 2 | x \le 2 | (1, 2), (3, 4) | (1, 4), (3, 2) | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
+\begin{pmatrix} 1 & 3 \\ 2 & 4 \end{pmatrix} | y = 2x + 3 | 2x + 3y - 5 = 0 | x^2 + y^2 = 4 | xy = 3
+y^2 = 4x | x^2 - 1 | a^2b | R - r | x = 8 | y = 8 | x = 8, y = 9 | \text{east} | \text{(A)} | \text{(B)}
+\infty | \mathbb{R} | 2:30
+"""
+DIFFERENT = DIFFERENT.strip().replace("\n", " | ").split(" | ")
 # math-verify would compute these for hours, or reads them in none.
 HOSTILE = [
     "9^{9^{9^9}}",
@@ -43,6 +54,13 @@ def test_answers_are_judged_as_a_person_judges_them():
     assert math_reward([], []) == []
     with pytest.raises(ValueError):
         math_reward(["1"], [])
+
+
+@installed
+def test_an_answer_is_only_equal_to_itself():
+    pairs = list(product(DIFFERENT, DIFFERENT))
+    judged = math_reward([block(text) for _, text in pairs], [gold for gold, _ in pairs])
+    assert [x for x, label in zip(pairs, judged, strict=True) if label != (x[0] == x[1])] == []
 
 
 @installed
@@ -100,7 +118,7 @@ def test_gold_answers_that_cannot_be_read():
         "\\boxed{5",
         "9^{9^{9^9}}!(",
         # math-verify alone reads a half.
-        "\\frac{1}{2}, \\frac{1 \\pm \\sqrt{5}}{2}",
+        "\\frac{1}{2}, \\frac{1 \\mp \\sqrt{5}}{2}",
     ):
         assert math_gold(gold) is None, gold
         assert math_reward([block(gold)], [gold]) == [0.0]

@@ -6,7 +6,8 @@ r"""A reward for answers in mathematics, such as those of MATH and AIME. It need
 the only answer block, or, if the completion has no <answer>, the content of the last \boxed{} after
 the thought. Two numbers are compared by the rules of utils/rewards.py. Everything else is compared
 by math-verify: roots, intervals, sets, matrices, polynomials, words. But numbers inside of these, and
-equations, are compared exactly, by agree and is_same_equation. `math_gold` is None for a gold answer
+equations, are compared exactly, by agree and is_same_equation. An equation that is to be solved, such
+as 2x = 6, isn't the answer 6. `math_gold` is None for a gold answer
 that can't be read: such a row is skipped.
 
 A policy may write a formula that math-verify can't finish. math-verify has a timer, but this timer
@@ -44,18 +45,25 @@ MEMORY = 4 * 2**30
 # math-verify reads 100 200 as 300, drops the base of 1011_2, and reads 1 million, 5k and 3i, with
 # the word or the letter in \text or \mathrm, as 1, 5 and 3.
 MISREAD = re.compile(
-    r"[0-9] +[0-9]|[0-9]\}?_"
+    r"[0-9] +[0-9]|[0-9]\}?_|:[^:]*:"
     r"|(?i:hundred|thousand|million|billion|trillion|dozen|squared|cubed|\btens\b|\bmil\b)"
     r"|\\(?:text|mathrm)\{ *[kKijnxyz] *\}"
 )
 # The answer is $\frac{1}{2}$.
 ONE_FORMULA = re.compile(r"([^$0-9\\]*)\$([^$]+)\$([^$0-9\\]*)")
-# 1011_2 and 1011_{2}
-BASE = re.compile(r"([0-9A-F]+)_\{?([0-9]+)\}?")
+# Answers that are compared as texts: 1011_2 and 1011_{2}, 1:2:3, 2:30 and 2:30 p.m.
+AS_TEXT = re.compile(
+    r"([0-9A-F]+_\{?[0-9]+\}?|[0-9]+(?: ?: ?[0-9]+)+)"
+    r"(?:[ ~\\]|text ?\{)*(?:([APap])\.?[Mm]\.?)?\}?"
+)
 UPRIGHT = r"(?:\\(?:mathrm|text|textrm|textnormal|operatorname) ?\{|\{\\rm )([ei])\}"
 SLANTED = r"\\(?:mathbf|mathit|boldsymbol|bm|textbf|textit) ?\{([A-Za-z])\}"
 # Notations that math-verify would misread or miss, and how they are rewritten before it reads them.
 REWRITES = [
+    # \mathrm e is \mathrm{e}.
+    (r"\\(mathrm|text(?:rm|normal)?|mathbf|textbf) ([A-Za-z])(?![A-Za-z])", r"\\\1{\2}"),
+    ("<=", r"\\le "),
+    (">=", r"\\ge "),
     # \log_2 3 and \log_23
     (r"\\log_ ?([0-9]) ?([0-9]+)", r"\\log_{\1}{\2}"),
     # 32,\! 349 and 32{,}349
@@ -80,7 +88,12 @@ PROSE = re.compile(
     r"[\s$]|\\[,;: ()\[\]]|\\(?:text|mathrm) ?\{[^{}]*\}"
     r"|(?<![\\A-Za-z])(?:[A-Z][a-z]+|[a-z]{3,}|is|so|we|of|be|by)(?![A-Za-z])"
 )
-NAME = r"\\?[A-Za-z]+(?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]+\}))?"
+NAME = r"(?:\\[A-Za-z]+|[A-Z]+|[a-z])(?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]+\}))?"
+# x, \angle A, P(A) and (x, y), but not xy and x + y: x + y = 5 may be a line.
+LABEL = re.compile(rf"(?:m?\\[a-z]+)?(?:{NAME})?'*(?:\([^()]*\))?")
+# What separates the members of a list.
+BORDER = re.compile(r"([,;]|\\[{}]|\b(?:and|or)\b)")
+PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])")
 # x = in x = 1, x = 2
 NAMED = re.compile(rf"(^|[,;]|\band\b|\bor\b)((?:\s|\\[,;: ]|\\q?quad)*)({NAME}) *= *")
 INEQUALITY = re.compile(r"[<>]|\\(?:[lg](?:eq?|t)|neq?)(?![A-Za-z])")
@@ -97,7 +110,8 @@ NOTATION = re.compile(
     r"|\\(?:begin|end)\{[pb]?matrix\}"
     r"|\\(?:boxed|left|right|displaystyle|degree|quad|qquad|cdot|times|cup|in)(?![A-Za-z])"
 )
-CONSTANTS = {"pi", "infty", "mathbb", "emptyset", "varnothing"}
+# Other commands that are no operation. is_carried_out looks at divisions.
+CONSTANTS = {"pi", "infty", "mathbb", "emptyset", "varnothing", "frac", "dfrac", "tfrac", "cfrac"}
 # \frac{6}{2} and 6/2
 DIVISION = re.compile(r"\\[dtc]?frac *\{?([0-9]*)\}? *\{?([0-9]*)\}?|([0-9]*)\}? */ *\{?([0-9]*)")
 # Plain numbers with a sign between them, or side by side in brackets: 3+2, 3\cdot 4, 2(3)
@@ -129,7 +143,7 @@ def math_gold(answer: str) -> str | None:
     # A missing package ends the run here, when the data is loaded.
     PROCESSES[0].start()
     gold = last_boxed(answer)
-    if parse_number(gold) is not None or BASE.fullmatch(gold):
+    if parse_number(gold) is not None or AS_TEXT.fullmatch(gold):
         return gold
     return gold if is_safe(gold) and ask(gold) else None
 
@@ -197,40 +211,36 @@ def is_right(pair: tuple[str, str]) -> bool:
     gold, text = pair
     if not text or not gold:
         return False
-    numbers = parse_number(gold), parse_number(text)
     names = variable(gold), variable(text)
-    # y = 5 isn't x = 5, but 5 is both.
+    # 5 is the answer x = 5, but not the line x + y = 5.
+    if not names[1] and not LABEL.fullmatch(names[0]):
+        return False
+    numbers = parse_number(gold), parse_number(text)
+    # y = 5 isn't x = 5.
     if None not in numbers and ("" in names or names[0] == names[1]):
         if numbers[0] == numbers[1]:
             return True
         # agree() knows whether 0.0833333333333 is 1/12.
         if abs(numbers[0] - numbers[1]) > abs(numbers[0]) / 10 ** (DIGITS - 2):
             return False
-    bases = BASE.fullmatch(gold), BASE.fullmatch(text)
-    if None not in bases:
-        return bases[0].groups() == bases[1].groups()
+    codes = [AS_TEXT.fullmatch(x) for x in pair]
+    if None not in codes:
+        halves = {x[2].lower() for x in codes if x[2]}
+        return len({re.sub("[{} ]", "", x[1]) for x in codes}) == 1 and len(halves) < 2
     return is_safe(gold) and is_safe(text) and ask(gold, text)
 
 
 def variable(text: str) -> str:
-    """The name in x = 5, 5 = x or P(A) = 0.5, without spaces and words. Often ""."""
-    left, equals, right = text.partition("=")
-    left, right = PROSE.sub("", left), PROSE.sub("", right)
-    if equals and re.search("[A-Za-z]", left):
-        return left
-    return right if equals and re.fullmatch(NAME, right) else ""
+    """The side of an equation that has letters, such as x, P(A) or 2x+y, without words. Or ""."""
+    sides = [PROSE.sub("", side) for side in text.split("=", 1)]
+    return next((x for x in sides if len(sides) > 1 and re.search("[A-Za-z]", x)), "")
 
 
 def is_safe(text: str) -> bool:
     """Whether math-verify may read the text: it's short, its braces match, it isn't misread."""
     if len(text) > MAX_TEXT or MISREAD.search(text):
         return False
-    depth = 0
-    for character in text:
-        depth += (character == "{") - (character == "}")
-        if depth < 0:
-            return False
-    return depth == 0
+    return before_closing_brace(text + "}") == text
 
 
 # ==== the processes ====
@@ -293,7 +303,7 @@ def parse(text):
     from latex2sympy2_extended.logic import And
     from math_verify import LatexExtractionConfig
     from math_verify import parse as math_parse
-    from sympy import Eq, evaluate
+    from sympy import Eq
 
     if WORDS.fullmatch(text):
         text = rf"\text{{{text}}}"
@@ -308,45 +318,46 @@ def parse(text):
     if not found:
         return None
     parsed = found[0]
-    with evaluate(False):
-        if isinstance(parsed, And) and all(isinstance(x, Eq) for x in parsed.args):
-            # x = 5+6 = 11 is x = 11.
-            equations = parsed._unsorted_args
-            return Eq(exact(equations[0].lhs), exact(equations[-1].rhs))
-        if isinstance(parsed, Eq):
-            sides = exact(parsed.lhs), exact(parsed.rhs)
-            # 5 = x is x = 5.
-            return Eq(*reversed(sides)) if parsed.rhs.is_Symbol else Eq(*sides)
+    equations = parsed._unsorted_args if isinstance(parsed, And) else [parsed]
+    if not all(isinstance(x, Eq) for x in equations):
         return exact(parsed)
+    # x = 5+6 = 11 is x = 11, and 5 = x is x = 5.
+    left, right = exact(equations[0].lhs), exact(equations[-1].rhs)
+    if len(equations) == 1 and right.is_Symbol and not left.is_Symbol:
+        left, right = right, left
+    return Eq(left, right, evaluate=False)
 
 
 def exact(parsed):
     """0.5 as 1/2. Only an interval is computed anew: a power may be huge."""
-    from sympy import Float, Interval, Rational, Union, evaluate
+    from sympy import FiniteSet, Float, Interval, Rational, Tuple, Union, evaluate, ordered
 
+    members = getattr(parsed, "_unsorted_args", ())
+    # As a set, 1, 1, 2 would be 1, 2, 2.
+    if isinstance(parsed, FiniteSet) and len(members) > len(parsed):
+        parsed = FiniteSet(Tuple(*ordered(members)))
     with evaluate(isinstance(parsed, Interval | Union)):
         return parsed.xreplace({x: Rational(str(x)) for x in parsed.atoms(Float)})
 
 
-def name_of(parsed):
-    """The x of x = 5, or None."""
-    from math_verify.grader import is_assignment_relation
-
-    return parsed.lhs if is_assignment_relation(parsed) else None
-
-
 def value_of(parsed):
-    """The 5 of x = 5. Anything else is its own value."""
-    return parsed if name_of(parsed) is None else parsed.rhs
+    """The 5 of x = 5, f(2) = 5 and x + y = 5. Anything else is its own value.
+
+    2x = 6 and x^2 = 4 have no value: they are to be solved.
+    """
+    from sympy import Eq, Number
+
+    if not isinstance(parsed, Eq):
+        return parsed
+    has_value = not parsed.lhs.free_symbols or parsed.lhs.atoms(Number) <= {-1}
+    return parsed.rhs if has_value else parsed
 
 
 def operations(text):
     """The kinds of operation that a text asks for, such as {"!", "^", "sqrt", "+"}."""
-    # 1 \pm \sqrt{2} has a sum, as 1 - \sqrt{2} has one.
-    text = re.sub(r"\\pm(?![A-Za-z])", "-", NOTATION.sub(" ", text))
+    text = NOTATION.sub(" ", text)
     kinds = set(re.findall(r"[!^|⌊⌈√]|[a-z]{2,}(?= *\()", text))
     kinds |= set(re.findall(r"\\([A-Za-z]+)", text)) - CONSTANTS
-    kinds -= {"frac", "dfrac", "tfrac", "cfrac"}  # is_carried_out looks at divisions
     if re.search(r"[0-9A-Za-z})\]] *[-+]", text):
         kinds.add("+")
     return kinds
@@ -380,31 +391,51 @@ def is_carried_out(gold, value, text):
 def compare(gold, text):
     """Whether the text is the gold answer, or without a text whether the gold answer can be read."""
     from math_verify import verify
-    from sympy import Eq, FiniteSet, Set, evaluate
+    from sympy import Eq, FiniteSet, Set
 
+    gold = with_both_signs(gold)
     if text is None:
         return parse(with_one_name(gold)) is not None
-    gold, text = with_same_names(gold, text)
+    gold, text = with_same_names(gold, with_both_signs(text))
     a, b = parse(gold), parse(text)
-    if a is None or b is None or not is_carried_out(gold, value_of(a), text):
+    if a is None or b is None:
         return False
-    # math-verify takes the i of 5i for another symbol than that of 5 i.
-    symbols = {str(x): x for x in a.free_symbols}
-    with evaluate(False):
-        b = b.xreplace({x: symbols.get(str(x), x) for x in b.free_symbols})
     sets = solution_set(a, gold), solution_set(b, text)
     if all(isinstance(value_of(x), Set) for x in sets):
         a, b = sets
-    if isinstance(a, Eq) and isinstance(b, Eq) and (name_of(a) is None or name_of(a) != name_of(b)):
-        # 2x = 6 isn't x = 3: it hasn't been solved.
-        is_solved = a.lhs.is_Symbol and not a.rhs.free_symbols
-        return not is_solved and is_same_equation(a, b)
-    a, b = value_of(a), value_of(b)
+    values = value_of(a), value_of(b)
+    if isinstance(a, Eq) and isinstance(b, Eq):
+        if a.lhs != b.lhs or values[0] is a:
+            # 2x = 6 isn't x = 3: it hasn't been solved.
+            is_solved = a.lhs.is_Symbol and not a.rhs.free_symbols
+            return not is_solved and is_same_equation(a, b)
+    elif isinstance(values[0], Eq) or isinstance(values[1], Eq):
+        return False
+    a, b = values
+    if not is_carried_out(gold, a, text):
+        return False
     # math-verify takes the set {1, 2} for the pair (1, 2), and x = 1, y = 2 for 1, 2.
     kinds = [(isinstance(x, FiniteSet), isinstance(x, FiniteSet) and x.has(Eq)) for x in (a, b)]
     if kinds[0] != kinds[1]:
         return False
     return verify([a], [b], timeout_seconds=None)
+
+
+def with_both_signs(text):
+    r"""The list 1 + x, 1 - x for 1 \pm x. math-verify reads no \pm inside of a fraction or a pair."""
+    done = member = ""
+    for i, piece in enumerate([*BORDER.split(text), ","]):
+        # The comma of a pair is no border.
+        is_border = i % 2 and all(member.count(x) == member.count(y) for x, y in ["()", "[]", "{}"])
+        if not is_border or r"\mp" in member or len(PLUS_MINUS.findall(member)) > 3:
+            member += piece
+            continue
+        members = [member]
+        while PLUS_MINUS.search(members[0]):
+            members = [PLUS_MINUS.sub(sign, x, count=1) for x in members for sign in "+-"]
+        done += ",".join(members) + piece
+        member = ""
+    return (done + member)[:-1]
 
 
 def with_one_name(text):
@@ -439,22 +470,22 @@ def solution_set(parsed, text):
     members = parsed.args if isinstance(parsed, FiniteSet) else [parsed]
     # -1 < x < 2 has two relations.
     relations = [x for member in members for x in getattr(member, "_unsorted_args", [member])]
-    if all(isinstance(x, Eq) or not isinstance(x, Relational) for x in relations):
-        return parsed
-    for x in relations:
-        # x > 5 is solved, but neither 2x > 10 nor x > 2x - 5 is.
-        if not (x.lhs.is_Symbol or x.rhs.is_Symbol) or (x.lhs.free_symbols and x.rhs.free_symbols):
-            return parsed
-    if len(parsed.free_symbols) > 1:
+    # x > 5 is solved, but neither 2x > 10 nor x > 2x - 5 is.
+    solved = [
+        isinstance(x, Relational)
+        and (x.lhs.is_Symbol or x.rhs.is_Symbol)
+        and not (x.lhs.free_symbols and x.rhs.free_symbols)
+        for x in relations
+    ]
+    if not all(solved) or all(isinstance(x, Eq) for x in relations) or len(parsed.free_symbols) > 1:
         return parsed
     sets = [member.as_set() for member in members]
     # Without a word between them, all hold at the same time, if they can.
-    union, intersection = Union(*sets), Intersection(*sets)
-    is_union = re.search(r"\bor\b", text)
-    if intersection.is_empty and not re.search(r"\band\b", text):
-        is_union = True
+    values = Intersection(*sets)
+    if re.search(r"\bor\b", text) or (values.is_empty and not re.search(r"\band\b", text)):
+        values = Union(*sets)
     with evaluate(False):
-        return Eq(*parsed.free_symbols, union if is_union else intersection)
+        return Eq(*parsed.free_symbols, values)
 
 
 def is_same_equation(a, b):
@@ -516,9 +547,15 @@ def on_timer(number, frame):
 
 def work(seconds):
     """Answer every line of stdin, the JSON of [gold, text], with yes or no."""
-    from math_verify import grader
+    from latex2sympy2_extended.latex2sympy2 import ConversionConfig
+    from math_verify import grader, parser
 
     grader.sympy_numeric_eq = agree
+    convert, config = parser.latex2sympy, ConversionConfig(lowercase_symbols=False)
+    # R isn't r, and the i of 5i and of 5 i is the same symbol.
+    parser.latex2sympy = lambda text, **options: convert(
+        text, conversion_config=config, **options | {"is_real": True}
+    )
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
