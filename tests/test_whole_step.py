@@ -547,7 +547,9 @@ def reference(name, args, steps, patch=None):
         told = sequences  # what the reference reads
         if name == "self_distill":
             contexts = [text for sample in step["samples"] for text in contexts_of(args, sample)]
-            logged = [text for sample in step["samples"] for text in sample["contexts"]]
+            logged = []
+            for sample in step["samples"]:
+                logged += sample["contexts"] if patch else [sample["context"]] * G
             assert contexts == logged
             questions = [sample["prompt"] for sample in step["samples"] for _ in range(G)]
             told = [
