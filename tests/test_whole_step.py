@@ -56,7 +56,8 @@ CASES = [
         dict(baseline="batch_mean", num_minibatches=1, num_generations=1, num_prompts=12),
     ),
     ("reinforce_baseline", dict(baseline="none", beta=0.0)),
-    ("dapo", dict(max_resample=5, overlong_cache=4, num_iterations=2)),
+    # Two updates: the smallest number for which the old log-probabilities are computed in advance.
+    ("dapo", dict(max_resample=5, overlong_cache=4, num_iterations=2, num_minibatches=1)),
     # There are fewer mixed groups than prompts, so some minibatches are empty.
     (
         "dapo",
