@@ -14,18 +14,18 @@ maximize J, so the loss is -J:
 Parent: grpo.py. Differences, marked in the code with their numbers: (1) Clip-Higher: the upper
 bound of the ratio is further from 1 than the lower bound, which leaves unlikely tokens room to
 grow; (2) dynamic sampling: a step drops the groups that are all right or all wrong, and samples
-more prompts until it has B mixed groups (the last batch may bring more, which are dropped); (3) the
-loss is the mean over all tokens of the minibatch, so that a long response weighs more than a short
-one; (4) soft overlong punishment: a response loses up to 1 of its reward when its length comes
-close to --max-new-tokens. There is no KL term, and so no reference. With one update per rollout,
-the default, the ratio is 1, and (1) changes nothing.
+more prompts until it has B mixed groups; (3) the loss is the mean over all tokens of the minibatch,
+so that a long response weighs more than a short one; (4) soft overlong punishment: a response loses
+up to 1 of its reward when its length comes close to --max-new-tokens. There is no KL term, and so
+no reference. Each rollout serves four updates (--num-minibatches 4): in the first one the ratio is
+1, and (1) acts in the others.
 
 Departures from the paper: (a) The loss is divided by the tokens of the minibatch, as in verl, so
 each token has the same weight. In Eq. 8 each group has the same weight. (b) 1e-4 is added to the
 std, as in grpo.py. (c) After --max-resample extra batches a step trains on the mixed groups that it
 has. If it has none, it trains on its first B groups: their format and length rewards may still
 differ. (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1. (e) A
-rollout serves one update by default, and 16 in the paper.
+rollout serves 16 updates in the paper, which samples more prompts per step.
 
 The rollout metrics count everything that was sampled, except logprob_gap: it counts the sequences
 to train on.
@@ -154,7 +154,7 @@ class Args:
     """updates over which the learning rate rises linearly; the last one of them has the peak"""
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
-    num_minibatches: int = 1
+    num_minibatches: int = 4
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
     """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
@@ -209,9 +209,10 @@ def mixed_groups(args, accuracy):
 
 def overlong_penalty(args, lengths):
     """Soft overlong punishment: response lengths (n,) int -> (n,) in [-1, 0]. DAPO (4), Eq. 13."""
+    if args.overlong_cache == 0:
+        return torch.zeros(lengths.shape, device=lengths.device)
     free = args.max_new_tokens - args.overlong_cache  # up to this length there is no penalty
-    # With a cache of 0 nothing is longer than `free`, so any divisor gives 0.
-    return ((free - lengths) / max(1, args.overlong_cache)).clamp(-1.0, 0.0)
+    return ((free - lengths) / args.overlong_cache).clamp(-1.0, 0.0)
 
 
 def minibatches(args, num_seqs):
@@ -281,14 +282,22 @@ class Rollout(NamedTuple):
         return Rollout(*[tensor[indices] for tensor in self[:-1]], row_of)
 
 
+class Sampled(NamedTuple):
+    """What a step has sampled, dropped groups included, and what it trains on."""
+
+    examples: list[dict]  # one per group
+    rollout: Rollout  # N sequences
+    scores: dict[str, list[float]]  # name of the reward function -> N floats
+    kept: Tensor  # (at most B*G,): the indices of the sequences to train on
+
+
 def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_ids):
-    """DAPO (2): sample batch after batch, until B groups are mixed.
+    """DAPO (2): sample batch after batch, until B groups are mixed. Returns a Sampled.
 
     batch_indices holds the batches that no step has sampled yet, each as the indices (B,) of its
-    examples. After --max-resample extra batches, keep the mixed groups that there are. If there
-    are none, keep the first B groups. Returns what was sampled, dropped groups included: the
-    examples, their Rollout of N sequences and the scores (name of the reward function -> N floats).
-    Also returns `kept` (at most B*G,): the indices of the sequences to train on.
+    examples. The last batch may bring more than B mixed groups: the others are dropped. After
+    --max-resample extra batches, keep the mixed groups that there are. If there are none, keep the
+    first B groups.
     """
     G = args.num_generations
     examples = []
@@ -309,7 +318,7 @@ def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_i
     if len(kept_groups) == 0:
         kept_groups = torch.arange(args.num_prompts)
     kept = (kept_groups[:, None] * G + torch.arange(G)).flatten()  # (at most B*G,)
-    return examples, merge_rollouts(rollouts), scores, kept
+    return Sampled(examples, merge_rollouts(rollouts), scores, kept)
 
 
 def main(args: Args) -> dict:
@@ -336,6 +345,7 @@ def main(args: Args) -> dict:
     else:
         make_run(args, run_dir)
         metrics_file, samples_file = open_logs(args, run_dir, resume="never")
+        # batches: how many batches of prompts the steps have sampled, extra ones included.
         state = {"step": 0, "episodes": 0, "tokens": 0, "batches": 0}
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
@@ -353,9 +363,8 @@ def main(args: Args) -> dict:
         # The factor keeps the steps of runs with neighboring seeds apart.
         torch.manual_seed(1_000_003 * args.seed + step)
         unused = batch_indices[state["batches"] :]  # the batches that no step has sampled yet
-        examples, rollout, all_scores, kept = sample_mixed_groups(
-            args, sampler, tokenizer, train_data, unused, eos_ids
-        )
+        sampled = sample_mixed_groups(args, sampler, tokenizer, train_data, unused, eos_ids)
+        rollout, kept = sampled.rollout, sampled.kept
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         N = len(completions)
         response_mask = rollout.response_mask  # (N, R)
@@ -367,7 +376,8 @@ def main(args: Args) -> dict:
         # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
         # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
         # before the first update every ratio must be exactly 1.
-        updates = [kept[part] for part in minibatches(args, len(kept))]  # each update's sequences
+        # minibatches gives places in kept, and kept the indices of each update's sequences.
+        updates = [kept[places] for places in minibatches(args, len(kept))]
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
@@ -378,7 +388,7 @@ def main(args: Args) -> dict:
 
         # ---- 3. reward and advantage
         scores = {}  # name of the reward function -> (N,) float32
-        for name, values in all_scores.items():
+        for name, values in sampled.scores.items():
             scores[name] = torch.tensor(values, device=model.device)
         scores["overlong_penalty"] = overlong_penalty(args, response_lengths)  # DAPO (4)
         rewards = sum(scores.values()).view(-1, G)  # (groups, G) float32
@@ -431,7 +441,7 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        state["batches"] += len(examples) // args.num_prompts
+        state["batches"] += len(sampled.examples) // args.num_prompts
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
@@ -462,7 +472,7 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
-        for k, example in enumerate(examples):  # dropped groups, too
+        for k, example in enumerate(sampled.examples):  # dropped groups, too
             group = slice(k * G, (k + 1) * G)
             sample = {
                 "step": step,

@@ -22,9 +22,9 @@ variants/full_vocabulary.diff takes the gradient of KL_t itself, without the noi
 The equation tags in the code are those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
 
 Parent: grpo.py. Differences: (1) The reference is not the initial model but the teacher, loaded
-from --teacher. So in the code "ref" means the teacher. (2) The advantage of a token is a difference
-of two log-probabilities. No group is compared, and the rewards are only logged. (3) The loss has no
-KL term. The metric kl/ref is the KL to the teacher.
+from --teacher. (2) The advantage of a token is a difference of two log-probabilities. No group is
+compared, and the rewards are only logged. (3) The loss has no KL term. The metric kl/ref is the KL
+to the teacher.
 
 Departures from both papers: the teacher's logits are divided by the temperature, too, so that the
 loss is 0 when the student equals the teacher, at any temperature. Departure from GKD: the gradient
@@ -188,9 +188,9 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def compute_advantages(old_logprobs, ref_logprobs):
-    """A_t (n, R) of the sampled tokens; ref_logprobs are the teacher's."""
-    return ref_logprobs - old_logprobs
+def compute_advantages(old_logprobs, teacher_logprobs):
+    """A_t (n, R) of the sampled tokens."""
+    return teacher_logprobs - old_logprobs
 
 
 def minibatches(args, num_seqs):
@@ -211,16 +211,16 @@ def lr_factor(args, update, num_updates):
     return 1.0
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask, num_seqs):
     """The loss of grpo.py without its KL term, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, ref_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens
-    that count. num_seqs is the number of sequences in the whole minibatch, so that the losses of
-    its micro-batches add up to the loss of the minibatch. ref_logprobs, the teacher's, serve the
+    logprobs, old_logprobs, teacher_logprobs, advantages (n, R); mask (n, R) bool, True for the
+    tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
+    losses of its micro-batches add up to the loss of the minibatch. teacher_logprobs serve the
     metrics alone. Returns the scalar loss, and stats: each metric summed over the tokens that
     count.
     """
-    assert logprobs.shape == old_logprobs.shape == ref_logprobs.shape == mask.shape
+    assert logprobs.shape == old_logprobs.shape == teacher_logprobs.shape == mask.shape
     assert advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
@@ -230,8 +230,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    ref_logratio = ref_logprobs - logprobs  # (n, R)
-    kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3 (Eq. 4): only logged
+    teacher_logratio = teacher_logprobs - logprobs  # (n, R)
+    kl = torch.expm1(teacher_logratio) - teacher_logratio  # (n, R), k3 (Eq. 4): only logged
 
     # These count all ratios outside the clip range, also those where the sign of the advantage makes
     # the minimum above take the unclipped term.
@@ -328,7 +328,7 @@ def main(args: Args) -> dict:
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
-        ref_logprobs = rollout_logprobs(args, teacher, rollout, first_pass)
+        teacher_logprobs = rollout_logprobs(args, teacher, rollout, first_pass)
 
         # ---- 3. reward, which is only logged
         scores = {}  # name of the reward function -> (N,) float32
@@ -337,6 +337,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
 
         # ---- 4. advantage and update
+        advantages = torch.zeros_like(old_logprobs)  # (N, R), of the sampled tokens
         # Sums over the updates of this step, for the log.
         total_loss = 0.0
         total_grad_norm = 0.0
@@ -350,14 +351,16 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:  # its own log-probabilities are the old ones
                     old_logprobs[indices] = logprobs.detach()
-                # (n, R). Computed here, because a single update has just got its old_logprobs.
-                advantages = compute_advantages(old_logprobs[indices], ref_logprobs[indices])
+                # Computed here, because a single update has just got its old_logprobs.
+                advantages[indices] = compute_advantages(
+                    old_logprobs[indices], teacher_logprobs[indices]
+                )
                 loss, stats = policy_loss(
                     args,
                     logprobs,
                     old_logprobs[indices],
-                    ref_logprobs[indices],
-                    advantages,
+                    teacher_logprobs[indices],
+                    advantages[indices],
                     response_mask[indices],
                     num_seqs=len(minibatch),
                 )
@@ -413,8 +416,6 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
-        # The same numbers as in the updates: old_logprobs is now complete.
-        token_advantages = compute_advantages(old_logprobs, ref_logprobs)  # (N, R)
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
             sample = {
@@ -424,7 +425,7 @@ def main(args: Args) -> dict:
                 "completions": completions[group],
                 "rewards": rewards[k].tolist(),
                 "right": (right[group] == 1).tolist(),
-                "advantages": unpadded(token_advantages[group], response_mask[group]),
+                "advantages": unpadded(advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)

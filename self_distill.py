@@ -11,9 +11,9 @@ writes. No gradient flows through the sampling of o, or through the teacher:
     KL_t     = sum_v pi_theta(v | q, o_<t) log( pi_theta(v | q, o_<t) / pi_T(v | q, c, o_<t) )
     A_t      = log pi_T(o_t | q, c, o_<t) - log pi_old(o_t | q, o_<t)
 
-pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of A_t over o_t is
--KL_t. As in distill.py, A_t is the advantage of token t in the clipped loss of GRPO. The equation
-tags in the code are those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
+pi_old is the student that sampled o. At pi_theta = pi_old, the mean of A_t over o_t is -KL_t. As in
+distill.py, A_t is the advantage of token t in the clipped loss of GRPO. The equation tags in the
+code are those of DeepSeekMath (arXiv:2402.03300v3), as in grpo.py.
 
 The student can learn only what it can compute from q. If c is a rule that holds for all questions,
 the student learns the rule. If c gives away what the student can't compute, such as the answer, it
@@ -24,20 +24,10 @@ After each step its weights move to (1 - r) * teacher + r * policy (--teacher-ra
 teacher reads other prompts than the student (--context-template). (3) A response without a context
 has a loss of 0, and still counts in the mean over the sequences.
 
-The papers differ in three choices:
-
-- The context. Here it comes from a column of the data set, as in SDFT and OPSD. In SDPO it is
-  another right response of the same group: variants/sdpo_context.diff.
-- The rate r. The default is 0.05, as in SDPO. OPSD's teacher is fixed (r = 0).
-- The divergence. Here it is the reverse KL, which no released code uses by default. SDPO's code
-  uses the Jensen-Shannon divergence. OPSD's code first used the Jensen-Shannon divergence, and
-  later the forward KL. SDFT's configuration uses the forward KL, and skips the first three tokens.
-
-Departures from SDPO's code (github.com/lasgroup/SDPO), besides the context and the divergence: the
-divergence is estimated from the sampled token. SDPO sums it over the 100 likeliest tokens, and one
-entry for all others. The loss is a mean per response. SDPO's is a mean over all tokens of the
-responses with a context. The ratio is clipped as in grpo.py. SDPO multiplies each token's loss by
-its ratio, capped at 2.
+Departures from the papers' code (docs/algorithms.md has a table): the divergence is the reverse KL,
+estimated from the sampled token, and the loss is averaged and clipped as in distill.py. So the two
+scripts differ in the teacher alone. The context comes from a column of the data set, as in SDFT and
+OPSD. SDPO's context, another right response of the same group, is variants/sdpo_context.diff.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -102,7 +92,7 @@ EXAMPLES = [
         "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
     ),
 ]
-# "The format above" is in --instructions, which render puts before the filled template.
+# "The format above" is that of EXAMPLES, or of --instructions: both stand before this text.
 CONTEXT_TEMPLATE = """{question}
 
 Here is a right solution:
@@ -211,9 +201,9 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def compute_advantages(old_logprobs, ref_logprobs):
-    """A_t (n, R) of the sampled tokens; ref_logprobs are the teacher's."""
-    return ref_logprobs - old_logprobs
+def compute_advantages(old_logprobs, teacher_logprobs):
+    """A_t (n, R) of the sampled tokens."""
+    return teacher_logprobs - old_logprobs
 
 
 @torch.no_grad()
@@ -241,16 +231,16 @@ def lr_factor(args, update, num_updates):
     return 1.0
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask, num_seqs):
     """The loss of grpo.py without its KL term, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, ref_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens
-    that count. num_seqs is the number of sequences in the whole minibatch, so that the losses of
-    its micro-batches add up to the loss of the minibatch. ref_logprobs, the teacher's, serve the
+    logprobs, old_logprobs, teacher_logprobs, advantages (n, R); mask (n, R) bool, True for the
+    tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
+    losses of its micro-batches add up to the loss of the minibatch. teacher_logprobs serve the
     metrics alone. Returns the scalar loss, and stats: each metric summed over the tokens that
     count.
     """
-    assert logprobs.shape == old_logprobs.shape == ref_logprobs.shape == mask.shape
+    assert logprobs.shape == old_logprobs.shape == teacher_logprobs.shape == mask.shape
     assert advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
@@ -260,8 +250,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    ref_logratio = ref_logprobs - logprobs  # (n, R)
-    kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3 (Eq. 4): only logged
+    teacher_logratio = teacher_logprobs - logprobs  # (n, R)
+    kl = torch.expm1(teacher_logratio) - teacher_logratio  # (n, R), k3 (Eq. 4): only logged
 
     # These count all ratios outside the clip range, also those where the sign of the advantage makes
     # the minimum above take the unclipped term.
@@ -360,11 +350,8 @@ def main(args: Args) -> dict:
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
-        # One context for each response: here the same for all responses to a prompt, and another
-        # one for each response in variants/sdpo_context.diff.
-        contexts = [example["context"] for example in batch for _ in range(G)]  # N
-        teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch, contexts)
-        ref_logprobs = rollout_logprobs(args, teacher, teacher_rollout, first_pass)
+        teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch)
+        teacher_logprobs = rollout_logprobs(args, teacher, teacher_rollout, first_pass)
         loss_mask = response_mask & has_context[:, None]  # (N, R) bool
 
         # ---- 3. reward, which is only logged
@@ -374,6 +361,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
 
         # ---- 4. advantage and update
+        advantages = torch.zeros_like(old_logprobs)  # (N, R), of the sampled tokens
         # Sums over the updates of this step, for the log.
         total_loss = 0.0
         total_grad_norm = 0.0
@@ -387,14 +375,16 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:  # its own log-probabilities are the old ones
                     old_logprobs[indices] = logprobs.detach()
-                # (n, R). Computed here, because a single update has just got its old_logprobs.
-                advantages = compute_advantages(old_logprobs[indices], ref_logprobs[indices])
+                # Computed here, because a single update has just got its old_logprobs.
+                advantages[indices] = compute_advantages(
+                    old_logprobs[indices], teacher_logprobs[indices]
+                )
                 loss, stats = policy_loss(
                     args,
                     logprobs,
                     old_logprobs[indices],
-                    ref_logprobs[indices],
-                    advantages,
+                    teacher_logprobs[indices],
+                    advantages[indices],
                     loss_mask[indices],
                     num_seqs=len(minibatch),
                 )
@@ -419,8 +409,8 @@ def main(args: Args) -> dict:
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
         # Every pass takes each token of a response with a context once. If no response of the step
-        # has a context, the means over these tokens are NaN.
-        tokens_trained = int(loss_mask.sum()) * args.num_iterations
+        # has a context, it counts as 1, so that the means over these tokens are 0.
+        tokens_trained = max(1, int(loss_mask.sum())) * args.num_iterations
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
@@ -454,9 +444,7 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
-        # The same numbers as in the updates: old_logprobs is now complete.
-        token_advantages = compute_advantages(old_logprobs, ref_logprobs)  # (N, R)
-        token_advantages.masked_fill_(~loss_mask, 0.0)  # tokens without a loss are logged as 0
+        advantages = advantages.masked_fill(~loss_mask, 0.0)  # tokens without a loss: logged as 0
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
             sample = {
@@ -464,10 +452,10 @@ def main(args: Args) -> dict:
                 "prompt": example["prompt"],
                 "answer": example["answer"],
                 "completions": completions[group],
-                "contexts": contexts[group],
+                "context": example["context"],
                 "rewards": rewards[k].tolist(),
                 "right": (right[group] == 1).tolist(),
-                "advantages": unpadded(token_advantages[group], response_mask[group]),
+                "advantages": unpadded(advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
@@ -855,23 +843,25 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     )
 
 
-def add_contexts(args, tokenizer, rollout, examples, contexts):
+def add_contexts(args, tokenizer, rollout, examples):
     """The rollout of N sequences with the teacher's prompts, and has_context (N,) bool.
 
-    contexts are N texts. If a context is blank, or if it makes the teacher's prompt longer than
+    If an example's context is blank, or makes the teacher's prompt longer than
     --max-teacher-tokens, the teacher reads the student's prompt, and has_context is False.
     """
+    samples_per_example = len(rollout.prompt_ids) // len(examples)
     prompts = []  # N tensors of ids
     has_context = []  # N bools
-    for i, context in enumerate(contexts):
-        example = examples[i // args.num_generations]
+    for example in examples:
         *earlier, last = example["chat"]
+        context = example["context"]
         text = args.context_template.format(question=last["content"], context=context)
         prompt = render(args, tokenizer, [*earlier, last | {"content": text}])
         ids = tokenize(tokenizer, prompt)
         is_used = context.strip() != "" and len(ids) <= args.max_teacher_tokens
-        prompts.append(torch.tensor(ids if is_used else example["prompt_ids"]))
-        has_context.append(is_used)
+        teacher_ids = torch.tensor(ids if is_used else example["prompt_ids"])
+        prompts += [teacher_ids] * samples_per_example
+        has_context += [is_used] * samples_per_example
     # Padded as in sample_responses.
     padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
     padded = padded.to(rollout.prompt_ids.device)  # (N, P)

@@ -41,27 +41,27 @@ def random_logits(seed, *shape):
 
 def test_the_advantage_by_hand():
     """The student's probabilities of two tokens are 0.5 and 0.1. The teacher's are 0.25 and 0.4."""
-    logprobs, ref_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
-    advantages = distill.compute_advantages(logprobs, ref_logprobs)
+    logprobs, teacher_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
+    advantages = distill.compute_advantages(logprobs, teacher_logprobs)
     assert advantages.tolist()[0] == pytest.approx([-math.log(2), math.log(4)])
 
 
 def test_the_reverse_kl_by_hand():
     """For (0.5, 0.5) and (0.25, 0.75): 0.5 log 2 + 0.5 log(2 / 3) = 0.1438. The forward KL would be 0.1308."""
-    logprobs, ref_logprobs = torch.tensor([[[0.5, 0.5]], [[0.25, 0.75]]]).double().log()
-    assert full_vocabulary.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx(
+    logprobs, teacher_logprobs = torch.tensor([[[0.5, 0.5]], [[0.25, 0.75]]]).double().log()
+    assert full_vocabulary.reverse_kl(logprobs, teacher_logprobs).tolist() == pytest.approx(
         [0.143841036]
     )
     assert full_vocabulary.reverse_kl(logprobs, logprobs).tolist() == [0.0]
 
 
 def test_the_reverse_kl_is_the_sum_over_the_vocabulary():
-    logprobs, ref_logprobs = random_logits(1, 2, 5, 11).log_softmax(2)
+    logprobs, teacher_logprobs = random_logits(1, 2, 5, 11).log_softmax(2)
     slow = [
         math.fsum(math.exp(p) * (p - q) for p, q in zip(*rows, strict=True))
-        for rows in zip(logprobs.tolist(), ref_logprobs.tolist(), strict=True)
+        for rows in zip(logprobs.tolist(), teacher_logprobs.tolist(), strict=True)
     ]
-    assert full_vocabulary.reverse_kl(logprobs, ref_logprobs).tolist() == pytest.approx(
+    assert full_vocabulary.reverse_kl(logprobs, teacher_logprobs).tolist() == pytest.approx(
         slow, rel=1e-12
     )
 
@@ -74,18 +74,18 @@ def test_the_mean_of_the_sampled_gradient_is_that_of_the_whole_vocabulary():
     V, R = 5, 2
     # Each position has one distribution.
     logits = random_logits(1, R, V).requires_grad_()
-    ref_logprobs = random_logits(2, R, V).log_softmax(1)
+    teacher_logprobs = random_logits(2, R, V).log_softmax(1)
     mask = torch.ones(1, R, dtype=torch.bool)
     expected = torch.zeros(R, V).double()
     for response in torch.cartesian_prod(torch.arange(V), torch.arange(V)):
         places = range(R), response
         drawn = logits.log_softmax(1)[places][None]  # (1, R)
         old = drawn.detach()
-        advantages = distill.compute_advantages(old, ref_logprobs[places][None])
-        given = drawn, old, ref_logprobs[places][None], advantages, mask
+        advantages = distill.compute_advantages(old, teacher_logprobs[places][None])
+        given = drawn, old, teacher_logprobs[places][None], advantages, mask
         loss, _ = distill.policy_loss(distill.Args(), *given, num_seqs=1)
         expected += old.sum().exp() * torch.autograd.grad(loss, logits)[0]
-    kl = full_vocabulary.reverse_kl(logits.log_softmax(1), ref_logprobs)[None]  # (1, R)
+    kl = full_vocabulary.reverse_kl(logits.log_softmax(1), teacher_logprobs)[None]  # (1, R)
     loss = full_vocabulary.full_vocabulary_loss(kl, mask, num_seqs=1)
     assert loss.item() == pytest.approx(kl.mean().item())
     exact = torch.autograd.grad(loss, logits)[0]

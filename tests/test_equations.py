@@ -51,7 +51,8 @@ def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_to
         ref = torch.full_like(logprobs, -1.0)
     if script.__name__ in PER_TOKEN and advantages.shape == (len(mask), 1):
         advantages = advantages.expand(mask.shape)
-    given = dict(ref_logprobs=ref, num_seqs=num_seqs, num_tokens=num_tokens)
+    given = dict(ref_logprobs=ref, teacher_logprobs=ref)
+    given |= dict(num_seqs=num_seqs, num_tokens=num_tokens)
     names = inspect.signature(script.policy_loss).parameters
     given = {name: value for name, value in given.items() if name in names}
     return script.policy_loss(args, logprobs, old, advantages=advantages, mask=mask, **given)

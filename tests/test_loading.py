@@ -433,10 +433,10 @@ def test_a_prompt_does_not_end_with_eos(script, first_prompt, tmp_path, examples
     assert tokenizer("1").input_ids[-1] == tokenizer.eos_token_id
     assert first_prompt(tokenizer, **given)["prompt_ids"] == expected
     if script.__name__ == "self_distill":
-        example = first_prompt(tokenizer, **given)
-        rollout = argparse.Namespace(prompt_ids=torch.zeros(1, 1), _replace=dict)
-        args = script.Args(num_generations=1, examples=examples, max_teacher_tokens=2000)
-        teacher, _ = script.add_contexts(args, tokenizer, rollout, [example], ["46"])
+        example = first_prompt(tokenizer, **given) | {"context": "46"}
+        rollout = argparse.Namespace(prompt_ids=torch.zeros(1, 1), completions=[""], _replace=dict)
+        args = script.Args(examples=examples, max_teacher_tokens=2000)
+        teacher, _ = script.add_contexts(args, tokenizer, rollout, [example])
         assert teacher["prompt_ids"][0, -1] != tokenizer.eos_token_id
 
 

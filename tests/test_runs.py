@@ -634,6 +634,14 @@ def test_a_minibatch_of_one_token_takes_a_step(tmp_path, data, monkeypatch):
     assert set(map(float, steps)) == {8.0}
 
 
+def test_the_ratio_moves_in_a_default_run_of_dapo(tmp_path, data):
+    """With one update per rollout every ratio would be 1, and Clip-Higher would never act."""
+    script = __import__("dapo")
+    given = small_recipe(script) | dict(dataset=data, num_steps=1, eval_size=8, max_resample=0)
+    metrics = script.main(script.Args(**given, runs_dir=str(tmp_path), run_name="run"))
+    assert metrics["policy/approx_kl"] > 0
+
+
 # ---- Weights & Biases
 
 

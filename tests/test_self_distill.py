@@ -42,8 +42,8 @@ def make_rollout(prompts, responses, script=self_distill):
 
 def test_the_advantage_by_hand():
     """The student's probabilities of two tokens are 0.5 and 0.1. With the context they are 0.25 and 0.4."""
-    logprobs, ref_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
-    advantages = self_distill.compute_advantages(logprobs, ref_logprobs)
+    logprobs, teacher_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
+    advantages = self_distill.compute_advantages(logprobs, teacher_logprobs)
     assert advantages.tolist()[0] == pytest.approx([-math.log(2), math.log(4)])
 
 
@@ -198,22 +198,31 @@ def tokens(text):
 
 
 def test_the_teachers_prompts_by_hand():
-    """A blank context and one that is too long leave the student's prompt, and count as none."""
+    """All samples of a prompt get its context. A blank one and one that is too long count as none.
+
+    Then the teacher reads the student's prompt.
+    """
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
-    given = dict(num_generations=2, context_template=TEMPLATE, max_teacher_tokens=8)
+    given = dict(context_template=TEMPLATE, max_teacher_tokens=8)
     args = self_distill.Args(**given, examples=False)
-    examples = []
-    for question in ("1+2=", "30+4="):
-        messages = [{"role": "user", "content": question}]
-        examples.append({"messages": messages, "prompt_ids": tokens(question)})
+    examples, read, used, prompts = [], [], [], []
     # The teacher's prompts would have 6, 6, 8 and 10 tokens.
-    contexts = ["3", " ", "34", "{x}+"]
-    rollout = make_rollout([tokens("1+2=")] * 2 + [tokens("30+4=")] * 2, [[5, 2]] * 4)
-    told, has_context = self_distill.add_contexts(args, tokenizer, rollout, examples, contexts)
-    assert has_context.tolist() == [True, False, True, False]
-    expected = [tokens("3\n1+2="), tokens("1+2="), tokens("34\n30+4="), tokens("30+4=")]
+    for question, context, is_used in (
+        ("1+2=", "3", True),
+        ("1+2=", " ", False),
+        ("30+4=", "34", True),
+        ("30+4=", "{x}+", False),
+    ):
+        messages = [{"role": "user", "content": question}]
+        examples.append({"messages": messages, "prompt_ids": tokens(question), "context": context})
+        prompts += [tokens(question)] * 2
+        read += [tokens(f"{context}\n{question}" if is_used else question)] * 2
+        used += [is_used] * 2
+    rollout = make_rollout(prompts, [[5, 2]] * 8)
+    told, has_context = self_distill.add_contexts(args, tokenizer, rollout, examples)
+    assert has_context.tolist() == used
     rows = zip(told.prompt_ids, told.prompt_mask, strict=True)
-    assert [ids[mask].tolist() for ids, mask in rows] == expected
+    assert [ids[mask].tolist() for ids, mask in rows] == read
     assert told.prompt_mask[:, -1].all(), "padding stands on the left"
     assert told.response_ids is rollout.response_ids
 
@@ -236,15 +245,14 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     messages.append({"role": "user", "content": "{context}?"})
     args = self_distill.Args(
-        num_generations=1,
         examples=False,
         instructions="think",
         context_template="{question} {{{context}}}",
         max_teacher_tokens=99,
     )
     rollout = make_rollout([[1]], [[5, 2]])
-    examples = [{"messages": messages, "prompt_ids": [1]}]
-    self_distill.add_contexts(args, Tokenizer(), rollout, examples, ["{question}"])
+    examples = [{"messages": messages, "prompt_ids": [1], "context": "{question}"}]
+    self_distill.add_contexts(args, Tokenizer(), rollout, examples)
     assert seen == [["a", "b", "think\n\n{context}? {{question}}"]]
 
 
@@ -285,11 +293,12 @@ def test_a_teacher_that_reads_the_same_has_nothing_to_teach(tmp_path, monkeypatc
 
 
 def test_without_a_context_there_is_no_loss(tmp_path):
-    """No response of these steps has a context, so the weights don't change, and means over tokens are NaN."""
+    """No response of these steps has a context, so the weights don't change, and means over tokens are 0."""
     hints = ["9" * 200]  # longer than --max-teacher-tokens
     records, saved = train(tmp_path, hints)
     for metrics in records:
-        assert metrics["rollout/context_frac"] == 0.0 and math.isnan(metrics["kl/ref"])
+        assert metrics["rollout/context_frac"] == 0.0
+        assert metrics["kl/ref"] == metrics["policy/ratio_mean"] == 0.0
         assert metrics["policy/loss"] == 0.0 and metrics["optim/grad_norm"] == 0.0
     for name, weights in AutoModelForCausalLM.from_pretrained(SMALL_MODEL).state_dict().items():
         assert torch.equal(saved["model"][name], weights)
@@ -320,7 +329,7 @@ def test_contexts_do_not_reach_the_students_prompt(tmp_path):
     ]
     for a, b in zip(*samples, strict=True):
         assert a["completions"] == b["completions"] and a["prompt"] == b["prompt"]
-        assert a["contexts"] == ["1"] * 2 and b["contexts"] == ["2"] * 2
+        assert a["context"] == "1" and b["context"] == "2"
         assert a["advantages"] != b["advantages"]
 
 

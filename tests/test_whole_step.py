@@ -56,7 +56,8 @@ CASES = [
         dict(baseline="batch_mean", num_minibatches=1, num_generations=1, num_prompts=12),
     ),
     ("reinforce_baseline", dict(baseline="none", beta=0.0)),
-    ("dapo", dict(max_resample=5, overlong_cache=4, num_iterations=2)),
+    # Two updates: the smallest number for which the old log-probabilities are computed in advance.
+    ("dapo", dict(max_resample=5, overlong_cache=4, num_iterations=2, num_minibatches=1)),
     # There are fewer mixed groups than prompts, so some minibatches are empty.
     (
         "dapo",
@@ -547,7 +548,9 @@ def reference(name, args, steps, patch=None):
         told = sequences  # what the reference reads
         if name == "self_distill":
             contexts = [text for sample in step["samples"] for text in contexts_of(args, sample)]
-            logged = [text for sample in step["samples"] for text in sample["contexts"]]
+            logged = []
+            for sample in step["samples"]:
+                logged += sample["contexts"] if patch else [sample["context"]] * G
             assert contexts == logged
             questions = [sample["prompt"] for sample in step["samples"] for _ in range(G)]
             told = [

@@ -140,12 +140,11 @@ def blocks(name: str) -> dict[str, str]:
     """The parts of a script, but with main in pieces: "main: set-up", "main: part 1", ..."""
     found = {}
     for part, text in parts(name).items():
-        # The loop of grpo_vllm.py is in train.
-        if part not in ("main", "train"):
+        if part != "main":
             found[part] = text
             continue
         pieces = re.split(r"^        # ---- (\d)\.", text, flags=re.MULTILINE)
-        found[f"{part}: set-up"] = pieces[0]
+        found["main: set-up"] = pieces[0]
         for number, piece in zip(pieces[1::2], pieces[2::2], strict=True):
             found[f"main: part {number}"] = f"        # ---- {number}.{piece}"
     return found
@@ -155,7 +154,7 @@ def rank(block: str, text: str, equations: str) -> int:
     """The place of a block on a page: equations first, then main, other functions, Args and constants."""
     if text in equations:
         return 0
-    if block.startswith(("main", "train")):
+    if block.startswith("main"):
         return 1
     if block == "header":
         return 5
