@@ -14,7 +14,7 @@ from conftest import REAL, ROOT
 from families import FAMILIES, random_model, small
 from test_sampling import assert_near
 from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Tokenizer, decoders, models, processors
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
@@ -273,6 +273,16 @@ def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, policy):
     assert len(ids) == 40 or not name.startswith("cut")
 
 
+def test_the_masks_by_hand(tokenizer, policy):
+    prompt = encode(tokenizer, "4+7=")
+    tell(policy, tokenizer, prompt, split("<calc>4+7</calc>{=11}5</s>"))
+    rollout, _, _ = respond(policy, tokenizer, [prompt], max_new_tokens=12)
+    words = ["<calc>", "4", "+", "7", "</calc>", "=", "1", "1", "5", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(rollout.response_ids[0][:10]) == words
+    assert rollout.response_mask.int().tolist() == [[1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0]]
+    assert rollout.context_mask.int().tolist() == [[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]
+
+
 @pytest.mark.parametrize("max_calls", [0, 1, 2, 4])
 def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, policy, monkeypatch):
     """The tool answers max_calls calls. It never sees the next call, and this call ends the response."""
@@ -434,10 +444,17 @@ def test_where_the_tool_does_not_answer_the_token_stands(smollm2, case):
 
 
 def bytes_tokenizer():
-    """A tokenizer of single letters that spells any other text in bytes, as Llama 2's does."""
-    words = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"<>/=+calc012345"]
+    """A tokenizer of single letters that spells other text in bytes, and begins a text with BOS, like Llama 2's."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"<>/=+calc012345",
+    ]
     vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
     bpe = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    bpe.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>"), vocab
 
