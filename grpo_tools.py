@@ -38,8 +38,8 @@ rewards would give 0/0, and the reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch has n sequences, with T response tokens together. R
-counts the tool's tokens, and T doesn't.
+micro-batch has n sequences, with T response tokens together. R counts the tool's tokens, and T
+doesn't.
 
     python grpo_tools.py                                 assets/caller, on a CPU
     python grpo_tools.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -487,8 +487,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for sample_responses, sample_turn, cut_at_call and the tool:
-# the rest makes the loop above fast, or sets it up.
+# A first reading may stop here, except for sample_responses and the tool: the rest makes the loop
+# above fast, or sets it up.
 
 # The cache of keys and values has a row for each sequence and a column for each token. When it is
 # full, it grows by this many columns, and the rows that have finished are dropped. With more,
@@ -1014,8 +1014,8 @@ class Caller:
         if self.waiting:
             return self.waiting.pop(0)
         self.turn.append(sampled)
-        # Several tokens can spell CALL_END, but not more than it has characters.
-        if CALL_END not in tokenizer.decode(self.turn[-len(CALL_END) :]):
+        # Several tokens can spell CALL_END, but not more than it has bytes.
+        if CALL_END not in tokenizer.decode(self.turn[-len(CALL_END.encode()) :]):
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
         if not end or t + 1 == args.max_new_tokens:  # no call, or no room for an answer

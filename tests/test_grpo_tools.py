@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import re
-import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REAL, ROOT
+from families import FAMILIES, random_model, small
+from test_sampling import assert_near
 from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401
-from tokenizers import Tokenizer, decoders, models
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, decoders, models, processors
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+)
 
 import grpo_tools
 from utils.rewards import accuracy_reward, format_reward
@@ -23,10 +30,10 @@ calculator, ERROR = grpo_tools.calculator, grpo_tools.ERROR
 
 
 def run_tool(tool, calls):
-    """grpo_tools.run_tool with this tool."""
+    """The answer of grpo_tools.run_tool to each of the calls, with this tool."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grpo_tools, "TOOL", tool)
-        return grpo_tools.run_tool(calls)
+        return [grpo_tools.run_tool(call) for call in calls]
 
 
 CALLER = ROOT / "assets" / "caller"
@@ -112,69 +119,115 @@ def test_a_fault_of_a_tool_is_an_answer():
     assert answers == [ERROR] * 3 + ["=", "=" + "ab" * (grpo_tools.MAX_CHARS // 2)]
     longest = "x" * grpo_tools.MAX_CHARS
     assert run_tool(lambda call: call, [longest, longest + "x"]) == ["=" + longest, ERROR]
-    assert run_tool(calculator, []) == []
 
 
-def test_calls_run_at_the_same_time():
-    """Each call waits until all three have started."""
-    barrier = threading.Barrier(3)
-
-    def tool(call):
-        barrier.wait(timeout=60)
-        return call
-
-    assert run_tool(tool, ["a", "b", "c"]) == ["=a", "=b", "=c"]
+# ==== a policy that writes what a test tells it ====
 
 
-def test_a_tool_that_hangs_is_not_waited_for(monkeypatch):
-    """If the tool returns later, the answers don't change."""
-    monkeypatch.setattr(grpo_tools, "TOOL_SECONDS", 0.2)
-    release, returned = threading.Event(), threading.Event()
+class Policy:
+    """A stand-in for a model, which writes given tokens. The rest of sampling is grpo_tools.py's own.
 
-    def tool(call):
-        if call == "hang":
-            release.wait()
-            threading.Timer(0.1, returned.set).start()
-        return call
-
-    answers = run_tool(tool, ["a", "hang", "b"])
-    release.set()
-    returned.wait()
-    assert answers == ["=a", ERROR, "=b"]
-
-
-# ==== turns ====
-
-
-def script_model(monkeypatch, tokenizer, turns, sizes):
-    """Replace generate by a function that looks up `turns`: the context's text -> a text or token ids.
-
-    Each call of generate appends the number of its sequences to `sizes`.
+    It reads a row's context from the cache, whose keys are the token ids, and only where the mask shows them. Then it
+    looks up the next token, whose probability is p(token). After an unknown context the next token is EOS. So a sample
+    that isn't used, and a context that shouldn't be, end a response if they count.
     """
 
-    def generate(args, model, ids, mask, num_samples, temperature, eos_ids, tokenizer):
-        rows = []
-        for row, counts in zip(ids, mask, strict=True):
-            written = turns[tokenizer.decode(row[counts])]
-            if isinstance(written, str):
-                written = tokenizer(written, add_special_tokens=False).input_ids
-            rows += [torch.tensor(written[: args.max_new_tokens])] * num_samples
-        sizes.append(len(rows))
-        ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=EOS)
-        lengths = torch.tensor([[len(row)] for row in rows])
-        return ids, torch.arange(ids.shape[1]) < lengths, -0.01 * ids.float()
+    def __init__(self, size, eos):
+        sizes = dict(num_hidden_layers=1, num_attention_heads=1, hidden_size=1, head_dim=1)
+        self.config = LlamaConfig(vocab_size=size, **sizes)
+        self.device, self.dtype = torch.device("cpu"), torch.float32
+        self.size, self.eos = size, eos
+        self.plan = {}  # a context, which is a tuple of ids -> the next id
+        self.rows = []  # the number of rows of each forward pass
 
-    monkeypatch.setattr(grpo_tools, "generate", generate)
+    def eval(self):
+        pass
+
+    def p(self, token):
+        return 0.5 + 0.4 * token / self.size
+
+    def tell(self, context, ids):
+        """After this context write these ids."""
+        for k, token in enumerate(ids):
+            self.plan[(*context, *ids[:k])] = token
+
+    def __call__(self, ids, attention_mask, position_ids, past_key_values, **options):
+        keys = ids[:, None, :, None].float()  # (rows, 1 head, columns, size 1)
+        keys, _ = past_key_values.update(keys, keys, 0)
+        if attention_mask.ndim == 2:  # prefill
+            is_visible = attention_mask == 1
+        else:
+            is_visible = attention_mask[:, 0, 0] == 0
+        logits = torch.zeros(len(ids), 1, self.size)
+        for row, (row_keys, shown) in enumerate(zip(keys[:, 0, :, 0], is_visible, strict=True)):
+            context = row_keys[: len(shown)][shown].long().tolist()
+            assert position_ids[row, -1] == len(context) - 1
+            token = self.plan.get(tuple(context), self.eos)
+            # The other tokens have the logit 0.
+            logits[row, 0, token] = math.log(self.p(token) / (1 - self.p(token)) * (self.size - 1))
+        self.rows.append(len(ids))
+        return SimpleNamespace(logits=logits)
 
 
-def respond(tokenizer, prompts, num_samples=1, **given):
+def respond(policy, tokenizer, prompts, num_samples=1, **given):
+    """Greedy responses of the policy: the rollout, the tool's answers, and the texts."""
     sizes = dict(max_new_tokens=40, max_prompt_tokens=64, sampling_tokens=49152)
     args = grpo_tools.Args(**sizes | given)
-    examples = [
-        {"prompt_ids": tokenizer(text, add_special_tokens=False).input_ids} for text in prompts
-    ]
-    model = SimpleNamespace(device=torch.device("cpu"))
-    return grpo_tools.sample_responses(args, model, tokenizer, examples, num_samples, 1.0, EOS_IDS)
+    examples = [{"prompt_ids": prompt} for prompt in prompts]
+    eos_ids = torch.tensor([policy.eos])
+    rollout, answers = grpo_tools.sample_responses(
+        args, policy, tokenizer, examples, num_samples, 0.0, eos_ids
+    )
+    return rollout, answers, grpo_tools.response_texts(tokenizer, rollout, eos_ids)
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+def tell(policy, tokenizer, prompt, parts):
+    """Tell the policy its parts of a response. Return the response's ids, and for each whether the policy wrote it.
+
+    A part is a text, or a list of ids. The tool wrote the texts that begin with "{".
+    """
+    ids, wrote = [], []
+    for part in parts:
+        by_tool = isinstance(part, str) and part.startswith("{")
+        new = encode(tokenizer, part.strip("{}")) if isinstance(part, str) else part
+        if not by_tool:
+            policy.tell(prompt + ids, new)
+        ids += new
+        wrote += [not by_tool] * len(new)
+    return ids, wrote
+
+
+def split(text):
+    """ "ab{=1}c" as the parts "ab", "{=1}" and "c"."""
+    return [part for part in re.split(r"(\{.*?\})", text) if part]
+
+
+def assert_response(policy, rollout, i, ids, wrote):
+    """Response i of the rollout has these ids, of the policy (True) and the tool (False), and their probabilities."""
+    R = rollout.response_ids.shape[1]
+    padding = [False] * (R - len(ids))
+    assert rollout.response_ids[i][: len(ids)].tolist() == ids
+    assert rollout.response_mask[i].tolist() == wrote + padding
+    assert rollout.context_mask[i].tolist() == [True] * len(ids) + padding
+    logprobs = [math.log(policy.p(x)) if own else 0.0 for x, own in zip(ids, wrote, strict=True)]
+    expected = torch.tensor(logprobs + [0.0] * (R - len(ids)))
+    # With a vocabulary of 50,000 a float32 log_softmax is off by 2e-4.
+    assert_near(rollout.sampled_logprobs[i], expected, tolerance=1e-3)
+
+
+@pytest.fixture(autouse=True)
+def short_segments(monkeypatch):
+    """The cache grows after each 5 tokens, and drops the rows that have finished."""
+    monkeypatch.setattr(grpo_tools, "SEGMENT", {"cpu": 5})
+
+
+@pytest.fixture
+def policy(tokenizer):
+    return Policy(len(tokenizer), EOS)
 
 
 @pytest.fixture(scope="module")
@@ -202,37 +255,36 @@ TURNS = {
 
 
 @pytest.mark.parametrize("name", TURNS)
-def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, monkeypatch):
+def test_a_response_is_what_policy_and_tool_wrote(name, tokenizer, policy):
     (text,) = TURNS[name]
-    parts = text.replace("{", "|{").replace("}", "|").split("|")
-    turns, ids, wrote, answers = {}, [], [], []
-    for part in filter(None, parts):
-        by_tool = part.startswith("{")
-        written = part.strip("{}")
-        if by_tool:
-            answers.append("=22" if name == "cut in an answer" else written)
-        else:
-            # Here the policy writes more than the response has room for.
-            too_much = "1" * 40 if name == "cut after it" else ""
-            turns["1+1=" + tokenizer.decode(ids)] = written + too_much
-        new = tokenizer(written).input_ids
-        ids += new
-        wrote += [not by_tool] * len(new)
+    prompt = encode(tokenizer, "1+1=")
+    ids, wrote = tell(policy, tokenizer, prompt, split(text))
+    # The policy would write more than there is room for.
     if name == "cut in a call":
-        turns["1+1="] += "11</calc>"
-    script_model(monkeypatch, tokenizer, turns, [])
-    rollout = respond(tokenizer, ["1+1="], max_calls=3)
-    assert rollout.response_ids.tolist() == [ids]
-    assert rollout.response_mask.tolist() == [wrote]
-    assert rollout.context_mask.all()
-    assert rollout.tool_answers == [answers]
-    assert rollout.completions == [text.replace("{", "").replace("}", "").removesuffix("</s>")]
-    expected = torch.tensor([[-0.01 * i * own for i, own in zip(ids, wrote, strict=True)]])
-    torch.testing.assert_close(rollout.sampled_logprobs, expected)
+        policy.tell(prompt + ids, encode(tokenizer, "11</calc>"))
+    if name == "cut after it":
+        policy.tell(prompt + ids, encode(tokenizer, "1" * 40))
+    rollout, answers, texts = respond(policy, tokenizer, [prompt], max_calls=3)
+    assert_response(policy, rollout, 0, ids, wrote)
+    expected = re.findall(r"\{(.*?)\}", text)
+    # The response has room for a part of this answer only.
+    assert answers == [["=22"] if name == "cut in an answer" else expected]
+    assert texts == [text.replace("{", "").replace("}", "").removesuffix("</s>")]
+    assert len(ids) == 40 or not name.startswith("cut")
 
 
-@pytest.mark.parametrize("max_calls", [1, 2, 4])
-def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, monkeypatch):
+def test_the_masks_by_hand(tokenizer, policy):
+    prompt = encode(tokenizer, "4+7=")
+    tell(policy, tokenizer, prompt, split("<calc>4+7</calc>{=11}5</s>"))
+    rollout, _, _ = respond(policy, tokenizer, [prompt], max_new_tokens=12)
+    words = ["<calc>", "4", "+", "7", "</calc>", "=", "1", "1", "5", "</s>"]
+    assert tokenizer.convert_ids_to_tokens(rollout.response_ids[0][:10]) == words
+    assert rollout.response_mask.int().tolist() == [[1, 1, 1, 1, 1, 0, 0, 0, 1, 1, 0, 0]]
+    assert rollout.context_mask.int().tolist() == [[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize("max_calls", [0, 1, 2, 4])
+def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, policy, monkeypatch):
     """The tool answers max_calls calls. It never sees the next call, and this call ends the response."""
     seen = []
 
@@ -241,78 +293,81 @@ def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, monkey
         return "0"
 
     monkeypatch.setattr(grpo_tools, "TOOL", tool)
-    turns, text = {}, "1+1="
-    for k in range(max_calls + 1):
-        turns[text] = f"<calc>{k}</calc>"
-        text += f"<calc>{k}</calc>=0"
-    # The policy only gets here if the tool answers one call too many.
-    turns[text] = "</s>"
-    sizes = []
-    script_model(monkeypatch, tokenizer, turns, sizes)
-    rollout = respond(tokenizer, ["1+1="], max_calls=max_calls)
+    text = "{=0}".join(f"<calc>{k}</calc>" for k in range(max_calls + 1))
+    prompt = encode(tokenizer, "1+1=")
+    ids, wrote = tell(policy, tokenizer, prompt, split(text))
+    policy.tell(prompt + ids, encode(tokenizer, "111"))  # never sampled
+    # The other response goes on.
+    other = encode(tokenizer, "2=")
+    other_ids, other_wrote = tell(policy, tokenizer, other, ["1" * 35])
+    rollout, answers, _ = respond(policy, tokenizer, [prompt, other], max_calls=max_calls)
     assert seen == [str(k) for k in range(max_calls)]
-    assert rollout.tool_answers == [["=0"] * max_calls]
-    (completion,) = rollout.completions
-    assert completion == text.removeprefix("1+1=").removesuffix("=0")
-    assert sizes == [1] * (max_calls + 1)
-    # The response isn't full, so max_calls ended it.
-    assert rollout.context_mask.shape[1] < 40
+    assert answers == [["=0"] * max_calls, []]
+    assert_response(policy, rollout, 0, ids, wrote)
+    assert_response(policy, rollout, 1, [*other_ids, EOS], [*other_wrote, True])
+    assert len(ids) < 35
 
 
-def test_responses_of_a_batch_go_on_together(tokenizer, monkeypatch):
-    """Each response continues from its text until it ends."""
-    turns = {
-        "1+1=": "<calc>1+1</calc>",
-        "1+1=<calc>1+1</calc>=2": "</s>",
+@pytest.mark.parametrize("segment", [1, 4, 100])
+def test_responses_of_a_batch_are_separate(segment, tokenizer, policy, monkeypatch):
+    """Each response continues from its text until it ends. Rows that have finished are dropped."""
+    monkeypatch.setattr(grpo_tools, "SEGMENT", {"cpu": segment})
+    texts = {
+        "1+1=": "<calc>1+1</calc>{=2}</s>",
         "47+38=": "85</s>",
-        "2=": "<calc>2</calc>",
-        "2=<calc>2</calc>=2": "<calc>3</calc>",
-        "2=<calc>2</calc>=2<calc>3</calc>=3": "9</s>",
+        "2=": "<calc>2</calc>{=2}<calc>3*1.5</calc>{=4.5}9</s>",
     }
-    sizes = []
-    script_model(monkeypatch, tokenizer, turns, sizes)
-    rollout = respond(tokenizer, ["1+1=", "47+38=", "2="], num_samples=2)
-    assert sizes == [6, 4, 2]
-    texts = ["<calc>1+1</calc>=2", "85", "<calc>2</calc>=2<calc>3</calc>=39"]
-    assert rollout.completions == [text for text in texts for _ in range(2)]
-    assert rollout.tool_answers == [["=2"], ["=2"], [], [], ["=2", "=3"], ["=2", "=3"]]
-    lengths = [len(tokenizer(text + "</s>").input_ids) for text in texts for _ in range(2)]
-    assert rollout.context_mask.sum(1).tolist() == lengths
-    prompts = [x[mask] for x, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
-    assert tokenizer.batch_decode(prompts) == [
-        x for x in ("1+1=", "47+38=", "2=") for _ in range(2)
-    ]
+    prompts = [encode(tokenizer, prompt) for prompt in texts]
+    responses = []
+    for prompt, text in zip(prompts, texts.values(), strict=True):
+        responses.append(tell(policy, tokenizer, prompt, split(text)))
+    expected = ["<calc>1+1</calc>=2", "85", "<calc>2</calc>=2<calc>3*1.5</calc>=4.59"]
+    for sampling_tokens in (49152, 1):  # all prompts at a time, or one
+        policy.rows.clear()
+        rollout, answers, completions = respond(
+            policy, tokenizer, prompts, num_samples=2, sampling_tokens=sampling_tokens
+        )
+        for i in range(6):
+            assert_response(policy, rollout, i, *responses[i // 2])
+            assert rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist() == prompts[i // 2]
+        assert answers == [["=2"], ["=2"], [], [], ["=2", "=4.5"], ["=2", "=4.5"]]
+        assert completions == [text for text in expected for _ in range(2)]
+        if sampling_tokens == 1:
+            assert set(policy.rows) == {1, 2}
+        else:
+            # The prefill has a row for each prompt.
+            assert set(policy.rows) == ({3, 6} if segment == 100 else {3, 6, 4, 2})
 
 
-def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, monkeypatch):
+def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, policy, monkeypatch):
     """If the tool writes EOS or the end of a call, both are ordinary text."""
     monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "</s></calc>" if call == "1" else "")
-    turns = {
-        "1=": "<calc>1</calc>",
-        "1=<calc>1</calc>=</s></calc>": "<calc></calc>",
-        "1=<calc>1</calc>=</s></calc><calc></calc>=": "5</s>",
-    }
-    script_model(monkeypatch, tokenizer, turns, [])
-    rollout = respond(tokenizer, ["1="])
-    assert rollout.tool_answers == [["=</s></calc>", "="]]
-    assert rollout.completions == ["<calc>1</calc>=</s></calc><calc></calc>=5"]
+    prompt = encode(tokenizer, "1=")
+    text = "<calc>1</calc>{=</s></calc>}<calc></calc>{=}5</s>"
+    ids, wrote = tell(policy, tokenizer, prompt, split(text))
+    rollout, answers, texts = respond(policy, tokenizer, [prompt])
+    assert_response(policy, rollout, 0, ids, wrote)
+    assert answers == [["=</s></calc>", "="]]
+    assert texts == ["<calc>1</calc>=</s></calc><calc></calc>=5"]
     counted = rollout.response_ids[rollout.response_mask]
     assert tokenizer.decode(counted) == "<calc>1</calc><calc></calc>5</s>"
 
 
-def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch):
+def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch, tokenizer):
     """The policy has ended one of two responses. In the other one, only the tool has written an EOS token."""
     ids = torch.tensor([[5, EOS], [5, EOS]])  # (N, R)
-    mask = torch.tensor([[True, True], [True, False]])  # (N, R)
+    policy_mask = torch.tensor([[True, True], [True, False]])  # (N, R)
     nothing = torch.zeros(2, 1)
-    rollout = grpo_tools.Rollout(nothing, nothing, ids, mask, mask, nothing, ["", ""], [[], []])
-    monkeypatch.setattr(grpo_tools, "sample_responses", lambda *args, **given: rollout)
+    rollout = grpo_tools.Rollout(nothing, nothing, ids, policy_mask, ids > 0, nothing)
+    sampled = rollout, [[], []]
+    monkeypatch.setattr(grpo_tools, "sample_responses", lambda *args, **given: sampled)
     examples = [{"prompt": "8+77=", "answer": "85", "columns": {"answer": "85"}}] * 2
-    found = grpo_tools.evaluate(grpo_tools.Args(), None, None, examples, torch.tensor([EOS]))
-    assert found["eval/eos_frac"] == 0.5
+    found = grpo_tools.evaluate(grpo_tools.Args(), None, tokenizer, examples, EOS_IDS)
+    assert found["eval/eos_frac"] == 0.5 and found["eval/response_len"] == 1.5
+    assert grpo_tools.response_texts(tokenizer, rollout, EOS_IDS) == ["<answer>", "<answer></s>"]
 
 
-def test_the_tokens_trained_on_are_those_sampled(monkeypatch):
+def test_the_tokens_trained_on_are_those_sampled():
     """A text has several tokenizations. The policy samples one that differs from the tokenizer's."""
     special, letters = ["<pad>", "<unk>", "</s>"], list("<>/=+calc0123456789")
     merged = ["</", "ca", "lc", "calc", "<calc", "lc>", "47", "85"]
@@ -333,90 +388,195 @@ def test_the_tokens_trained_on_are_those_sampled(monkeypatch):
     bpe = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>", pad_token="<pad>")
     first = [vocab[x] for x in ["<", "calc", ">", "4", "7", "+", "3", "8", "<", "/", "ca", "lc>"]]
     rest = [vocab[x] for x in ["8", "5", "</s>"]]
-    answer = bpe("=85").input_ids
-    context = bpe.decode(bpe("47=").input_ids + first + answer)
-    script_model(monkeypatch, bpe, {"47=": [*first, *rest], context: rest}, [])
-    rollout = respond(bpe, ["47="])
-    assert rollout.response_ids.tolist() == [first + answer + rest]
-    assert rollout.response_mask.tolist() == [[True] * 12 + [False] * len(answer) + [True] * 3]
-    assert rollout.completions == ["<calc>47+38</calc>=8585"]
-    again = bpe(rollout.completions[0]).input_ids
-    assert again != (first + answer + rest)[:-1] and bpe.decode(again) == rollout.completions[0]
+    policy, prompt = Policy(len(vocab), vocab["</s>"]), bpe("47=").input_ids
+    ids, wrote = tell(policy, bpe, prompt, [first, "{=85}", rest])
+    rollout, _, texts = respond(policy, bpe, [prompt])
+    assert_response(policy, rollout, 0, ids, wrote)
+    assert texts == ["<calc>47+38</calc>=8585"]
+    again = bpe(texts[0]).input_ids
+    assert again != ids[:-1] and bpe.decode(again) == texts[0]
 
 
-# ==== with the student ====
+# ==== calls in other tokenizers ====
 
 
 @pytest.fixture(scope="module")
-def student():
-    return AutoModelForCausalLM.from_pretrained(CALLER, dtype=torch.float32)
+def smollm2():
+    return AutoTokenizer.from_pretrained(REAL / "smollm2")
 
 
 @pytest.mark.parametrize("after", ["=24</think>", ", so", ".", ""])
-def test_a_call_that_ends_inside_a_token(monkeypatch, after):
+def test_a_call_that_ends_inside_a_token(smollm2, after):
     """SmolLM2 spells the end of a call with ">=", ">," or ">.": the answer follows the call at once all the same."""
-    tokenizer = AutoTokenizer.from_pretrained(REAL / "smollm2")
-    eos_ids = torch.tensor([tokenizer.eos_token_id])
-    written = tokenizer(f"It holds <calc>4*6</calc>{after}").input_ids
-    turns = iter([written, [*tokenizer(" eggs.").input_ids, tokenizer.eos_token_id]])
-
-    def generate(args, model, prompt_ids, *rest):
-        ids = torch.tensor([next(turns)])
-        return ids, torch.ones_like(ids, dtype=torch.bool), torch.full(ids.shape, -1.0)
-
-    monkeypatch.setattr(grpo_tools, "generate", generate)
-    args = grpo_tools.Args(max_new_tokens=40)
-    model = SimpleNamespace(device=torch.device("cpu"))
-    given = args, model, tokenizer, [{"prompt_ids": [5, 6]}], 1, 1.0, eos_ids
-    rollout = grpo_tools.sample_responses(*given)
-    assert rollout.completions == ["It holds <calc>4*6</calc>=24 eggs."]
-    assert rollout.tool_answers == [["=24"]]
-    # A token that goes on after the call is not the policy's any more, so it isn't trained.
-    trained = tokenizer.decode(rollout.response_ids[0][rollout.response_mask[0]])
+    written = encode(smollm2, f"It holds <calc>4*6</calc>{after}")
+    length = 1  # up to the token that ends the call
+    while "</calc>" not in smollm2.decode(written[:length]):
+        length += 1
+    policy, prompt = Policy(len(smollm2), smollm2.eos_token_id), [5, 6]
+    # A token that goes on after the call gives way to the tool.
+    sampled, parts = written[:length], [written[:length], "{=24}"]
+    if after:
+        parts = [written[: length - 1], "{>=24}"]
+    ids, wrote = tell(policy, smollm2, prompt, [*parts, " eggs.<|im_end|>"])
+    policy.tell(prompt, sampled)
+    rollout, answers, texts = respond(policy, smollm2, [prompt])
+    assert_response(policy, rollout, 0, ids, wrote)
+    assert texts == ["It holds <calc>4*6</calc>=24 eggs."]
+    assert answers == [["=24"]]
+    trained = smollm2.decode(rollout.response_ids[0][rollout.response_mask[0]])
     assert trained == f"It holds <calc>4*6</calc{'' if after else '>'} eggs.<|im_end|>"
-    assert (rollout.sampled_logprobs[0] == -1.0).tolist() == rollout.response_mask[0].tolist()
 
 
-@pytest.mark.parametrize("end", ["</calc>", "85", "k><answer>8", "nothing"])
-def test_sampling_stops_where_a_call_ends(student, tokenizer, monkeypatch, end):
-    """Any tokens may spell the end of a call. Columns after this end don't count."""
-    monkeypatch.setattr(grpo_tools, "CALL_END", end)
-    args = grpo_tools.Args(max_prompt_tokens=64, max_new_tokens=24)
-    asked = "47+38=<think><calc>47+38" + "</calc>=85" * (end != "</calc>")
-    ids = tokenizer(asked, return_tensors="pt").input_ids
-    given = args, student, ids, ids >= 0, 1, 0.0, EOS_IDS, tokenizer
-    response, mask, _ = grpo_tools.generate(*given)
-    text = "</calc>" if end == "</calc>" else "</think><answer>85</answer></s>"
-    ids, *_ = grpo_tools.cut_at_call(tokenizer, response[mask].tolist())
-    n = len(ids)
-    monkeypatch.setattr(grpo_tools, "CALL_END", "\0")
-    freely = grpo_tools.generate(*given)[0]
-    assert tokenizer.decode(freely[0]).startswith(text), tokenizer.decode(freely[0])
-    assert response[0, :n].tolist() == freely[0, :n].tolist()
-    assert mask[0].tolist() == [True] * n + [False] * (24 - n)
-    if end != "nothing":
-        assert end in tokenizer.decode(response[0, :n])
-        assert end not in tokenizer.decode(response[0, : n - 1])
+@pytest.mark.parametrize("case", ["a call too many", "no room", "room for one token"])
+def test_where_the_tool_does_not_answer_the_token_stands(smollm2, case):
+    written = encode(smollm2, "<calc>4*6</calc>=")
+    assert smollm2.decode(written[-1]) == ">="
+    policy, prompt = Policy(len(smollm2), smollm2.eos_token_id), [5, 6]
+    ids, wrote = tell(policy, smollm2, prompt, [written])
+    given = {"a call too many": dict(max_calls=0), "no room": dict(max_new_tokens=len(ids))}
+    if case == "room for one token":
+        # The tool writes ">=" in place of the policy, and then the first token of its answer.
+        given[case] = dict(max_new_tokens=len(ids) + 1)
+        ids, wrote = ids[:-1] + encode(smollm2, ">=24")[:2], wrote[:-1] + [False] * 2
+    rollout, answers, _ = respond(policy, smollm2, [prompt], **given[case])
+    assert_response(policy, rollout, 0, ids, wrote)
+    assert answers == [["=24"] if case == "room for one token" else []]
 
 
-def test_a_slot_that_was_never_drawn_does_not_count(student, tokenizer):
-    """generate looks for a call in the last tokens, and may drop a row for a call that the whole text doesn't have.
+def bytes_tokenizer():
+    """A tokenizer of single letters that spells other text in bytes, and begins a text with BOS, like Llama 2's."""
+    words = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"<>/=+calc012345",
+    ]
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    bpe = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    bpe.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>"), vocab
 
-    A tokenizer with byte fallback does this: the same byte tokens have another text if an invalid byte precedes them.
-    """
-    args = grpo_tools.Args(max_prompt_tokens=64, max_new_tokens=24)
-    ids = tokenizer(["47+38=", "12+51="], return_tensors="pt").input_ids
-    looks = []
 
-    def batch_decode(rows):
-        looks.append(len(rows))
-        return [grpo_tools.CALL_END if len(looks) == 4 and i == 0 else "" for i in range(len(rows))]
+def test_a_call_that_only_the_last_tokens_spell():
+    """The byte C3 makes the bytes after it invalid. So only the last tokens alone spell </calc>."""
+    bytewise, vocab = bytes_tokenizer()
+    spelled = [vocab[f"<0x{byte:02X}>"] for byte in b"</calc>"]
+    no_call = [vocab["<0xC3>"], *spelled]
+    assert bytewise.decode(spelled) == "</calc>" and "c" not in bytewise.decode(no_call)
+    policy, prompt = Policy(len(vocab), vocab["</s>"]), encode(bytewise, "1=")
+    parts = [no_call, "<calc>1+1", spelled, "{=2}", "2</s>"]
+    ids, wrote = tell(policy, bytewise, prompt, parts)
+    rollout, answers, texts = respond(policy, bytewise, [prompt])
+    assert_response(policy, rollout, 0, ids, wrote)
+    assert answers == [["=2"]]
+    assert texts == ["\N{REPLACEMENT CHARACTER}" * 8 + "<calc>1+1</calc>=22"]
 
-    windows = SimpleNamespace(batch_decode=batch_decode)
-    _, mask, logprobs = grpo_tools.generate(args, student, ids, ids >= 0, 1, 0.0, EOS_IDS, windows)
-    assert looks[3:5] == [2, 1]  # the fourth look dropped the first row
-    assert mask[0].tolist() == [True] * 4 + [False] * 20
-    assert mask[1].sum() > 4 and (logprobs[mask] < 0).all() and (logprobs[~mask] == 0).all()
+
+def test_a_call_whose_end_has_more_tokens_than_characters(monkeypatch):
+    """A tokenizer can spell each of these brackets with three tokens."""
+    monkeypatch.setattr(grpo_tools, "CALL_START", "\u27e6")
+    monkeypatch.setattr(grpo_tools, "CALL_END", "\u27e7")
+    bytewise, vocab = bytes_tokenizer()
+    policy, prompt = Policy(len(vocab), vocab["</s>"]), encode(bytewise, "1=")
+    ids, wrote = tell(policy, bytewise, prompt, split("\u27e61+1\u27e7{=2}2</s>"))
+    rollout, answers, _ = respond(policy, bytewise, [prompt])
+    assert answers == [["=2"]]
+    assert_response(policy, rollout, 0, ids, wrote)
+
+
+# ==== with random weights ====
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Gemma 3, longer than its window", "Qwen3.5"])
+@pytest.mark.parametrize("segment", [3, 100])
+def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
+    family, segment, tokenizer, monkeypatch
+):
+    """The reference is one forward pass of the whole text of policy and tool, without cache, mask or padding."""
+    monkeypatch.setattr(grpo_tools, "SEGMENT", {"cpu": segment})
+    # A tenth of the tokens contain the letter a. Some, such as <calc>, go on after it.
+    monkeypatch.setattr(grpo_tools, "CALL_START", "1")
+    monkeypatch.setattr(grpo_tools, "CALL_END", "a")
+    asked = []
+
+    def tool(call):
+        asked.append(call)
+        return "a</s>" + "0" * (len(call) % 4) + "\n"
+
+    monkeypatch.setattr(grpo_tools, "TOOL", tool)
+    kind, fields = FAMILIES[family][:2]
+    model = random_model(small(CONFIG_MAPPING[kind], fields | dict(vocab_size=len(tokenizer))))
+    rows = []
+    grow = grpo_tools.grow
+    monkeypatch.setattr(
+        grpo_tools, "grow", lambda *given: rows.append(len(given[1])) or grow(*given)
+    )
+    args = grpo_tools.Args(max_new_tokens=40, max_calls=3)
+    prompts = [encode(tokenizer, text) for text in ("1+1=", "2", "47+38=", "</s>5")]
+    examples = [{"prompt_ids": prompt} for prompt in prompts]
+    eos_ids = torch.tensor([EOS, 20, 21])
+    torch.manual_seed(0)
+    rollout, answers = grpo_tools.sample_responses(
+        args, model, tokenizer, examples, 12, 0.8, eos_ids
+    )
+    trainer = grpo_tools.rollout_logprobs(
+        grpo_tools.Args(temperature=0.8), model, rollout, [torch.arange(48)]
+    )
+    expected = torch.zeros(48, 40)
+    calls, lengths, gave_way = [], [], 0
+    for i in range(48):
+        is_token = rollout.context_mask[i]
+        length = int(is_token.sum())
+        lengths.append(length)
+        assert is_token[:length].all()
+        response, wrote = rollout.response_ids[i][:length], rollout.response_mask[i]
+        assert not (wrote & ~is_token).any()
+        prompt = prompts[i // 12]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + response.tolist()]), use_cache=False).logits[0]
+        logprobs = (logits / 0.8).log_softmax(1)[len(prompt) - 1 : -1]
+        expected[i, :length] = logprobs.gather(1, response[:, None])[:, 0] * wrote[:length]
+
+        # Each answer follows a call that the policy ended, or the end of the call that the tool wrote for it.
+        turns = [("", "")]  # pairs of the policy's text and the tool's
+        for token, own in zip(response.tolist(), wrote.tolist(), strict=False):
+            by_policy, by_tool = turns[-1]
+            word = tokenizer.decode(token)
+            if own:
+                assert not by_tool
+                turns[-1] = (by_policy + word, "")
+            else:
+                turns[-1] = (by_policy, by_tool + word)
+                if word == "\n":  # the end of an answer
+                    turns.append(("", ""))
+        turns, last = (turns, "") if turns[-1][1] else (turns[:-1], turns[-1][0])
+        assert len(turns) == len(answers[i])
+        for k, (by_policy, by_tool) in enumerate(turns):
+            call, _, answer = (by_policy + by_tool).partition("a")
+            is_cut = length == 40 and k == len(turns) - 1 and not last
+            assert answer == answers[i][k] or is_cut and answers[i][k].startswith(answer)
+            calls.append(call.rpartition("1")[2])
+            # A cut answer may lack the end of the call, too.
+            assert calls[-1] in asked or is_cut
+            gave_way += "a" not in by_policy
+        # A call without an answer ends the response, because it is one too many or at the last position.
+        if "a" in last:
+            assert len(answers[i]) == 3 or length == 40
+            assert "a" not in last.removesuffix(tokenizer.decode(response[-1]))
+        ended = int(response[-1]) in eos_ids.tolist() and bool(wrote[length - 1])
+        assert ended or length == 40 or "a" in last
+        # EOS tokens of the policy are the last ones. Those of the tool end nothing.
+        assert not torch.isin(response[:-1][wrote[: length - 1]], eos_ids).any()
+    # Qwen3.5's linear attention rounds more.
+    tolerance = 3e-4 if family == "Qwen3.5" else 1e-5
+    assert_near(rollout.sampled_logprobs, expected, tolerance)
+    assert_near(trainer, expected, tolerance)
+    assert len(asked) == len(calls)
+    assert gave_way > 3 and max(map(len, answers)) == 3 and len(set(lengths)) > 10
+    # Each time that the cache grows it drops the rows that have finished.
+    assert rows == [48] if segment == 100 else len(set(rows)) > 4
 
 
 # ==== whole runs ====
@@ -457,11 +617,11 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
     sample_responses, minibatches = grpo_tools.sample_responses, grpo_tools.minibatches
 
     def recorded_sample_responses(*call, **named):
-        rollout = sample_responses(*call, **named)
+        sampled = sample_responses(*call, **named)
         if call[5] > 0:  # the temperature: an evaluation is greedy
-            rollouts.append(rollout)
+            rollouts.append(sampled)
             updates.append([])
-        return rollout
+        return sampled
 
     def recorded_minibatches(*call):
         for minibatch in minibatches(*call):
@@ -480,8 +640,10 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
     )
     adam = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
     planned = 0
-    for rollout, parts, answers, metrics in zip(rollouts, updates, gold, records, strict=True):
-        N = len(rollout.completions)
+    tokenizer = AutoTokenizer.from_pretrained(CALLER)
+    for sampled, parts, answers, metrics in zip(rollouts, updates, gold, records, strict=True):
+        rollout, tool_answers = sampled
+        N = len(tool_answers)
         pairs, wrote = [], []
         for i in range(N):
             seen = rollout.context_mask[i]
@@ -491,9 +653,10 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
         with torch.no_grad():
             old = [logprobs_of(model, pair, args.temperature).tolist() for pair in pairs]
             ref = [logprobs_of(start, pair, args.temperature).tolist() for pair in pairs]
-        calls = [len(x) for x in rollout.tool_answers]
-        right = accuracy_reward(rollout.completions, answers)
-        form = format_reward(rollout.completions, answers)
+        calls = [len(x) for x in tool_answers]
+        texts = [tokenizer.decode(response).removesuffix("</s>") for _, response in pairs]
+        right = accuracy_reward(texts, answers)
+        form = format_reward(texts, answers)
         rewards = [a + b - 0.25 * n for a, b, n in zip(right, form, calls, strict=True)]
         advantages = []
         for k in range(0, N, 4):
@@ -527,7 +690,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
         with_calls = [x for x, n in zip(right, calls, strict=True) if n > 0]
         lengths = [sum(x) for x in wrote]
         ends = [pair[1][-1] == EOS and own[-1] for pair, own in zip(pairs, wrote, strict=True)]
-        errors = sum(x.count(ERROR) for x in rollout.tool_answers)
+        errors = sum(x.count(ERROR) for x in tool_answers)
         expected = {
             "rollout/reward_mean": math.fsum(rewards) / N,
             "rollout/response_len": sum(lengths) / N,
@@ -541,7 +704,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
         }
         assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
         assert 0 < sum(ends) < N and 0 < len(with_calls) < N and clipped > 0
-    assert records[-1]["tokens"] == sum(int(x.response_mask.sum()) for x in rollouts)
+    assert records[-1]["tokens"] == sum(int(x.response_mask.sum()) for x, _ in rollouts)
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
     for name, weights in model.state_dict().items():
         torch.testing.assert_close(saved[name], weights, rtol=1e-6, atol=1e-8)
@@ -555,10 +718,12 @@ def test_without_a_call_it_has_no_accuracy(tmp_path, monkeypatch):
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()][-1]
     found = [metrics[f"tool/{name}"] for name in ("calls", "error_frac", "call_accuracy")]
     assert found[:2] == [0, 0] and math.isnan(found[2])
+    # Most responses call several times.
+    monkeypatch.setattr(grpo_tools, "CALL_END", "1")
     monkeypatch.setattr(grpo_tools, "TOOL", lambda call: 1 / 0)
     _, folder = train(tmp_path, "raises", num_steps=1)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()][-1]
-    assert metrics["tool/calls"] > 0 and metrics["tool/error_frac"] == 1
+    assert metrics["tool/calls"] > 1 and metrics["tool/error_frac"] == 1
 
 
 def test_the_search_of_the_docs(tmp_path, monkeypatch):

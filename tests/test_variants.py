@@ -457,6 +457,8 @@ def test_two_steps(name, monkeypatch, tmp_path):
     assert metrics["step"] == 2 and metrics["optim/skipped"] == 0 and metrics["optim/grad_norm"] > 0
     assert all(math.isfinite(x) for x in metrics.values())
     for step, (_, _, rollout) in enumerate(calls["sample_responses"], start=1):
+        if name == "echo":
+            rollout, _ = rollout  # and the tool's answers
         records = [sample for sample in samples if sample["step"] == step]
         logged = torch.tensor([sample["advantages"] for sample in records], dtype=torch.float64)
         expected = expected_advantages(name, records, rollout.response_mask.sum(1).view(3, 4))
@@ -490,7 +492,7 @@ def test_echo_adds_the_cross_entropy_of_a_plain_forward_pass(monkeypatch, tmp_pa
     given = dict(num_steps=1, num_prompts=8, num_minibatches=1, temperature=1.0)
     given |= dict(echo_coef=0.7, beta=0.0)
     metrics, _, calls = run(load("echo"), monkeypatch, tmp_path, **given)
-    ((_, _, rollout),) = calls["sample_responses"]
+    ((_, _, (rollout, _)),) = calls["sample_responses"]
     model = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "caller")
     terms, logprobs_of_tool = [], []
     for i in range(32):
