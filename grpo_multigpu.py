@@ -1421,7 +1421,7 @@ def load_checkpoint(args, run_dir, model, optimizer):
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     others = []  # the flags whose values the run hasn't
     for name, value in vars(args).items():
-        if name != "runs_dir" and value != saved["args"].get(name):
+        if name not in ("runs_dir", "run_name") and value != saved["args"].get(name):
             others.append("--" + name.replace("_", "-"))
     if others:
         raise ValueError(
