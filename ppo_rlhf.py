@@ -10,10 +10,10 @@ response is a sequence of actions, one per token:
                plus the score at the last token                                    (Ziegler, Eq. 2)
     delta_t  = r_t + gamma V(s_{t+1}) - V(s_t)            V = 0 after the last token   (PPO, Eq. 12)
     A_t      = delta_t + gamma lambda A_{t+1}             advantages                   (PPO, Eq. 11)
-    R_t      = A_t + V(s_t)                               returns, which the value network predicts
+    U_t      = A_t + V(s_t)                               returns, which the value network predicts
     L_pi     = -mean_t min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t)                   (PPO, Eq. 7)
     rho_t    = pi(a_t | s_t) / pi_old(a_t | s_t)      s_t is the prompt and the tokens before a_t
-    L_V      = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
+    L_V      = 1/2 mean_t max((V - U)^2, (clip(V, V_old - eps_V, V_old + eps_V) - U)^2)
 
 After the returns are computed, the advantages are whitened over the whole rollout. mean_t is the
 mean over all tokens of the minibatch. Old values and old log-probabilities stay fixed during the
@@ -23,17 +23,25 @@ Parent: grpo.py. Differences: (1) a reward model scores each response, and --mis
 subtracted from the score of a response that was cut at the limit; (2) the KL to the reference is a
 part of each token's reward (k1) and not of the loss; (3) a value network and GAE replace the
 group's mean and std, so that one sample per prompt is enough; (4) the value network has a clipped
-loss, and its own learning rate; (5) one rollout serves several epochs, and the losses average over
-all tokens of the minibatch.
+loss and its own learning rate, and its gradient is clipped by its own norm; (5) one rollout serves
+several epochs, and the losses average over all tokens of the minibatch.
 
-Departures from the papers: the gradient of each network is clipped by its own norm; Huang et al.
-clip none. Beta is fixed; Ziegler adapts it. No mean is subtracted from the scores; Huang's have
-mean 0 on the demonstrations. The penalty is subtracted from the score of a cut response; Huang sets
-that score to -1. Adam's epsilon is 1e-8; Huang has 1e-5. The score is added to the reward of the
-last token, where V(s_{t+1}) is 0. Huang's code adds it one slot later, to a padding token, and
-takes the network's value at that padding token as V(s_{t+1}) of the last token. Without
---reward-model, which is the default with --model, the rules of utils/rewards.py replace the reward
-model.
+Departures from the papers:
+
+    here                                          in the papers
+    --------------------------------------------  --------------------------------------------------
+    beta is fixed                                 Ziegler: beta is adapted
+    no mean is subtracted from the scores         Huang: they have mean 0 on the demonstrations
+    a penalty is subtracted from the score of     Huang: that score is -1
+      a cut response
+    the score is added at the last token,         Huang's code: it is added one slot later, at a
+      where V(s_{t+1}) is 0                         padding token, whose value is that V(s_{t+1})
+    L_V has no weight                             Huang: its weight is 0.1
+    each network's gradient is clipped            Huang: no gradient is clipped
+    Adam's epsilon is 1e-8                        Huang: it is 1e-5
+
+Without --reward-model, which is the default with --model, the rules of utils/rewards.py replace the
+reward model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -79,7 +87,7 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-# Without a reward model these are summed. 1.0 from the first means a right answer.
+# Summed if there is no reward model; the first also gives the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer. With --examples they stand before each question.
 # A small model can imitate them where it can't follow a description of the format. So they have to
@@ -171,8 +179,8 @@ class Args:
     max_grad_norm: float = 1.0
     """the gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
-    reward_model: str = ""
-    """classifier of one label, folder or hub id; "": the rewards of REWARDS"""
+    reward_model: str | None = None
+    """classifier of one label, folder or hub id; None: the rewards of REWARDS"""
     missing_eos_penalty: float = 1.0
     """taken off the score of a response that was cut at --max-new-tokens"""
     clip_eps: float = 0.2
@@ -183,8 +191,6 @@ class Args:
     """discount of the rewards per token (gamma)"""
     gae_lambda: float = 0.95
     """a lower one gives less variance and more bias of the advantages (lambda in PPO's Eq. 11)"""
-    vf_coef: float = 0.1
-    """weight of the value loss; Adam ignores it, but --max-grad-norm doesn't"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to within this distance of the old value"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
@@ -211,17 +217,12 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def whiten(values, mask, shift_mean=True):
-    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked.
-
-    With shift_mean False the mean stays.
-    """
+def whiten(values, mask):
+    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
     mean = masked_mean(values, mask)  # ()
     variance = masked_mean((values - mean) ** 2, mask)  # ()
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (n, R)
-    if not shift_mean:
-        whitened = whitened + mean
     return whitened.masked_fill(~mask, 0.0)
 
 
@@ -258,12 +259,11 @@ def compute_gae(args, rewards, values, mask):
 
 
 def value_loss(args, values, old_values, returns, mask, num_tokens):
-    """The clipped value loss, --vf-coef included, of the n sequences of a micro-batch.
+    """The clipped value loss, L_V, of the n sequences of a micro-batch.
 
     values, old_values, returns (n, R); mask (n, R) bool. num_tokens is the number of tokens in the
     whole minibatch, so that the losses of its micro-batches add up to the loss of the minibatch.
-    Returns the scalar loss, and stats: each metric summed over the tokens that count, without
-    --vf-coef.
+    Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
     # Masked slots become 0 before the squares: garbage could be inf, and its gradient NaN.
@@ -275,7 +275,7 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     errors = (values - returns) ** 2  # (n, R)
     clipped_errors = (values.clamp(low, high) - returns) ** 2  # (n, R)
     token_loss = 0.5 * torch.maximum(errors, clipped_errors)  # (n, R)
-    loss = args.vf_coef * masked_sum(token_loss, mask) / num_tokens
+    loss = masked_sum(token_loss, mask) / num_tokens
 
     stats = {
         "value/loss": masked_sum(token_loss.detach(), mask),
@@ -316,14 +316,13 @@ def lr_factor(args, update, num_updates):
     return 1.0
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_tokens):
+def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     """The PPO policy loss, L_pi, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, ref_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens
-    that count. num_tokens is the number of tokens in the whole minibatch, so that the losses of its
-    micro-batches add up to the loss of the minibatch. ref_logprobs serve the metric kl/ref alone;
-    with args.beta 0 they are not used. Returns the scalar loss, and stats: each metric summed over
-    the tokens that count.
+    logprobs, old_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens that count.
+    num_tokens is the number of tokens in the whole minibatch, so that the losses of its
+    micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats: each
+    metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == mask.shape
@@ -346,9 +345,6 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/ratio_mean": ratio,
         "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
     }
-    if args.beta > 0:
-        ref_logratio = ref_logprobs - logprobs  # (n, R)
-        per_token["kl/ref"] = torch.expm1(ref_logratio) - ref_logratio  # k3; the rewards have k1
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
     return loss, stats
 
@@ -437,7 +433,7 @@ def main(args: Args) -> dict:
         # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
-        # Computed before the update even if it is the only one: the rewards contain the KL.
+        # The rewards contain the KL, so the old log-probabilities are needed now.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         # The values enter no ratio, so their micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout)  # (N, R)
@@ -446,15 +442,12 @@ def main(args: Args) -> dict:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
 
         # ---- 3. reward and advantage
-        score_lists, right = score_responses(args, reward_model, rollout, completions, batch)
-        right = torch.tensor(right)  # (N,) float32
-        scores = {}  # name of the score -> (N,) float32
-        for name, values in score_lists.items():
-            scores[name] = torch.tensor(values, device=model.device)
+        scores, right = score_responses(args, reward_model, rollout, completions, batch)
         scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()
-        rewards = sum(scores.values())  # (N,) float32: the score of each response, less the penalty
-        # r_t of the docstring (N, R), where "the score" is the response's entry of `rewards`.
-        token_rewards = kl_rewards(args, rewards, old_logprobs, ref_logprobs, response_mask)
+        response_rewards = sum(scores.values())  # (N,) float32
+        token_rewards = kl_rewards(  # (N, R)
+            args, response_rewards, old_logprobs, ref_logprobs, response_mask
+        )
         advantages, returns = compute_gae(args, token_rewards, old_values, response_mask)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
 
@@ -478,7 +471,6 @@ def main(args: Args) -> dict:
                     args,
                     logprobs,
                     old_logprobs[indices],
-                    ref_logprobs[indices],
                     advantages[indices],
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
@@ -519,11 +511,8 @@ def main(args: Args) -> dict:
         state["tokens"] += num_tokens
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
-            "rollout/reward_mean": rewards.mean(),
-            "rollout/reward_std": rewards.std(),
-            # 1 if all rewards of the step are equal, else 0: no group is compared here, so the step
-            # counts as one.
-            "rollout/zero_std_frac": (rewards == rewards[0]).all(),
+            "rollout/reward_mean": response_rewards.mean(),
+            "rollout/reward_std": response_rewards.std(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
             "rollout/response_len": response_lengths.float().mean(),
@@ -556,7 +545,7 @@ def main(args: Args) -> dict:
                 "prompt": example["prompt"],
                 "answer": example["answer"],
                 "completions": completions[group],
-                "rewards": rewards[group].tolist(),
+                "rewards": response_rewards[group].tolist(),
                 "right": (right[group] == 1).tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
@@ -1002,11 +991,11 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
     scores, right = score_responses(args, reward_model, rollout, completions, examples)
     means = {}  # name of the score -> its mean
     for name, values in scores.items():
-        means[name] = sum(values) / len(values)
+        means[name] = sum(values.tolist()) / len(values)
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
-        "eval/accuracy": sum(right) / len(right),
+        "eval/accuracy": sum(right.tolist()) / len(right),
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
         "eval/eos_frac": ended.float().mean().item(),
     }
@@ -1020,14 +1009,16 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
 
 
 def score_responses(args, reward_model, rollout, completions, examples):
-    """The scores to sum, name -> N floats, and N floats that are 1 for a right answer.
+    """The scores to sum, name -> (N,) float32, and `right` (N,) float32: 1 for a right answer.
 
     The scores are the reward model's, or those of REWARDS if there is none.
     """
-    scores = apply_rewards(completions, examples)
-    right = scores[REWARDS[0].__name__]
+    scores = {}
+    for name, values in apply_rewards(completions, examples).items():
+        scores[name] = torch.tensor(values, device=rollout.response_ids.device)  # (N,) float32
+    right = scores[REWARDS[0].__name__]  # (N,) float32
     if reward_model is not None:
-        scores = {"score": rollout_scores(args, reward_model, rollout).tolist()}
+        scores = {"score": rollout_scores(args, reward_model, rollout)}
     return scores, right
 
 
@@ -1087,7 +1078,7 @@ def load_data(args, tokenizer):
         for row, question in zip(rows, questions, strict=True):
             splits["test" if question in held_out else "train"].append(row)
     # A reward model needs no gold answer. A problem without one counts as wrong in the accuracy.
-    functions = [] if args.reward_model else REWARDS
+    functions = REWARDS if args.reward_model is None else []
     data = {}
     for split in ("train", "test"):
         examples = []
@@ -1262,7 +1253,7 @@ def check_head(model, flag):
 def load_reward_model(args, tokenizer, device):
     """The reward model, or None if REWARDS give the rewards."""
     name = args.reward_model
-    if not name:
+    if name is None:
         return None
     config = load_config(args, name)
     if config.num_labels != 1:

@@ -5,30 +5,31 @@ and token-level loss from DAPO (Yu et al. 2025, arXiv:2503.14476).
 For every prompt the policy samples G responses o_1 .. o_G, as in GRPO. The baseline is a value
 network, as in PPO:
 
-    delta_t   = r_t + gamma V(s_{t+1}) - V(s_t)           V = 0 after the last token   (PPO, Eq. 12)
-    A_t       = delta_t + gamma lambda_i A_{t+1}          advantages                   (PPO, Eq. 11)
+    delta_it  = r_it + gamma V(s_{i,t+1}) - V(s_it)       V = 0 after the last token   (PPO, Eq. 12)
+    A_it      = delta_it + gamma lambda_i A_{i,t+1}       advantages                   (PPO, Eq. 11)
     lambda_i  = 1 - 1 / (alpha |o_i|)                                   (Length-Adaptive GAE, Eq. 5)
-    R_t       = r_t + gamma R_{t+1}               returns; no value enters them      (Decoupled GAE)
+    U_it      = r_it + gamma U_{i,t+1}            returns; no value enters them      (Decoupled GAE)
     S_it      = min(rho_it A_it, clip(rho_it, 1-eps_low, 1+eps_high) A_it)      (Clip-Higher, Eq. 8)
+    rho_it    = pi(a_it | s_it) / pi_old(a_it | s_it)
     L_PPO     = -1/(sum_i |o_i|) sum_i sum_t S_it                          (token-level loss, Eq. 7)
-    L_NLL     = -1/(sum_i+ |o_i|) sum_i+ sum_t log pi(a_t | s_t)        (Positive Example LM, Eq. 9)
+    L_NLL     = -1/(sum_i |o_i|) sum_i sum_t log pi(a_it | s_it)        (Positive Example LM, Eq. 9)
+                where sum_i is over the right responses
     L         = L_PPO + mu L_NLL                                                            (Eq. 10)
-    L_V       = vf_coef / 2 mean_t max((V - R)^2, (clip(V, V_old - eps_V, V_old + eps_V) - R)^2)
+    L_V       = 1/2 mean_it max((V - U)^2, (clip(V, V_old - eps_V, V_old + eps_V) - U)^2)
 
-s_t is the prompt and the tokens before a_t. rho_it is pi / pi_old at token t of response i. A_it is
-A_t of response i. sum_i is over the sequences of the minibatch, and sum_i+ over those whose answer
-is right. mean_t is the mean over all tokens of the minibatch. r_t is the reward of the whole
-response at its last token, and 0 before it.
+a_it is token t of response i, and s_it is the prompt and the tokens before a_it. r_it is the reward
+of the whole response at its last token, and 0 before it. In L_PPO, sum_i is over the sequences of
+the minibatch. mean_it is the mean over all tokens of the minibatch.
 
 Parent: ppo_rlhf.py. Differences: (1) value pretraining: in the first --value-warmup-steps steps the
-policy stays as it is, and the value network alone learns; (2) Decoupled GAE: the value network
-learns the plain return (lambda 1), which contains none of its own predictions; (3) the policy's
-lambda grows with the length of the response: 1 / (1 - lambda), the number of tokens over which it
-looks ahead, is alpha |o_i|; (4) Clip-Higher: the upper bound of the ratio is further from 1 than
-the lower bound; (5) a language-modelling loss on the right responses; (6) G samples for each
-prompt, and one pass of several minibatches; (7) there is no KL and no reference, rules give the
-rewards instead of a reward model, and a cut response costs no penalty. The losses average over
-tokens, as in the parent.
+policy stays as it is, and the value network alone learns; the policy's learning rate schedule
+begins after these steps; (2) Decoupled GAE: the value network learns the plain return (lambda 1),
+which contains none of its own predictions; (3) the policy's lambda grows with the length of the
+response: 1 / (1 - lambda), the number of tokens over which it looks ahead, is alpha |o_i|; (4)
+Clip-Higher: the upper bound of the ratio is further from 1 than the lower bound; (5) a
+language-modelling loss on the right responses; (6) G samples for each prompt, and one pass of
+several minibatches; (7) there is no KL and no reference, rules give the rewards instead of a reward
+model, and a cut response costs no penalty. The losses average over tokens, as in the parent.
 
 Departures from the paper: lambda is 0 where its formula is negative, in responses of fewer than 1 /
 alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
@@ -184,8 +185,6 @@ class Args:
     """alpha in lambda = 1 - 1 / (alpha * length): look ahead over alpha * length tokens"""
     lm_coef: float = 0.1
     """weight of the language-modelling loss on right responses (mu)"""
-    vf_coef: float = 0.1
-    """weight of the value loss; Adam ignores it, but --max-grad-norm doesn't"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to within this distance of the old value"""
 
@@ -210,17 +209,12 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def whiten(values, mask, shift_mean=True):
-    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked.
-
-    With shift_mean False the mean stays.
-    """
+def whiten(values, mask):
+    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
     mean = masked_mean(values, mask)  # ()
     variance = masked_mean((values - mean) ** 2, mask)  # ()
     whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (n, R)
-    if not shift_mean:
-        whitened = whitened + mean
     return whitened.masked_fill(~mask, 0.0)
 
 
@@ -244,11 +238,12 @@ def adaptive_lambda(args, mask):
 
 
 def compute_gae(args, rewards, values, mask, gae_lambda):
-    """Advantages (n, R) from rewards, values and mask (n, R). PPO, Eq. 11 and 12.
+    """Advantages (n, R) from rewards, values and mask (n, R), and gae_lambda (n,).
 
-    gae_lambda is (n,), one for each response, or a number.
+    PPO, Eq. 11 and 12, with a lambda for each response.
     """
     assert rewards.shape == values.shape == mask.shape
+    assert gae_lambda.shape == mask.shape[:1]
     # Masked slots become 0: after the last token that counts, there is no reward and no value.
     rewards = rewards.masked_fill(~mask, 0.0)  # (n, R)
     values = values.masked_fill(~mask, 0.0)  # (n, R)
@@ -264,7 +259,7 @@ def compute_gae(args, rewards, values, mask, gae_lambda):
 
 
 def discounted_returns(args, rewards, mask):
-    """Returns (n, R) of rewards and mask (n, R): R_t = r_t + gamma R_{t+1}; 0 where masked."""
+    """Returns (n, R) of rewards and mask (n, R): U_t = r_t + gamma U_{t+1}; 0 where masked."""
     assert rewards.shape == mask.shape
     rewards = rewards.masked_fill(~mask, 0.0)  # (n, R)
     returns = torch.zeros_like(rewards)  # (n, R)
@@ -276,12 +271,11 @@ def discounted_returns(args, rewards, mask):
 
 
 def value_loss(args, values, old_values, returns, mask, num_tokens):
-    """The clipped value loss, --vf-coef included, of the n sequences of a micro-batch.
+    """The clipped value loss, L_V, of the n sequences of a micro-batch.
 
     values, old_values, returns (n, R); mask (n, R) bool. num_tokens is the number of tokens in the
     whole minibatch, so that the losses of its micro-batches add up to the loss of the minibatch.
-    Returns the scalar loss, and stats: each metric summed over the tokens that count, without
-    --vf-coef.
+    Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
     # Masked slots become 0 before the squares: garbage could be inf, and its gradient NaN.
@@ -293,7 +287,7 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     errors = (values - returns) ** 2  # (n, R)
     clipped_errors = (values.clamp(low, high) - returns) ** 2  # (n, R)
     token_loss = 0.5 * torch.maximum(errors, clipped_errors)  # (n, R)
-    loss = args.vf_coef * masked_sum(token_loss, mask) / num_tokens
+    loss = masked_sum(token_loss, mask) / num_tokens
 
     stats = {
         "value/loss": masked_sum(token_loss.detach(), mask),
@@ -460,9 +454,9 @@ def main(args: Args) -> dict:
         # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
-        # Both are computed before the update, even if it is the only one: GAE needs the old values.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
-        # The values enter no ratio, so their micro-batches needn't be those of the updates.
+        # GAE needs the old values now. The values enter no ratio, so their micro-batches needn't be
+        # those of the updates.
         old_values = rollout_values(args, value_model, rollout)  # (N, R)
 
         # ---- 3. reward and advantage
@@ -473,8 +467,8 @@ def main(args: Args) -> dict:
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         is_right = right == 1  # (N,) bool
-        rewards = sum(scores.values())  # (N,) float32
-        token_rewards = terminal_rewards(rewards, response_mask)  # (N, R)
+        response_rewards = sum(scores.values())  # (N,) float32
+        token_rewards = terminal_rewards(response_rewards, response_mask)  # (N, R)
         # Decoupled GAE: the advantages use the lambda of each response. The value network learns
         # the plain returns, which contain no predicted value.
         lambdas = adaptive_lambda(args, response_mask)  # (N,)
@@ -503,29 +497,28 @@ def main(args: Args) -> dict:
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int((response_lengths * is_right)[minibatch].sum())
             for indices, part in micro_batches(args, model, rollout, minibatch):
-                # In the value pretraining, ppo_loss and weighted_nll below are only logged. The
-                # policy gets no gradient, so Adam leaves its weights alone.
-                with torch.set_grad_enabled(trains_policy):
-                    logprobs = compute_logprobs(model, part, args.temperature)
-                ppo_loss, stats = policy_loss(
-                    args,
-                    logprobs,
-                    old_logprobs[indices],
-                    advantages[indices],
-                    response_mask[indices],
-                    num_tokens=minibatch_tokens,
-                )
-                weighted_nll = lm_loss(
-                    args,
-                    logprobs,
-                    is_right[indices],
-                    response_mask[indices],
-                    num_right_tokens=right_tokens,
-                )
-                loss = ppo_loss + weighted_nll  # Eq. 10
+                # In the pretraining the policy gets no gradient, so Adam leaves its weights alone.
+                stats = {}
                 if trains_policy:
+                    logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
+                    ppo_loss, stats = policy_loss(
+                        args,
+                        logprobs,
+                        old_logprobs[indices],
+                        advantages[indices],
+                        response_mask[indices],
+                        num_tokens=minibatch_tokens,
+                    )
+                    weighted_nll = lm_loss(
+                        args,
+                        logprobs,
+                        is_right[indices],
+                        response_mask[indices],
+                        num_right_tokens=right_tokens,
+                    )
+                    loss = ppo_loss + weighted_nll  # Eq. 10
                     loss.backward()
-                total_loss += loss.detach()
+                    total_loss += loss.detach()
                 values = compute_values(value_model, part)  # (n, R)
                 vf_loss, vf_stats = value_loss(
                     args,
@@ -560,11 +553,8 @@ def main(args: Args) -> dict:
         state["tokens"] += num_tokens
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
-            "rollout/reward_mean": rewards.mean(),
-            "rollout/reward_std": rewards.std(),
-            # 1 if all rewards of the step are equal, else 0: no group is compared here, so the step
-            # counts as one.
-            "rollout/zero_std_frac": (rewards == rewards[0]).all(),
+            "rollout/reward_mean": response_rewards.mean(),
+            "rollout/reward_std": response_rewards.std(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
             "rollout/lambda": lambdas.mean(),
@@ -574,7 +564,6 @@ def main(args: Args) -> dict:
             "rollout/logprob_gap_max": gap.max(),
             **{name: total / tokens_trained for name, total in token_sums.items()},
             "value/explained_var": explained_variance(old_values, returns, response_mask),
-            "policy/loss": total_loss / updates_per_step,
             "optim/grad_norm": total_grad_norm / updates_per_step,
             "optim/lr": lr,
             "optim/skipped": num_skipped,
@@ -582,6 +571,8 @@ def main(args: Args) -> dict:
             "time/update_s": update_seconds,
             "time/tokens_per_s": num_tokens / rollout_seconds,
         }
+        if trains_policy:
+            metrics["policy/loss"] = total_loss / updates_per_step
         if model.device.type == "cuda":
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
@@ -595,7 +586,7 @@ def main(args: Args) -> dict:
                 "prompt": example["prompt"],
                 "answer": example["answer"],
                 "completions": completions[group],
-                "rewards": rewards[group].tolist(),
+                "rewards": response_rewards[group].tolist(),
                 "right": (right[group] == 1).tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "values": unpadded(old_values[group], response_mask[group]),

@@ -561,7 +561,7 @@ LESSONS = {
             "lambda 1": f"{VAPO} --gae-alpha 1e9",
             "eps_high = 0.2": f"{VAPO} --clip-eps-high 0.2",
             "no loss on right responses": f"{VAPO} --lm-coef 0",
-            "PPO, reward by rules": f"{PPO} --reward-model=",
+            "PPO, reward by rules": f"{PPO} --reward-model None",
             "GRPO": "grpo.py --num-steps 20",
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
@@ -612,12 +612,11 @@ def run(command: str, seed: int, source: dict) -> dict:
         metrics, args = read_run(folder)
         lengths, groups = lengths_and_groups(folder)
     curves = {}
-    for name in metrics[1]:
+    # In vapo.py's value pretraining, the steps have no metrics of the policy.
+    for name in dict.fromkeys(name for line in metrics[1:] for name in line):
         if name not in ("step", "tokens") and not name.startswith(("time/", "eval/")):
-            curves[name] = [
-                line[name] if line[name] is None else float(f"{line[name]:.4g}")
-                for line in metrics[1:]
-            ]
+            values = [line.get(name) for line in metrics[1:]]
+            curves[name] = [x if x is None else float(f"{x:.4g}") for x in values]
     record = {
         "command": command,
         "seed": seed,

@@ -537,7 +537,7 @@ def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     skip_without_engine(script)
     given = dict(model=str(tiny_chat), dataset=str(REAL / "gsm8k"), device="cpu")
     given |= dict(runs_dir=str(tmp_path), run_name="run") | SMALL
-    own = dict(teacher=str(tiny_chat), reward_model="", baseline="none", overlong_cache=2)
+    own = dict(teacher=str(tiny_chat), reward_model=None, baseline="none", overlong_cache=2)
     for name, value in own.items():
         if hasattr(script.Args(), name):
             given[name] = value

@@ -79,7 +79,6 @@ def test_gae_by_hand():
     args = vapo.Args(gae_alpha=2 / 3)
     policy_lambda = vapo.adaptive_lambda(args, mask)
     assert policy_lambda.tolist() == pytest.approx([0.5])
-    same(vapo.compute_gae(args, rewards, values, mask, 0.5), [[2.75, 3.5, 5.0]], mask)
     same(vapo.compute_gae(args, rewards, values, mask, policy_lambda), [[2.75, 3.5, 5.0]], mask)
     same(vapo.discounted_returns(args, rewards, mask), [[8.0, 8.0, 8.0]], mask)
     # With gamma 1/2 a reward halves with every token before it.
@@ -114,7 +113,7 @@ def test_the_returns_are_monte_carlo_returns(gamma):
     ]
     same(vapo.discounted_returns(args, rewards, mask), expected, mask)
     for guess in (values, others):
-        advantages = vapo.compute_gae(args, rewards, guess, mask, 1.0)
+        advantages = vapo.compute_gae(args, rewards, guess, mask, torch.ones(5).double())
         same(advantages + guess.masked_fill(~mask, 0.0), expected, mask)
 
 
@@ -130,12 +129,20 @@ def test_returns_do_not_modify_the_rewards_and_refuse_other_shapes():
 @pytest.mark.parametrize("value", [0.0, 0.7, 1.0])
 def test_one_lambda_for_all_is_the_parents_gae(value):
     mask, (rewards, values) = ragged(4, 2)
-    mine = vapo.compute_gae(vapo.Args(), rewards, values, mask, value)
+    lambdas = torch.full((5,), value, dtype=torch.float64)
+    mine = vapo.compute_gae(vapo.Args(), rewards, values, mask, lambdas)
     args = ppo_rlhf.Args(gae_lambda=value)
     theirs, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
     assert torch.equal(mine, theirs)
     if value == 1.0:
         assert torch.allclose(vapo.discounted_returns(vapo.Args(), rewards, mask), returns)
+
+
+def test_lambdas_of_a_shape_that_would_broadcast_are_refused():
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    for lambdas in (torch.ones(1), torch.ones(3, 1), torch.tensor(1.0)):
+        with pytest.raises(AssertionError):
+            vapo.compute_gae(vapo.Args(), torch.zeros(3, 3), torch.zeros(3, 3), mask, lambdas)
 
 
 # ---- the language-modelling loss on right responses
@@ -199,17 +206,19 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
         states.append([{k: x.clone() for k, x in content[name].items()} for name in names])
         save(content, file)
 
-    has_graph, policy_loss = [], vapo.policy_loss
+    has_graph, compute_logprobs = [], vapo.compute_logprobs
 
-    def watched_loss(args, logprobs, *rest, **given):
+    def watched_logprobs(*call):
+        logprobs = compute_logprobs(*call)
         has_graph.append(logprobs.requires_grad)
-        return policy_loss(args, logprobs, *rest, **given)
+        return logprobs
 
     monkeypatch.setattr(torch, "save", watched_save)
-    monkeypatch.setattr(vapo, "policy_loss", watched_loss)
+    monkeypatch.setattr(vapo, "compute_logprobs", watched_logprobs)
     metrics, _ = run(tmp_path, value_warmup_steps=2, num_minibatches=2, warmup_updates=0)
-    # A graph without a backward pass would hold the policy's activations while the critic learns.
-    assert has_graph == [False] * 4 + [True] * 2
+    # Each step computes the old log-probabilities of two minibatches. The third step also has two updates of the
+    # policy. In the pretraining the policy needs no further forward pass.
+    assert has_graph == [False] * 6 + [True] * 2
     start = vapo.AutoModelForCausalLM.from_pretrained(SMALL_MODEL).state_dict()
     policies, critics = zip(*states, strict=True)
     same_as_start = [all(torch.equal(state[k], start[k]) for k in start) for state in policies]
@@ -219,6 +228,10 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
         for a, b in zip(critics[:-1], critics[1:], strict=True)
     )
     assert [record["optim/grad_norm"] > 0 for record in metrics[1:]] == [False, False, True]
+    # Nothing of the policy's loss is logged before it exists.
+    policy = [[name for name in record if name.startswith("policy/")] for record in metrics[1:]]
+    assert policy[0] == policy[1] == [] and "policy/loss" in policy[2]
+    assert all(record["value/loss"] > 0 for record in metrics[1:])
 
 
 def test_a_run_in_which_the_policy_never_moves_is_refused(tmp_path):
