@@ -4,7 +4,6 @@ It runs if the environment variable PLAINRL_REAL_GEMMA names a folder with the m
 """
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ def test_beyond_its_window_gemma_samples_and_trains_what_a_plain_forward_compute
     ids = tokenizer((ROOT / "docs" / "train.md").read_text(encoding="utf-8")).input_ids
     # The window of the first prompt ends within the prompt. That of the second one ends within the response.
     examples = [{"prompt_ids": ids[:560]}, {"prompt_ids": ids[:500]}]
-    as_ids = SimpleNamespace(batch_decode=lambda rows: [row.tolist() for row in rows])
     torch.manual_seed(1)
     rollout = grpo.sample_responses(args, model, examples, 1, 1.0, eos_ids)
     assert rollout.response_mask.sum() > 40
