@@ -233,8 +233,8 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
     teacher_logratio = teacher_logprobs - logprobs  # (n, R)
     kl = torch.expm1(teacher_logratio) - teacher_logratio  # (n, R), k3 (Eq. 4): only logged
 
-    # These count all ratios outside the clip range, also those where the sign of the advantage makes
-    # the minimum above take the unclipped term.
+    # These count all ratios outside the clip range, also where the sign of the advantage makes the
+    # minimum above take the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     per_token = {
@@ -614,7 +614,7 @@ def response_states(model, rollout):
         row = rows[-1]
         # The last token of a response predicts nothing, so it's left out.
         inputs = response[:-1]
-        # The first token is predicted from the prompt's last one, each other from the one before it.
+        # The first token is predicted from the prompt's last one, any other from the one before it.
         columns = [len(prompt) - 1, *range(len(row), len(row) + len(inputs))]
         places += [(row_of[i], column) for column in columns]
         row += [(token, position, i) for position, token in enumerate(inputs, len(prompt))]

@@ -31,9 +31,9 @@ model can already use a call's result, and has to learn only to call. It learns 
 learning rate of grpo.py.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
-without a <calc> is a call, too: its text is all that the policy wrote since the last answer. If the last token
-of a call goes on after it, as ">=" does, this token gives way to the tool's answer, and isn't
-trained. Departures from DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal
+without a <calc> is a call, too: its text is all that the policy wrote since the last answer. If the
+last token of a call goes on after it, as ">=" does, this token gives way to the tool's answer, and
+isn't trained. Departures from DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal
 rewards would give 0/0, and the reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
@@ -258,8 +258,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # These count all ratios outside the clip range, also those where the sign of the advantage makes
-    # the minimum above take the unclipped term.
+    # These count all ratios outside the clip range, also where the sign of the advantage makes the
+    # minimum above take the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     per_token = {
@@ -673,7 +673,7 @@ def response_states(model, rollout):
         row = rows[-1]
         # The last token of a response predicts nothing, so it's left out.
         inputs = response[:-1]
-        # The first token is predicted from the prompt's last one, each other from the one before it.
+        # The first token is predicted from the prompt's last one, any other from the one before it.
         columns = [len(prompt) - 1, *range(len(row), len(row) + len(inputs))]
         for column, counts in zip(columns, by_policy[i], strict=True):
             if counts:

@@ -623,7 +623,7 @@ def response_states(model, rollout):
         row = rows[-1]
         # The last token of a response predicts nothing, so it's left out.
         inputs = response[:-1]
-        # The first token is predicted from the prompt's last one, each other from the one before it.
+        # The first token is predicted from the prompt's last one, any other from the one before it.
         columns = [len(prompt) - 1, *range(len(row), len(row) + len(inputs))]
         places += [(row_of[i], column) for column in columns]
         row += [(token, position, i) for position, token in enumerate(inputs, len(prompt))]

@@ -183,7 +183,7 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 
 
 def compute_advantages(returns):
-    """(B, G) -> (B, G): each return minus the mean return of the prompt's other samples. Kool 2019."""
+    """(B, G) -> (B, G): each return minus the mean of the prompt's other returns. Kool 2019."""
     assert returns.ndim == 2 and returns.shape[1] >= 2, returns.shape
     others_mean = (returns.sum(1, keepdim=True) - returns) / (returns.shape[1] - 1)  # (B, G)
     return returns - others_mean
@@ -606,7 +606,7 @@ def response_states(model, rollout):
         row = rows[-1]
         # The last token of a response predicts nothing, so it's left out.
         inputs = response[:-1]
-        # The first token is predicted from the prompt's last one, each other from the one before it.
+        # The first token is predicted from the prompt's last one, any other from the one before it.
         columns = [len(prompt) - 1, *range(len(row), len(row) + len(inputs))]
         places += [(row_of[i], column) for column in columns]
         row += [(token, position, i) for position, token in enumerate(inputs, len(prompt))]

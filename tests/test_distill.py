@@ -30,9 +30,9 @@ ADDER, TEACHER = ROOT / "assets" / "adder", ROOT / "assets" / "adder-teacher"
 
 
 def make_rollout(prompt_ids, prompt_mask, response_ids, response_mask):
-    """A rollout of these tokens. The tests here don't read its last two fields."""
-    zeros, texts = torch.zeros(response_ids.shape), [""] * len(response_ids)
-    return distill.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, zeros, texts)
+    """A rollout of these tokens. The tests here don't read its log-probabilities."""
+    zeros = torch.zeros(response_ids.shape)
+    return distill.Rollout(prompt_ids, prompt_mask, response_ids, response_mask, zeros)
 
 
 def random_logits(seed, *shape):
@@ -204,7 +204,7 @@ def test_a_resumed_run_ends_in_the_same_weights(small, tmp_path):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
         patch.setattr(distill, "save_checkpoint", killed)
         distill.main(bundled(**given, run_name="killed"))
-    distill.main(distill.Args(resume=str(tmp_path / "killed")))
+    distill.main(bundled(**given, run_name="killed"))
     ends = [
         torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
         for name in ("whole", "killed")

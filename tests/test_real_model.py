@@ -106,7 +106,7 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(script, train, tmp_path, mon
     with pytest.raises(KeyboardInterrupt):
         train("stopped")
     monkeypatch.setattr(script, "save_checkpoint", save_checkpoint)
-    script.main(script.Args(resume=str(tmp_path / "stopped")))
+    train("stopped")
     models = [
         AutoModelForCausalLM.from_pretrained(whole.parent / name / "model")
         for name in ("whole", "stopped")

@@ -22,7 +22,7 @@ TEMPLATE = "{context}\n{question}"
 
 
 def make_rollout(prompts, responses, script=self_distill):
-    """A rollout of these lists of ids. The tests here don't read its last two fields."""
+    """A rollout of these lists of ids. The tests here don't read its log-probabilities."""
 
     def padded(rows, side):
         width = max(map(len, rows))
@@ -33,8 +33,7 @@ def make_rollout(prompts, responses, script=self_distill):
         return ids, mask.bool()
 
     ids, mask = padded(responses, "right")
-    texts = [""] * len(responses)
-    return script.Rollout(*padded(prompts, "left"), ids, mask, torch.zeros(ids.shape), texts)
+    return script.Rollout(*padded(prompts, "left"), ids, mask, torch.zeros(ids.shape))
 
 
 # ---- the equations
@@ -214,7 +213,7 @@ def test_the_teachers_prompts_by_hand():
         ("30+4=", "{x}+", False),
     ):
         messages = [{"role": "user", "content": question}]
-        examples.append({"messages": messages, "prompt_ids": tokens(question), "context": context})
+        examples.append({"chat": messages, "prompt_ids": tokens(question), "context": context})
         prompts += [tokens(question)] * 2
         read += [tokens(f"{context}\n{question}" if is_used else question)] * 2
         used += [is_used] * 2
@@ -251,7 +250,7 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
         max_teacher_tokens=99,
     )
     rollout = make_rollout([[1]], [[5, 2]])
-    examples = [{"messages": messages, "prompt_ids": [1], "context": "{question}"}]
+    examples = [{"chat": messages, "prompt_ids": [1], "context": "{question}"}]
     self_distill.add_contexts(args, Tokenizer(), rollout, examples)
     assert seen == [["a", "b", "think\n\n{context}? {{question}}"]]
 
