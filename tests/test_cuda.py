@@ -318,10 +318,11 @@ def test_script_trains_on_cuda(runs, name):
         # In grpo_lora.py sampler and trainer share the weights, so the gap may be 0.
         lowest = -1 if name == "grpo_lora" else 1e-6
         assert lowest < row["rollout/logprob_gap"] < 0.01
-    # The reference rounds as autocast rounds the policy. distill.py's reference is another model, self_distill.py's
-    # reads another prompt.
+    # The policy is still the reference, which rounds a little more. distill.py's reference is another model,
+    # self_distill.py's reads another prompt.
     if name not in ("distill", "self_distill"):
-        assert rows[1].get("kl/ref", 0.0) == rows[1].get("kl/response", 0.0) == 0.0
+        assert abs(rows[1].get("kl/ref", 0.0)) < 1e-4
+        assert abs(rows[1].get("kl/response", 0.0)) < 1e-3 * rows[1]["rollout/response_len"]
     trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
 
