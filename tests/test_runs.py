@@ -695,6 +695,29 @@ def test_track_without_a_network(run, offline):
 
 
 @pytest.mark.scripts("grpo")
+def test_a_tracked_run_goes_on_in_its_wandb_run(run, watch, offline, monkeypatch):
+    """A new run never writes into another W&B run of its name. A run that goes on never begins another W&B run."""
+    init, asked = wandb.init, []
+
+    def recorded(**given):
+        asked.append((given["id"], given["resume"]))
+        return init(**given)
+
+    def stop(args, folder, trained, state, metrics):
+        if state["step"] == 4 and len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(wandb, "init", recorded)
+    watch("save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(track=True)
+    folder = run(track=True)
+    wandb.teardown()
+    assert asked == [("run", "never"), ("run", "must")]
+    assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == list(range(6))
+
+
+@pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("track", [True, False])
 def test_a_run_after_a_tracked_run_that_failed(run, watch, offline, track):
     """In one process, the second run must not write into the first one's W&B run. The first one has failed."""
