@@ -37,7 +37,8 @@ def rollout(model, tokenizer, rows, **options):
 
     # The first EOS token counts, and nothing after it does.
     is_eos = (response_ids == tokenizer.eos_token_id).long()  # (N, R)
-    response_mask = (is_eos.cumsum(1) - is_eos == 0).long()  # (N, R)
+    num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
+    response_mask = (num_eos_before == 0).long()  # (N, R)
     attention_mask = torch.cat([prompts.attention_mask, response_mask], 1)  # (N, P + R)
 
     # The reward is 1 for a response that ends in the right answer, and 0 for any other.
@@ -77,13 +78,14 @@ def main():
     tokenizer = AutoTokenizer.from_pretrained(MODEL, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), lr=LEARNING_RATE)
-    accuracy = rollout(model, tokenizer, test, do_sample=False)[0].mean()
-    print(f"before: accuracy {accuracy:.3f} on {len(test)} held-out questions, greedy")
+    rewards, *_ = rollout(model, tokenizer, test, do_sample=False)
+    print(f"before: accuracy {rewards.mean():.3f} on {len(test)} held-out questions, greedy")
 
     # compute_logprobs uses the whole softmax, so sample from all of it: top_k is 50 by default.
     sampling = dict(do_sample=True, temperature=TEMPERATURE, top_k=0, top_p=1.0)
     for step in range(1, NUM_STEPS + 1):
-        rows = [train[i] for i in torch.randint(len(train), (B,)) for _ in range(G)]  # N, in groups
+        questions = [train[i] for i in torch.randint(len(train), (B,))]  # B
+        rows = [question for question in questions for _ in range(G)]  # N, in groups of G
         rewards, texts, ids, mask, response_mask = rollout(model, tokenizer, rows, **sampling)
         advantages = compute_advantages(rewards.view(B, G)).view(-1, 1)  # (N, 1)
         old_logprobs = compute_logprobs(model, ids, mask, response_mask).detach()  # (N, R)
@@ -101,8 +103,8 @@ def main():
         print(f"step {step}: mean reward {rewards.mean():.2f}, {clip_frac=:.4f}, {approx_kl=:.5f}")
         print(f"    {rows[0]['question']}{texts[0]}")
 
-    accuracy = rollout(model, tokenizer, test, do_sample=False)[0].mean()
-    print(f"after: accuracy {accuracy:.3f}")
+    rewards, *_ = rollout(model, tokenizer, test, do_sample=False)
+    print(f"after: accuracy {rewards.mean():.3f}")
 
 
 if __name__ == "__main__":

@@ -1243,7 +1243,8 @@ def check_head(model, flag):
 # The sampler can't hold the state of these families, or hide columns of their cache. Or they route
 # at random in training (PhiMoE), or need images (PaliGemma).
 UNSUPPORTED = """
-    bloom deepseek_v32 falcon_mamba llama4 llama4_text mamba mamba2 minimax paligemma phimoe rwkv
+    bloom deepseek_v32 deepseek_v4 falcon_mamba glm_moe_dsa llama4 llama4_text mamba mamba2 minimax
+    paligemma phimoe rwkv zamba zamba2
 """.split()
 
 

@@ -184,8 +184,7 @@ def count(script: str, config: dict, **flags) -> dict[str, int]:
             # The value network has a score of D numbers instead of the head.
             trained += (P if s.tied else P - head) + s.D
         found = {"weights": 4 * trained, "averages": 8 * trained, "gradients": 4 * trained}
-        # In the reference, only the linear layers of the trunk are in bf16.
-        reference = 4 * P - 2 * s.layers * s.in_linear if f.beta else 0
+        reference = in_bf16 if f.beta else 0
         found |= {"sampling copy": in_bf16, "reference": reference}
     else:
         raise ValueError(f"{script}: memory.py doesn't know its copies of the model")

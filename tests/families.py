@@ -77,6 +77,14 @@ WHOLE = {
     "BitNet": ("bitnet", {}),
     "BioGPT": ("biogpt", {}),
     "CodeGen": ("codegen", {}),
+    "DBRX": (
+        "dbrx",
+        dict(
+            ffn_config=dict(ffn_hidden_size=48, moe_num_experts=4, moe_top_k=2),
+            attn_config=dict(kv_n_heads=2, rope_theta=1e4, clip_qkv=8.0),
+        ),
+    ),
+    "dots.llm1": ("dots1", dict(n_shared_experts=1, num_experts_per_tok=2)),
     "Cohere": ("cohere", dict(logit_scale=0.25)),
     "CTRL": ("ctrl", {}),
     "DeepSeek V2": ("deepseek_v2", MLA | dict(topk_method="greedy", num_experts_per_tok=2)),
@@ -212,21 +220,24 @@ REFUSED = {
         "12 tokens",
     ),
     "Phi-4-mini, beyond its first length": ("phi3", long_rope(12), "12 tokens"),
-    "PhiMoE": ("phimoe", {}, "PhiMoE isn't supported"),
+    "BLOOM": ("bloom", {}, "its family, bloom"),
+    "DeepSeek V3.2": ("deepseek_v32", MLA, "its family, deepseek_v32"),
+    "Falcon Mamba": ("falcon_mamba", {}, "its family, falcon_mamba"),
+    "Falcon, ALiBi": ("falcon", dict(alibi=True), "its family, falcon"),
+    "Llama 4": ("llama4_text", dict(attention_chunk_size=64), "its family, llama4_text"),
+    "Mamba": ("mamba", {}, "its family, mamba"),
+    "Mamba 2": ("mamba2", dict(num_heads=8), "its family, mamba2"),
+    "MiniMax": ("minimax", {}, "its family, minimax"),
+    "PaliGemma": ("paligemma", {}, "its family, paligemma"),
+    "PhiMoE": ("phimoe", {}, "its family, phimoe"),
+    "RWKV": ("rwkv", {}, "its family, rwkv"),
+    "Zamba 2": (
+        "zamba2",
+        dict(layers_block_type=["mamba", "hybrid"] * 2, hybrid_layer_ids=[1, 3]),
+        "its family, zamba2",
+    ),
 }
-# These raise an error of transformers, or the gap between sampler and trainer stops the run.
-UNSUPPORTED = {
-    "BLOOM": ("bloom", {}),
-    "DeepSeek V3.2": ("deepseek_v32", MLA),
-    "Falcon Mamba": ("falcon_mamba", {}),
-    "Falcon, ALiBi": ("falcon", dict(alibi=True)),
-    "Llama 4": ("llama4_text", dict(attention_chunk_size=64)),
-    "Mamba": ("mamba", {}),
-    "Mamba 2": ("mamba2", dict(num_heads=8)),
-    "MiniMax": ("minimax", {}),
-    "RWKV": ("rwkv", {}),
-}
-ALL = FAMILIES | UNKNOWN_HEADS | REFUSED | UNSUPPORTED
+ALL = FAMILIES | UNKNOWN_HEADS | REFUSED
 
 
 def small(config_class, given):

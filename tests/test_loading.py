@@ -523,6 +523,7 @@ def tiny_chat(tmp_path_factory):
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=32,  # the least that vLLM has on a CPU
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from families import ALL, FAMILIES, REFUSED, UNKNOWN_HEADS, UNSUPPORTED, random_model, small_config
+from families import ALL, FAMILIES, REFUSED, UNKNOWN_HEADS, random_model, small_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 V = 48  # vocabulary
 # With four EOS ids about one token in twelve ends a response.
 EOS = [2, 5, 9, 11]
-TOKENIZER = SimpleNamespace(batch_decode=lambda rows: [row.tolist() for row in rows])
+TOKENIZER = SimpleNamespace(batch_decode=list)
 pytestmark = pytest.mark.scripts("grpo")
 # Some prompts contain EOS ids.
 PROMPTS = [
@@ -272,7 +272,7 @@ def test_every_family_is_exact(script, segment, tmp_path, family):
     model = load_family(script, family, tmp_path)
     script.check_head(model, "--model x")
     # Four rows, of a short and a long prompt.
-    rollout, sampled = roll_out(script, model, PROMPTS[:2], samples=2, new_tokens=12, seed=4)
+    rollout, sampled = roll_out(script, model, PROMPTS[:2], samples=2, new_tokens=12, seed=1)
     assert rollout.response_mask.sum(1).max() > 4
     model.train()
     with torch.no_grad():
@@ -315,27 +315,6 @@ def test_a_head_is_compared_to_the_last_digits(script):
     model.forward = capped
     with pytest.raises(ValueError, match="gemma2"):
         script.check_head(model, "--model x")
-
-
-@pytest.mark.parametrize("family", UNSUPPORTED)
-def test_no_family_is_wrong_in_silence(script, segment, tmp_path, family):
-    """Such a model is right, raises an error, or shows a gap between sampler and trainer that stops main.
-
-    The sampler and the trainer must never agree on wrong numbers. The gap is large enough for the limit on a GPU, too.
-    """
-    segment(4)
-    model = load_family(script, family, tmp_path)
-    try:
-        script.check_head(model, "--model x")
-        rollout, sampled = roll_out(script, model)
-        recomputed = in_shared_rows(script, model, rollout, 1.0)
-    except Exception:
-        return
-    gap = (sampled - recomputed).abs()[rollout.response_mask].mean()
-    if not gap > 0.1:
-        expected = exact_logprobs(model, rollout)
-        assert_near(sampled, expected)
-        assert_near(recomputed, expected)
 
 
 @pytest.mark.parametrize("steps", [1, 32])

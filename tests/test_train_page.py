@@ -58,8 +58,7 @@ def parse(name: str, flags: list[str]):
     """The Args of the command. `mine` is the page's copy of grpo.py."""
     script = __import__("grpo" if name == "mine" else name)
     args = tyro.cli(script.Args, args=flags)
-    if args.resume is None:
-        script.check_args(args)
+    script.check_args(args)
     return args
 
 
