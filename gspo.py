@@ -908,8 +908,10 @@ def load_data(args, tokenizer):
         num_too_long = num_unreadable = num_empty = 0
         for row in splits[split]:
             chat = read_chat(args, row[args.question_column])
-            # A chat template would write a missing text as the word None.
-            if not chat or not all(message["content"] for message in chat):
+            contents = [message["content"] for message in chat]
+            # A chat template would write a missing text as the word None. A system message may be
+            # empty.
+            if not chat or None in contents or not contents[-1].strip():
                 num_empty += 1
                 continue
             prompt = render(args, tokenizer, chat)
@@ -1225,7 +1227,7 @@ def load_checkpoint(args, run_dir, trained):
     saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     others = []  # the flags whose values the run hasn't
     for name, value in vars(args).items():
-        if name != "runs_dir" and value != saved["args"].get(name):
+        if name not in ("runs_dir", "run_name") and value != saved["args"].get(name):
             others.append("--" + name.replace("_", "-"))
     if others:
         raise ValueError(

@@ -127,7 +127,7 @@ def prepare(options, folder: Path) -> None:
         )
         eos_ids = torch.tensor([tokenizer.eos_token_id])
         rollout = grpo.sample_responses(
-            args, model, tokenizer, examples, num_samples=1, temperature=1.0, eos_ids=eos_ids
+            args, model, examples, num_samples=1, temperature=1.0, eos_ids=eos_ids
         )
         questions = []
         for example, response, mask in zip(
@@ -202,9 +202,9 @@ def run_plainrl(options, folder: Path) -> dict:
     sample_responses = grpo.sample_responses
 
     # A step ends when the next step starts to sample. The last step ends when the evaluation starts to sample.
-    def timed(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    def timed(args, model, examples, num_samples, temperature, eos_ids):
         starts.append((now(), num_samples))
-        return sample_responses(args, model, tokenizer, examples, num_samples, temperature, eos_ids)
+        return sample_responses(args, model, examples, num_samples, temperature, eos_ids)
 
     grpo.sample_responses = timed
     args = dict(

@@ -2,7 +2,7 @@
 
 This program adds a third reward to grpo.py: --weight for each character of a response. All other flags are those of
 grpo.py, with the bundled defaults. The idea behind such a reward is that a longer response has thought for longer.
-docs/lessons.md shows what the policy makes of it. To resume a run of this program, give it the same --weight again.
+docs/lessons.md shows what the policy makes of it. To go on with a run of this program, give it the same --weight.
 """
 
 import sys
@@ -32,7 +32,7 @@ def train(weight: float, args: Annotated[grpo.Args, tyro.conf.arg(name="")] = gr
 
     grpo.REWARDS = [grpo.accuracy_reward, grpo.format_reward, length_reward]
     # The run's folder gets a copy of this file instead of grpo.py. So grpo.py, which has no length reward, refuses to
-    # resume the run.
+    # go on with the run.
     grpo.SCRIPT = Path(__file__).resolve()
     grpo.main(args)
 

@@ -27,7 +27,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import transformers
@@ -237,13 +236,11 @@ def report_grouped_queries(
 
 def time_rollout(script, args, source, examples, eos_ids: torch.Tensor) -> None:
     """Sample 8 responses to each example with the script's sampler, from a model or an engine, and print the speed."""
-    # Nobody reads the texts.
-    tokenizer = SimpleNamespace(batch_decode=lambda ids: [""] * len(ids))
     lengths = torch.zeros(0)
 
     def sample():
         nonlocal lengths
-        rollout = script.sample_responses(args, source, tokenizer, examples, 8, 1.0, eos_ids)
+        rollout = script.sample_responses(args, source, examples, 8, 1.0, eos_ids)
         lengths = rollout.response_mask.sum(1).float()  # (N,)
 
     sample()  # warm-up
@@ -453,7 +450,7 @@ def main() -> None:
     sampled = plain(R, True)
     response_mask = sampled[1]  # (N, R)
     prompts = [x.repeat_interleave(G, 0) for x in (prompt_ids, prompt_mask)]  # (N, P) each
-    rollout = grpo.Rollout(*prompts, *sampled, completions=[""] * N)
+    rollout = grpo.Rollout(*prompts, *sampled)
     advantages = torch.randn(N, 1, device=device)  # (N, 1)
     if options.gradient_checkpointing:
         # As in grpo.py's load_model.

@@ -8,9 +8,9 @@ responses. So nearly all samples have the full 300 tokens, which is the most wor
 would find no group to learn from, so it samples only once. benchmark/records/gpu-scripts.jsonl gets one line for each
 run: its command, commit (and "dirty", if the tree had changes), GPU, versions, and the metrics of the last step.
 
-If grpo is among the scripts, the benchmark then kills a run of grpo.py in its third step and resumes it. --memory-gb
-41.5 skips this part, and gives each script only 41.5 GB of a larger GPU, as much as a program has on a 40 GB card, and
-the default batch sizes instead of larger ones.
+If grpo is among the scripts, the benchmark then kills a run of grpo.py in its third step and starts it again.
+--memory-gb 41.5 skips this part, and gives each script only 41.5 GB of a larger GPU, as much as a program has on a
+40 GB card, and the default batch sizes instead of larger ones.
 
 The models, a checkpoint and the trained model need 42 GB of disk for self_distill.py, 39 GB for grpo_offpolicy.py, and
 at most 35 GB for each other script. The killed run and the scripts with a critic have half the layers, so that they
@@ -129,7 +129,7 @@ def last_metrics(run: Path) -> dict:
 
 
 def interrupted(command: list[str], run: Path) -> None:
-    """Start a run, kill it in its third step, resume the run, and print how both ended."""
+    """Start a run, kill it in its third step, repeat its command, and print how both ended."""
     metrics, log = run / "metrics.jsonl", run.with_suffix(".log")
     with log.open("w") as file:
         process = subprocess.Popen(launch(command, None), cwd=ROOT, stdout=file, stderr=file)
@@ -143,13 +143,11 @@ def interrupted(command: list[str], run: Path) -> None:
         print(f"killed: the run failed\n{log.read_text()[-2000:]}")
         return
     stopped_at = last_metrics(run)["step"]
-    resumed = subprocess.run(
-        launch([command[0], "--resume", str(run)], None), cwd=ROOT, capture_output=True, text=True
-    )
-    print(f"killed: status {status} after step {stopped_at}; resumed: ", end="")
-    print(f"status {resumed.returncode}, step {last_metrics(run)['step']}", flush=True)
-    if resumed.returncode:
-        print((resumed.stdout + resumed.stderr)[-2000:])
+    again = subprocess.run(launch(command, None), cwd=ROOT, capture_output=True, text=True)
+    print(f"killed: status {status} after step {stopped_at}; started again: ", end="")
+    print(f"status {again.returncode}, step {last_metrics(run)['step']}", flush=True)
+    if again.returncode:
+        print((again.stdout + again.stderr)[-2000:])
 
 
 def main() -> None:

@@ -114,9 +114,10 @@ def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
         # Each problem has its own seed, so that its responses don't depend on the number of problems.
         torch.manual_seed(1_000_003 * seed + number)
         rollout = grpo.sample_responses(
-            args, sampler, tokenizer, [example], samples, args.temperature, eos_ids
+            args, sampler, [example], samples, args.temperature, eos_ids
         )
-        scores = grpo.apply_rewards(rollout.completions, [example])[grpo.REWARDS[0].__name__]
+        completions = grpo.response_texts(tokenizer, rollout, eos_ids)
+        scores = grpo.apply_rewards(completions, [example])[grpo.REWARDS[0].__name__]
         right.append(sum(score == 1 for score in scores))
     return right
 
@@ -233,9 +234,8 @@ def chances(args: grpo.Args) -> list[float]:
             prompt_mask=torch.ones_like(prompt_ids, dtype=torch.bool),
             response_ids=response_ids,
             response_mask=torch.ones_like(response_ids, dtype=torch.bool),
-            # compute_logprobs doesn't use the last two fields.
+            # compute_logprobs doesn't use this field.
             sampled_logprobs=torch.zeros(response_ids.shape),
-            completions=[""],
         )
         logprobs = grpo.compute_logprobs(model, rollout, args.temperature)  # (1, R)
         found.append(float(f"{logprobs.sum().exp():.4g}"))

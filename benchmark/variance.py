@@ -38,10 +38,12 @@ def measure(folder, steps: int) -> dict:
     model, tokenizer, eos_ids = grpo.load_model(args)
     examples = grpo.load_data(args, tokenizer)[0][:QUESTIONS]
     torch.manual_seed(1)
-    sample = partial(grpo.sample_responses, args, model, tokenizer, examples, eos_ids=eos_ids)
+    sample = partial(grpo.sample_responses, args, model, examples, eos_ids=eos_ids)
     rollout = sample(num_samples=SAMPLES, temperature=1.0)
     greedy = sample(num_samples=1, temperature=0.0)
-    R = rewards_of(examples, rollout.completions)  # (N,)
+    completions = grpo.response_texts(tokenizer, rollout, eos_ids)  # N texts
+    greedy_completions = grpo.response_texts(tokenizer, greedy, eos_ids)  # B texts
+    R = rewards_of(examples, completions)  # (N,)
     groups = R.view(-1, SAMPLES)  # (B, G)
 
     weights = [x for x in model.parameters() if x.requires_grad]
@@ -49,7 +51,7 @@ def measure(folder, steps: int) -> dict:
         "none": torch.zeros_like(R),
         "mean of all": R.mean().expand_as(R),
         "mean of the others": (groups.sum(1, keepdim=True) - groups).flatten() / (SAMPLES - 1),
-        "greedy response": rewards_of(examples, greedy.completions).repeat_interleave(SAMPLES),
+        "greedy response": rewards_of(examples, greedy_completions).repeat_interleave(SAMPLES),
     }
     # g doesn't depend on b. So the sums of g, R g and b g give the mean for every baseline, and only |g|^2 is needed
     # for the rest.
@@ -69,9 +71,7 @@ def measure(folder, steps: int) -> dict:
 
     record = {"steps": steps, **provenance(), "responses": len(R), "mean_reward": R.mean().item()}
     record["right"] = (
-        torch.tensor(grpo.apply_rewards(rollout.completions, examples)["accuracy_reward"])
-        .mean()
-        .item()
+        torch.tensor(grpo.apply_rewards(completions, examples)["accuracy_reward"]).mean().item()
     )
     record["best"] = best.item()
     is_right = R > 1

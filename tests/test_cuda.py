@@ -1,6 +1,6 @@
 """The GPU path on an emulated device: grpo.py, grpo_multigpu.py and scripts with tensors of their own train.
 
-Also: resuming, graphs that sample as single steps do, precision, peaks of memory, benchmark/gpu.py, and what CUDA
+Also: going on, graphs that sample as single steps do, precision, peaks of memory, benchmark/gpu.py, and what CUDA
 refuses. It needs Linux, g++ and a torch built without CUDA, so it is skipped on most machines with a GPU.
 """
 
@@ -77,10 +77,10 @@ prompt[1::2] = prompt[::2]
 mask, zeros = torch.ones_like(prompt, dtype=torch.bool), torch.zeros(4, 8)
 tensors = [prompt, mask, response, mask, zeros]
 with torch.no_grad():
-    exact = grpo.compute_logprobs(model, grpo.Rollout(*tensors, [""] * 4), 1.0)
+    exact = grpo.compute_logprobs(model, grpo.Rollout(*tensors), 1.0)
     model.cuda()
-    rollout = grpo.Rollout(*[x.cuda() for x in tensors], [""] * 4)
-    shared = rollout._replace(row=torch.tensor([0, 0, 1, 1]).cuda())
+    rollout = grpo.Rollout(*[x.cuda() for x in tensors])
+    shared = rollout._replace(row_of=[0, 0, 1, 1])
     rounded, in_rows = [grpo.compute_logprobs(model, x, 1.0) for x in (rollout, shared)]
 for logprobs in (rounded, in_rows):
     error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
@@ -89,11 +89,12 @@ copied = grpo.inference_copy(model)
 assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{torch.float32}}
 assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
 assert {{x.dtype for x in model.parameters()}} == {{x.dtype for x in copied.buffers()}} == {{torch.float32}}
-ref_model = grpo.reference_copy(model)
-assert {{x.dtype for x in ref_model.base_model.layers.parameters() if x.ndim == 2}} == {{torch.bfloat16}}
+assert not any(x.requires_grad for x in copied.parameters())
 with torch.no_grad():
-    assert torch.equal(grpo.compute_logprobs(ref_model, rollout, 1.0), rounded)
-    assert torch.equal(grpo.compute_logprobs(ref_model, shared, 1.0), in_rows)
+    for x in (rollout, shared):  # as the reference
+        logprobs = grpo.compute_logprobs(copied, x, 1.0)
+        error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
+        assert logprobs.dtype == torch.float32 and 1e-5 < error < 0.02, error
 """
 # grpo_lora.py keeps weights in bf16, the head and adapters in float32, and no tensor twice.
 # Sampling and training agree.
@@ -116,7 +117,7 @@ for x in trained:
 prompt = torch.randint(3, 20, (4, 8)).cuda()
 mask = torch.ones_like(prompt, dtype=torch.bool)
 ids, counts, sampled = grpo_lora.generate(args, model, prompt, mask, 1, 1.0, torch.tensor([2]).cuda())
-rollout = grpo_lora.Rollout(prompt, mask, ids, counts, sampled, [""] * 4)
+rollout = grpo_lora.Rollout(prompt, mask, ids, counts, sampled)
 logprobs = grpo_lora.compute_logprobs(model, rollout, 1.0)
 without = grpo_lora.compute_logprobs(ref_model, rollout, 1.0)
 assert logprobs.dtype == torch.float32 and (logprobs - sampled).abs()[counts].mean() < 0.02
@@ -166,28 +167,30 @@ for family in [*short, "Falcon-H1", "Granite 4 H", "LFM2", "Nemotron-H", "OLMo H
         torch.manual_seed(4)
         ids, counts, sampled = grpo.generate(args, sampler, prompt, mask, 2, 1.0, torch.tensor(EOS).cuda())
         prompts = prompt.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
-        rollout = grpo.Rollout(*prompts, ids, counts, sampled, [""] * 4)
-        expected = exact_logprobs(host_model, grpo.Rollout(*[x.cpu() for x in rollout[:5]], [""] * 4))
+        rollout = grpo.Rollout(*prompts, ids, counts, sampled)
+        expected = exact_logprobs(host_model, grpo.Rollout(*[x.cpu() for x in rollout[:5]]))
         with torch.no_grad():
             trained = grpo.compute_logprobs(model, rollout, 1.0)
         for found, limit in ((sampled, tolerance), (trained, 0.1)):
             assert (found.cpu() - expected).abs()[counts.cpu()].mean() < limit, (family, limit)
 """
-# Rows of a small cache stay until the next segment, because a new graph for fewer rows costs more than it saves.
-KEPT = """import sys
+# Finished rows are dropped once a segment, and a graph is recorded once a segment: it costs more than the rows save.
+DROPPED = """import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import grpo, torch
 from test_sampling import EOS, PROMPTS, build, left_pad
-grpo.SEGMENT["cuda"] = 128  # other programs of this process change it
-graphs, graph = [], torch.cuda.CUDAGraph
-torch.cuda.CUDAGraph = lambda: graphs.append(limit) or graph()
+grpo.SEGMENT["cuda"] = 8
+graphs, rows, graph, grow = [], [], torch.cuda.CUDAGraph, grpo.grow
+torch.cuda.CUDAGraph = lambda: graphs.append(1) or graph()
+grpo.grow = lambda cache, kept, new_columns: rows.append(len(kept)) or grow(cache, kept, new_columns)
 model, prompts = grpo.inference_copy(build("Llama").cuda()), [x.cuda() for x in left_pad(PROMPTS)]
-for limit in (0, grpo.SMALL_CACHE):
-    grpo.SMALL_CACHE = limit
-    torch.manual_seed(0)
-    grpo.generate(grpo.Args(max_new_tokens=40), model, *prompts, 4, 1.0, torch.tensor(EOS).cuda())
-torch.cuda.CUDAGraph = graph
-assert graphs == [0, 0, 2**15], graphs
+torch.manual_seed(0)
+args, eos_ids = grpo.Args(max_new_tokens=40), torch.tensor(EOS).cuda()
+_, mask, _ = grpo.generate(args, model, *prompts, 4, 1.0, eos_ids)
+torch.cuda.CUDAGraph, grpo.grow = graph, grow
+# The cache grows before the tokens at 9, 17, 25 and 33, for the rows that have such a token.
+assert rows == [len(mask), *(int(n) for n in mask[:, 9::8].sum(0) if n > 0)], rows
+assert len(graphs) == len(rows) > 2 and rows[-1] < rows[0], (graphs, rows)
 """
 # Print the bytes of the weights and the additional peak of a forward and backward pass. Gradients exist before it.
 PEAKS = """import gc, json, sys, types
@@ -218,7 +221,7 @@ for config, script in cases:
     allocated = held() - start - ids.nbytes - mask.nbytes
     for _ in range(2):  # in the second, gradients are there already
         before = held()
-        rollout = script.Rollout(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:], None, None)
+        rollout = script.Rollout(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:], None)
         logprobs = script.compute_logprobs(model, rollout, 1.0)
         logprobs.sum().backward()
         del logprobs
@@ -252,7 +255,7 @@ def runs(tmp_path_factory):
         "adapters": ADAPTERS,
         "families": FAMILIES,
         "exact": EXACT,
-        "kept": KEPT,
+        "dropped": DROPPED,
         "peaks": PEAKS,
     }
     programs |= {name: f"import torch\n{fault}\n" for name, fault in FAULTS.items()}
@@ -271,11 +274,12 @@ def runs(tmp_path_factory):
         commands[name] += [*small_flags("grpo"), *SMALL.split(), "--save-every", "1"]
     for name in (*OWN_TENSORS, "grpo_multigpu", "graph", "eager", "stop"):
         commands[name] += ["--runs-dir", folder, "--run-name", name]
-    commands["resumed"] = [folder / "graph.py", "--resume", folder / "stop"]
+    # The same command, in a program that isn't interrupted.
+    commands["again"] = [folder / "graph.py", *commands["stop"][1:]]
+    # One process repeats the command of two.
+    commands["multigpu again"] = [ROOT / "grpo_multigpu.py", *commands["grpo_multigpu"][1:]]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
     lines["gpu"] = shlex.join([str(ROOT / "benchmark" / "gpu.py"), "--tiny"])
-    multigpu = [ROOT / "grpo_multigpu.py", "--resume", folder / "grpo_multigpu"]
-    lines["multigpu resumed"] = shlex.join(map(str, multigpu))
     device = runpy.run_path(str(EMULATED / "__main__.py"))["build"]()
     options = dict(cwd=folder, capture_output=True, text=True)
     # Without this variable the emulator would start itself again.
@@ -314,10 +318,11 @@ def test_script_trains_on_cuda(runs, name):
         # In grpo_lora.py sampler and trainer share the weights, so the gap may be 0.
         lowest = -1 if name == "grpo_lora" else 1e-6
         assert lowest < row["rollout/logprob_gap"] < 0.01
-    # The reference rounds as autocast rounds the policy. distill.py's reference is another model, self_distill.py's
-    # reads another prompt.
+    # The policy is still the reference, which rounds a little more. distill.py's reference is another model,
+    # self_distill.py's reads another prompt.
     if name not in ("distill", "self_distill"):
-        assert rows[1].get("kl/ref", 0.0) == rows[1].get("kl/response", 0.0) == 0.0
+        assert abs(rows[1].get("kl/ref", 0.0)) < 1e-4
+        assert abs(rows[1].get("kl/response", 0.0)) < 1e-3 * rows[1]["rollout/response_len"]
     trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
 
@@ -341,16 +346,17 @@ def test_the_benchmark_runs_on_cuda(runs):
     assert "8 columns of padding: log-probabilities finite: True" in text
 
 
-def test_interrupted_and_resumed_on_cuda(runs):
-    assert runs["stop"][0] > 0 and runs["resumed"][0] == 0, runs["stop"][3] + runs["resumed"][3]
-    whole, resumed = metrics(runs["graph"][4]), metrics(runs["stop"][4])
-    for one, other in zip(whole, resumed, strict=True):
+def test_interrupted_and_started_again_on_cuda(runs):
+    assert runs["stop"][0] > 0 and runs["again"][0] == 0, runs["stop"][3] + runs["again"][3]
+    assert "goes on after 1 of 2 steps" in runs["again"][3]
+    whole, interrupted = metrics(runs["graph"][4]), metrics(runs["stop"][4])
+    for one, other in zip(whole, interrupted, strict=True):
         assert all(one[name] == other[name] for name in one if not name.startswith("time/"))
 
 
-def test_multigpu_resumes_on_cuda(runs):
-    """A resumed run shards the checkpoint's weights again, and gathers them to write the model."""
-    status, _, _, text, _ = runs["multigpu resumed"]
+def test_multigpu_starts_again_on_cuda(runs):
+    """A run that goes on shards the checkpoint's weights again, and gathers them to write the model."""
+    status, _, _, text, _ = runs["multigpu again"]
     folder = runs["grpo_multigpu"][4]
     assert status == 0 and [row["step"] for row in metrics(folder)] == [0, 1], text
     saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
@@ -358,7 +364,7 @@ def test_multigpu_resumes_on_cuda(runs):
     assert all(torch.equal(saved[name], model[name]) for name in saved)
 
 
-@pytest.mark.parametrize("name", ["precision", "adapters", "families", "exact", "kept"])
+@pytest.mark.parametrize("name", ["precision", "adapters", "families", "exact", "dropped"])
 def test_pieces_on_cuda(runs, name):
     assert runs[name][0] == 0, runs[name][3]
 

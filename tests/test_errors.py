@@ -1,4 +1,4 @@
-"""Wrong flags, models, data, rewards and resumes: each ends in an error that says why, and no run is lost.
+"""Wrong flags, models, data, rewards and folders of runs: each ends in an error that says why, and no run is lost.
 
 The last line of the traceback has the words of the table. It may be the script's, a library's or Python's. Also:
 unreadable gold answers are skipped and counted, a checkpoint runs no code, --help shows the values in use, and the
@@ -71,7 +71,6 @@ WRONG_VALUES = [
     (dict(dataset="nobody/nothing:main"), Exception, "nobody/nothing"),
     (dict(question_column="q"), ValueError, r"'q'.*'question', 'answer'"),
     (dict(answer_column="a"), ValueError, r"'a'.*'question', 'answer'"),
-    (dict(resume="nowhere"), ValueError, "--resume nowhere"),
     (dict(learning_rate=-1.0), ValueError, "learning rate"),
 ]
 if not torch.cuda.is_available():
@@ -239,7 +238,7 @@ def test_a_sliding_window_is_no_limit(tmp_path):
     "grpo", "grpo_lora", "grpo_tools", "grpo_offpolicy", "ppo_rlhf", "vapo", "grpo_vllm"
 )
 def test_sampler_and_trainer_that_disagree_stop_the_run(script, tmp_path, monkeypatch):
-    """Such a run would train on wrong probabilities. A resumed run is checked, too."""
+    """Such a run would train on wrong probabilities. A run that goes on is checked, too."""
     skip_without_engine(script)
     exact = script.compute_logprobs
 
@@ -252,13 +251,20 @@ def test_sampler_and_trainer_that_disagree_stop_the_run(script, tmp_path, monkey
         with pytest.raises(ValueError, match="differ by .* nats"):
             script.main(args)
     if script is grpo:
-        grpo.main(tiny_args(grpo, tmp_path, run_name="b", num_steps=1, save_every=1))
-        saved = torch.load(tmp_path / "runs" / "b" / "checkpoint.pt", weights_only=True)
-        saved["args"]["num_steps"] = 2
-        torch.save(saved, tmp_path / "runs" / "b" / "checkpoint.pt")
+        args = tiny_args(grpo, tmp_path, run_name="b")
+        save_checkpoint = grpo.save_checkpoint
+
+        def save_and_stop(*given):
+            save_checkpoint(*given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(grpo, "save_checkpoint", save_and_stop)
+            with pytest.raises(KeyboardInterrupt):
+                grpo.main(args)
         monkeypatch.setattr(grpo, "compute_logprobs", shifted)
         with pytest.raises(ValueError, match="differ by .* nats"):
-            grpo.main(grpo.Args(resume=str(tmp_path / "runs" / "b")))
+            grpo.main(args)
 
 
 # ---- rewards
@@ -362,6 +368,12 @@ def test_no_train_split(tmp_path, split):
 
 
 # ---- runs
+def load(script, args, folder):
+    """Call the script's load_checkpoint, which must fail before it looks at the parts to load."""
+    parts = (None, None) if script.__name__ == "grpo_multigpu" else ({},)
+    script.load_checkpoint(args, folder, *parts)
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
@@ -369,40 +381,116 @@ def finished(tmp_path_factory):
     return folder
 
 
-def test_an_existing_run_is_never_overwritten(finished):
-    before = contents(finished)
+@pytest.mark.scripts("grpo", "grpo_multigpu", "grpo_offpolicy", "grpo_lora")
+def test_a_folder_without_a_checkpoint_is_never_overwritten(script, tmp_path, monkeypatch):
+    """A run that was stopped before its first checkpoint has nothing to go on from."""
+    args = tiny_args(script, tmp_path, run_name="a")
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "evaluate", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            script.main(args)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    before = contents(tmp_path)
+    assert before
     with pytest.raises(FileExistsError, match="a"):
-        grpo.main(tiny_args(grpo, finished, run_name="a", seed=2))
-    assert contents(finished) == before
+        script.main(args)
+    assert contents(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "given", [dict(seed=5), dict(num_steps=9), dict(track=True), dict(beta=0.0)]
-)
-def test_resume_takes_no_other_flags(finished, given):
-    """The run has its own flags, so others would be ignored in silence."""
+def test_two_runs_that_start_at_once_have_two_folders(tmp_path, monkeypatch):
+    """Without --run-name, two runs of the same second have the same name. The second run fails."""
+    monkeypatch.setattr(grpo.time, "strftime", lambda form: "now")
+    args = tiny_args(grpo, tmp_path)
+    folder = grpo.name_run(args)
+    assert folder == tmp_path / "runs" / "grpo__small__1__now"
+    grpo.make_run(args, folder)
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError):
+        grpo.make_run(args, grpo.name_run(args))
+    assert contents(tmp_path) == before
+
+
+OTHER_FLAGS = [
+    dict(seed=5),
+    dict(num_steps=9, track=True, beta=0.0),
+    dict(model=SMALL_JUDGE, clip_eps=0.3),
+]
+
+
+@pytest.mark.parametrize("given", OTHER_FLAGS, ids=lambda given: ", ".join(given))
+def test_a_run_refuses_other_flags_and_names_them(finished, given, monkeypatch):
+    """They are neither ignored in silence, nor do they change a run in its middle."""
     before = contents(finished)
-    with pytest.raises(ValueError, match="--resume takes no other flags"):
-        grpo.main(dataclasses.replace(grpo.BUNDLED, resume=str(finished / "runs" / "a"), **given))
+    # A judge is no policy. Its flag must be named nevertheless.
+    load_model = grpo.load_model
+    monkeypatch.setattr(grpo, "load_model", lambda args: load_model(tiny_args(grpo, finished)))
+    args = tiny_args(grpo, finished, run_name="a", **given)
+    flags = [f"--{name.replace('_', '-')}" for name in vars(args) if name in given]
+    line = f"--run-name a: this run began with other values of {', '.join(flags)}; repeat its"
+    with pytest.raises(ValueError, match=line):
+        grpo.main(args)
     assert contents(finished) == before
 
 
-def test_resume_of_a_run_of_another_script(finished):
+def test_every_flag_is_compared(script, tmp_path):
+    """Only a run's folder may change: --runs-dir and --run-name."""
+    args = tiny_args(script, tmp_path, run_name="a")
+    (tmp_path / f"{script.__name__}.py").touch()
+    fields = [name for name in vars(args) if name not in ("runs_dir", "run_name")]
+    for changed in (fields[:1], fields[1:4], fields[::2], fields):
+        saved = {name: "another" if name in changed else x for name, x in vars(args).items()}
+        saved |= dict(runs_dir="elsewhere", run_name=None)
+        torch.save({"args": saved}, tmp_path / "checkpoint.pt")
+        with pytest.raises(ValueError) as caught:
+            load(script, args, tmp_path)
+        assert re.findall(r"--[\w-]+", str(caught.value)) == [
+            "--run-name",
+            *(f"--{name.replace('_', '-')}" for name in changed),
+        ]
+    # An older version of the script may have had fewer flags.
+    torch.save({"args": {"seed": args.seed}}, tmp_path / "checkpoint.pt")
+    with pytest.raises(ValueError, match="other values of .*--num-steps"):
+        load(script, args, tmp_path)
+
+
+def test_a_run_without_a_name_goes_on_under_the_name_of_its_folder(tmp_path, capsys):
+    grpo.main(tiny_args(grpo, tmp_path))
+    (folder,) = (tmp_path / "runs").iterdir()
+    before = contents(folder)
+    capsys.readouterr()
+    grpo.main(tiny_args(grpo, tmp_path, run_name=folder.name))
+    assert f"{folder} goes on after 2 of 2 steps" in capsys.readouterr().out
+    assert contents(folder) == before
+
+
+def test_a_run_of_another_script_is_refused(script, tmp_path):
+    """Its checkpoint has other parts, or was trained by another loss."""
+    args = tiny_args(script, tmp_path, run_name="a")
+    torch.save({"args": vars(args)}, tmp_path / "checkpoint.pt")
+    (tmp_path / "another.py").touch()
+    before = contents(tmp_path)
+    with pytest.raises(ValueError, match="--run-name a: a run of another script has this name"):
+        load(script, args, tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_gspo_refuses_a_run_of_grpo(finished):
     import gspo
 
     before = contents(finished)
-    with pytest.raises(ValueError, match="not the folder of a run of gspo.py"):
-        gspo.main(gspo.Args(resume=str(finished / "runs" / "a")))
+    with pytest.raises(ValueError, match="a run of another script has this name"):
+        gspo.main(tiny_args(gspo, finished, run_name="a"))
     assert contents(finished) == before
 
 
 @pytest.mark.parametrize("content", [b"", b"PK"], ids=["empty", "cut"])
 def test_a_checkpoint_that_cannot_be_read(finished, tmp_path, content):
-    run = shutil.copytree(finished / "runs" / "a", tmp_path / "a")
+    run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
     (run / "checkpoint.pt").write_bytes(content)
     before = contents(run)
     with pytest.raises((EOFError, RuntimeError, pickle.UnpicklingError)):
-        grpo.main(grpo.Args(resume=str(run)))
+        grpo.main(tiny_args(grpo, tmp_path, run_name="a"))
     assert contents(run) == before
 
 
@@ -412,11 +500,11 @@ class Attack:
 
 
 def test_a_checkpoint_runs_no_code(finished, tmp_path, monkeypatch):
-    run = shutil.copytree(finished / "runs" / "a", tmp_path / "a")
+    run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
     torch.save({"args": Attack()}, run / "checkpoint.pt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception, match="weights_only|Weights only"):
-        grpo.main(grpo.Args(resume=str(run)))
+        grpo.main(tiny_args(grpo, tmp_path, run_name="a"))
     assert not (tmp_path / "attacked").exists()
 
 

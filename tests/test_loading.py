@@ -502,8 +502,9 @@ def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monk
     monkeypatch.setattr(script, "generate", lambda *args: (ids, mask, torch.zeros(1, 5)))
     args = script.Args(max_new_tokens=5, sampling_tokens=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
-    given = args, model, tokenizer, [{"prompt_ids": [5]}], 1, 1.0, torch.tensor([eos])
-    assert script.sample_responses(*given).completions == ["<mark>12"]
+    eos_ids = torch.tensor([eos])
+    rollout = script.sample_responses(args, model, [{"prompt_ids": [5]}], 1, 1.0, eos_ids)
+    assert script.response_texts(tokenizer, rollout, eos_ids) == ["<mark>12"]
 
 
 # ---- real text
@@ -522,6 +523,7 @@ def tiny_chat(tmp_path_factory):
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=32,  # the least that vLLM has on a CPU
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,5 +1,5 @@
 """grpo_multigpu.py on several CPU processes: the same update on any number of them, one judge for all, a NaN on one,
-a kill and a resume. Also the rewards for other libraries that docs/extend.md shows.
+a kill and the same command again. Also the rewards for other libraries that docs/extend.md shows.
 """
 
 import json
@@ -82,14 +82,12 @@ def given_rollouts(path: str, gradients: str | None) -> None:
     grpo_multigpu.AutoModelForCausalLM = loader
     saved = []
 
-    def recorded(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    def recorded(args, model, examples, num_samples, temperature, eos_ids):
         if temperature == 0:
-            return sample_responses(
-                args, model, tokenizer, examples, num_samples, temperature, eos_ids
-            )
-        *tensors, logprobs, texts, _ = rollouts[len(saved)]
+            return sample_responses(args, model, examples, num_samples, temperature, eos_ids)
+        *tensors, logprobs, _ = rollouts[len(saved)]
         saved.append(1)
-        return grpo_multigpu.Rollout(*tensors, logprobs.double(), texts)
+        return grpo_multigpu.Rollout(*tensors, logprobs.double())
 
     def clip_and_save(parameters, limit):
         parameters = list(parameters)
@@ -144,7 +142,7 @@ def start(data, tmp_path):
 
     def call(world, name="run", how=None, **given):
         fixed = dict(runs_dir=str(tmp_path), run_name=name, dataset=data, **MANY_UPDATES)
-        given = given if "resume" in given else fixed | given
+        given = fixed | given
         port, log = free_port(), str(tmp_path / f"{name}.log")
         for rank in range(world):
             arguments = (rank, world, port, given, log, how or {})
@@ -194,7 +192,7 @@ def rollouts(tmp_path, data):
     torch.manual_seed(4)
     for step in range(2):
         batch = [examples[i] for i in order[4 * step : 4 * step + 4]]
-        rollout = grpo.sample_responses(args, model, tokenizer, batch, 3, 1.5, torch.tensor([EOS]))
+        rollout = grpo.sample_responses(args, model, batch, 3, 1.5, torch.tensor([EOS]))
         steps.append(tuple(rollout))
     lengths = torch.stack([step[3].sum(1) for step in steps])
     assert lengths.unique().numel() > 5
@@ -276,7 +274,7 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
     prompts, mask = torch.arange(9)[:, None], torch.ones(9, 1, dtype=torch.bool)
     response_mask = torch.arange(8) < torch.tensor(lengths)[:, None] - 1
     ids = torch.zeros(9, 8, dtype=torch.long)
-    rollout = grpo_multigpu.Rollout(prompts, mask, ids, response_mask, ids, [""] * 9)
+    rollout = grpo_multigpu.Rollout(prompts, mask, ids, response_mask, ids)
     monkeypatch.setenv("WORLD_SIZE", str(world))
     for rank in range(world):
         monkeypatch.setenv("RANK", str(rank))
@@ -306,31 +304,43 @@ def test_every_process_has_its_own_noise(several, tmp_path, data):
     assert len(completions) == 4 and completions[:2] != completions[2:]
 
 
-# ---- killed, resumed
+# ---- killed, and started again
 
 
-def test_killed_and_resumed(several, start, tmp_path):
-    """After a kill, the same number of processes continues the run bit by bit."""
-    whole = several(2, "whole", num_steps=3, save_every=1)
+def test_killed_and_started_again(several, start, tmp_path):
+    """After a kill, the same number of processes goes on with the run bit by bit."""
+    given = dict(num_steps=3, save_every=1)
+    whole = several(2, "whole", **given)
     metrics, samples = read_jsonl(whole / "metrics.jsonl"), read_jsonl(whole / "samples.jsonl")
     assert [record["step"] for record in metrics] == list(range(4)) and len(samples) == 12
     # The kill hits rank 0 after it writes the checkpoint of step 2, before the checkpoint gets its name.
     trap = dict(where="replace", call=2, signals=KILL, match="checkpoint")
-    processes = start(2, how={"trapped": 0, "trap": trap}, num_steps=3, save_every=1)
+    processes = start(2, how={"trapped": 0, "trap": trap}, **given)
     assert ended(processes[0]) == -signal.SIGKILL
     # torchrun also kills the other processes.
     for process in processes:
         process.kill()
         process.join()
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 1
-    several(2, "again", resume=str(tmp_path / "run"))
-    assert_same_runs(tmp_path / "run", whole)
+    assert_same_runs(several(2, **given), whole)
+
+
+def test_other_flags_end_all_processes(several, start, tmp_path):
+    """No process waits for another one, and each says why."""
+    folder = several(2, num_steps=1)
+    before = {path: path.read_bytes() for path in folder.rglob("*.*")}
+    for process in start(2, num_steps=1, seed=7, beta=0.5):
+        assert ended(process) == 1
+    for rank in (0, 1):
+        text = (tmp_path / f"run.log.{rank}").read_text()
+        assert "this run began with other values of --seed, --beta; repeat its command" in text
+    assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
 
 
 def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
-    several, tmp_path, monkeypatch
+    several, tmp_path, data, monkeypatch
 ):
-    """One process resumes a finished run of two. It writes the model again from the loaded state."""
+    """A run of two processes has ended. Its command, on one process, writes the model again from the loaded state."""
     folder = several(2, num_steps=2)
     before, seen = read_checkpoint(folder), []
     shutil.rmtree(folder / "model")
@@ -345,7 +355,9 @@ def test_another_number_of_processes_goes_on_with_the_same_weights_and_averages(
         seen.append(sharded_state.get_state_dict(model, optimizer, options=grpo_multigpu.WHOLE))
 
     monkeypatch.setattr(sharded_state, "set_optimizer_state_dict", load_and_look)
-    grpo_multigpu.main(grpo_multigpu.Args(resume=str(folder)))
+    given = MANY_UPDATES | dict(runs_dir=str(tmp_path), run_name="run", dataset=data, num_steps=2)
+    metrics = grpo_multigpu.main(make_args(grpo_multigpu, **given))
+    assert metrics == read_jsonl(folder / "metrics.jsonl")[-1]
     # A tied head is not a separate weight.
     assert set(before["model"]) - set(seen[0][0]) <= {"lm_head.weight"}
     weights = {name: before["model"][name] for name in seen[0][0]}

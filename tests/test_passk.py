@@ -142,8 +142,9 @@ def test_the_counts_are_those_of_the_samples():
     eos_ids = torch.tensor([tokenizer.eos_token_id])
     for number, (example, count) in enumerate(zip(examples, counts, strict=True)):
         torch.manual_seed(3_000_009 + number)
-        rollout = grpo.sample_responses(args, model, tokenizer, [example], 12, 1.0, eos_ids)
-        right = [f"<answer>{example['answer']}</answer>" in text for text in rollout.completions]
+        rollout = grpo.sample_responses(args, model, [example], 12, 1.0, eos_ids)
+        texts = grpo.response_texts(tokenizer, rollout, eos_ids)
+        right = [f"<answer>{example['answer']}</answer>" in text for text in texts]
         assert sum(right) == count
     # At a temperature near 0 all responses are the greedy one.
     args.temperature = 1e-4

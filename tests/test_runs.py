@@ -22,7 +22,7 @@ import pytest
 import torch
 import wandb
 from conftest import ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine, small_recipe
-from scripts import CRITICS, OWN_STATE, SCRIPTS
+from scripts import CRITICS, SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -57,7 +57,7 @@ WAIT = 120
 def make_args(script, **given):
     """Args of a small run, with only the fields that this script has."""
     known = {field.name for field in dataclasses.fields(script.Args)}
-    given = given if "resume" in given else small_recipe(script) | SMALL | given
+    given = small_recipe(script) | SMALL | given
     return script.Args(**{name: value for name, value in given.items() if name in known})
 
 
@@ -134,15 +134,15 @@ def unlimited():
 
 @pytest.fixture
 def run(script, data, tmp_path):
-    """Run main in this process and return the run's folder. The default is one update per rollout."""
+    """Run main in this process and return the run's folder. The default is one update per rollout.
+
+    run.metrics is what main has returned.
+    """
     skip_without_engine(script)
 
     def call(name="run", **given):
-        script.main(
-            make_args(
-                script, **{"runs_dir": str(tmp_path), "run_name": name, "dataset": data, **given}
-            )
-        )
+        given = dict(runs_dir=str(tmp_path), run_name=name, dataset=data) | given
+        call.metrics = script.main(make_args(script, **given))
         return tmp_path / name
 
     return call
@@ -343,7 +343,7 @@ def test_another_seed_is_another_run(run, finished):
     assert (other / "samples.jsonl").read_text() != (finished / "samples.jsonl").read_text()
 
 
-# ---- killed, resumed
+# ---- killed, and started again
 
 
 def write_to(file: int, **options) -> None:
@@ -373,6 +373,7 @@ def set_trap(
     elsewhere = {
         "replace": (os, "replace"),
         "save": (torch, "save"),
+        "truncate": (os, "truncate"),
         "optimizer": (torch.optim.Adam, "step"),
     }
     owner, name = elsewhere.get(where, (script, where))
@@ -403,15 +404,13 @@ def set_trap(
 
 @pytest.fixture
 def spawn(script, data, tmp_path):
-    """Start the small run with several updates per rollout in a separate process, or resume it there."""
+    """Start the small run with several updates per rollout in a separate process. It goes on if it has a checkpoint."""
     skip_without_engine(script)
     started = []
 
-    def call(name="run", resume=False, log=None, **trap):
-        given = {"resume": str(tmp_path / name)}
-        if not resume:
-            given = dict(runs_dir=str(tmp_path), run_name=name, dataset=data, **MANY_UPDATES)
-        log = str(log or tmp_path / f"{name}.log")
+    def call(**trap):
+        given = dict(runs_dir=str(tmp_path), run_name="run", dataset=data, **MANY_UPDATES)
+        log = str(tmp_path / "run.log")
         started.append(
             FORK.Process(target=in_child, args=(script.__name__, given, log, trap), daemon=True)
         )
@@ -441,8 +440,11 @@ KILLS = [
     (dict(where="optimizer", call=1, signals=KILL, after=True), 2),
     # At the beginning of a rollout.
     (dict(where="sample_responses", call=1, signals=KILL), 2),
-    # Before and after the resumed run shortens the logs.
-    (dict(where="open_logs", call=1, signals=KILL), 2),
+    # Before, while and after the run that goes on shortens the logs. The first call shortens one of the two.
+    (dict(where="load_checkpoint", call=1, signals=KILL), 2),
+    (dict(where="truncate", call=1, signals=KILL, after=True), 2),
+    (dict(where="load_checkpoint", call=1, signals=KILL, after=True), 2),
+    # After the logs are opened.
     (dict(where="open_logs", call=1, signals=KILL, after=True), 2),
     # After the metrics are logged, before the checkpoint is written.
     (dict(where="save", call=1, signals=KILL), 2),
@@ -454,16 +456,15 @@ KILLS = [
 ]
 
 
-@pytest.mark.scripts("grpo", *OWN_STATE)
-def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
-    """Kill one run at each moment above and then at random moments, and resume it each time until it is done.
+def test_killed_and_started_again_is_never_killed(script, spawn, finished, tmp_path):
+    """Kill one run at each moment above and then at random moments, and repeat its command each time until it is done.
 
     The scripts share the code that these moments are in, so one script tests all of them.
     """
     folder, log = tmp_path / "run", tmp_path / "run.log"
     thorough = script.__name__ == "grpo"
-    for number, (kill, step) in enumerate(KILLS if thorough else KILLS[:1]):
-        status = ended(spawn(resume=number > 0, **kill))
+    for kill, step in KILLS if thorough else KILLS[:1]:
+        status = ended(spawn(**kill))
         assert status in (-signal.SIGKILL, -signal.SIGXFSZ), (kill, log.read_text())
         assert read_checkpoint(folder)["metrics"]["step"] == step
         with (
@@ -476,13 +477,13 @@ def test_killed_and_resumed_is_never_killed(script, spawn, finished, tmp_path):
     draw = random.Random(0)
     for _ in range(3 if thorough else 0):
         size = log.stat().st_size
-        process = spawn(resume=True)
+        process = spawn()
         while "first prompt" not in log.read_text()[size:] and process.is_alive():
             time.sleep(0.01)
         process.join(draw.uniform(0, 0.6))
         process.kill()
         assert ended(process) in (0, -signal.SIGKILL), log.read_text()
-    assert ended(spawn(resume=True)) == 0, log.read_text()
+    assert ended(spawn()) == 0, log.read_text()
     assert_same_runs(folder, finished)
     kl = [record["kl/ref"] for record in read_jsonl(folder / "metrics.jsonl") if "kl/ref" in record]
     assert not kl or kl[-1] > 1e-4, (
@@ -506,25 +507,44 @@ def test_when_it_evaluates_and_saves(run, watch, every, evaluated, saved):
     assert steps == saved
 
 
-@pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("num_minibatches", [1, 2])
-def test_a_run_says_what_one_update_per_rollout_looks_like(run, capsys, num_minibatches):
-    """A loss near 0 and no clipped ratio look like a bug."""
-    run(num_steps=1, num_minibatches=num_minibatches)
-    said = "one update per rollout: clip_frac is 0" in capsys.readouterr().out
-    assert said == (num_minibatches == 1)
-
-
-@pytest.mark.scripts("grpo", "grpo_lora")
 @pytest.mark.parametrize("gone", ["", "model"])
-def test_resume_of_a_finished_run(script, finished, tmp_path, gone):
-    """Resuming a finished run changes nothing and returns the last metrics. It writes the model if that is missing."""
+def test_the_command_of_an_ended_run(script, finished, run, tmp_path, capsys, gone):
+    """It says that the run has ended, and returns the last metrics. It writes the model, and leaves all else alone.
+
+    The run has moved, so the command names another folder of runs.
+    """
     folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns(gone))
-    metrics = script.main(make_args(script, resume=str(folder)))
-    assert metrics == read_jsonl(finished / "metrics.jsonl")[-1]
-    assert_same_runs(folder, finished)
-    for name in ("metrics.jsonl", "args.json"):
-        assert (folder / name).read_text() == (finished / name).read_text()
+    times = {path: path.stat().st_mtime_ns for path in folder.glob("*.*")}
+    assert times
+    assert run(**MANY_UPDATES) == folder
+    assert f"{folder} goes on after 5 of 5 steps\n" in capsys.readouterr().out
+    assert run.metrics == read_jsonl(finished / "metrics.jsonl")[-1]
+    files = [path.relative_to(finished) for path in finished.rglob("*") if path.is_file()]
+    assert {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()} == set(files)
+    for path in files:
+        assert (folder / path).read_bytes() == (finished / path).read_bytes(), path
+    for path in ("args.json", "checkpoint.pt", f"{script.__name__}.py"):
+        assert (folder / path).stat().st_mtime_ns == times[folder / path], path
+
+
+@pytest.mark.scripts("grpo")
+def test_a_run_whose_folder_has_moved_goes_on(script, run, watch, finished, tmp_path):
+    """Its logs and checkpoints are in the new folder."""
+    stopped = []
+
+    def stop(args, folder, trained, state, metrics):
+        if state["step"] == 4 and not stopped:
+            stopped.append(folder)
+            raise KeyboardInterrupt
+
+    watch("save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(**MANY_UPDATES)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run").rename(tmp_path / "elsewhere" / "run")
+    run(**MANY_UPDATES, runs_dir=str(tmp_path / "elsewhere"))
+    assert not (tmp_path / "run").exists()
+    assert_same_runs(tmp_path / "elsewhere" / "run", finished)
 
 
 # ---- failures during a run
@@ -552,7 +572,7 @@ def watch(script, monkeypatch):
 
 @pytest.mark.scripts("grpo")
 def test_full_disk(script, watch, run, finished, tmp_path):
-    """A limit on file sizes imitates a full disk. The run ends, and can be resumed from its last checkpoint."""
+    """A limit on file sizes imitates a full disk. The run ends, and its command goes on from its last checkpoint."""
     steps = []
 
     def before_sampling(args, *rest):
@@ -567,7 +587,7 @@ def test_full_disk(script, watch, run, finished, tmp_path):
         run(**MANY_UPDATES)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
     assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 2
-    script.main(make_args(script, resume=str(tmp_path / "run")))
+    run(**MANY_UPDATES)
     assert_same_runs(tmp_path / "run", finished)
 
 
@@ -672,6 +692,29 @@ def test_track_without_a_network(run, offline):
     names = [b"rollout/reward_mean", b"policy/loss", b"optim/lr"]
     assert any(name in record.read_bytes() for name in names), record.stat()
     assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.scripts("grpo")
+def test_a_tracked_run_goes_on_in_its_wandb_run(run, watch, offline, monkeypatch):
+    """A new run never writes into another W&B run of its name. A run that goes on never begins another W&B run."""
+    init, asked = wandb.init, []
+
+    def recorded(**given):
+        asked.append((given["id"], given["resume"]))
+        return init(**given)
+
+    def stop(args, folder, trained, state, metrics):
+        if state["step"] == 4 and len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(wandb, "init", recorded)
+    watch("save_checkpoint", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run(track=True)
+    folder = run(track=True)
+    wandb.teardown()
+    assert asked == [("run", "never"), ("run", "must")]
+    assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == list(range(6))
 
 
 @pytest.mark.scripts("grpo")
@@ -801,14 +844,15 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     ids = torch.zeros(4, 6, dtype=torch.long)  # (N, R)
     ids[0, 4], ids[1, 1] = 2, 2  # the EOS token
     nothing = torch.zeros(4, 1)
-    rollout = script.Rollout(nothing, nothing, ids, mask, nothing, completions)
+    rollout = script.Rollout(nothing, nothing, ids, mask, nothing)
     asked = []
 
-    def sampled(args, model, tokenizer, examples, num_samples, temperature, eos_ids):
+    def sampled(args, model, examples, num_samples, temperature, eos_ids):
         asked.append((num_samples, temperature))
         return rollout
 
     monkeypatch.setattr(script, "sample_responses", sampled)
+    monkeypatch.setattr(script, "response_texts", lambda *args: completions)
     example = {"prompt": "8+77=", "answer": "85", "columns": {"answer": "85"}}
     found = script.evaluate(script.Args(), None, None, [example] * 4, torch.tensor([2]))
     assert asked == [(1, 0.0)]  # one response, greedy

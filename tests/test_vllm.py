@@ -1,7 +1,7 @@
 """grpo_vllm.py: every weight reaches the engine, engine and trainer agree, samples are fair, whole steps are right.
 
 Also: errors and Ctrl-C leave nothing behind. All tests need vllm, and are skipped without it; CONTRIBUTING.md says how
-to install it for a CPU. Other files test a run's files, and kill and resume.
+to install it for a CPU. Other files test a run's files, and kill runs.
 """
 
 import dataclasses
@@ -129,14 +129,14 @@ def test_whole_steps(given, truncated, in_double, monkeypatch, tmp_path):
     """
     steps, sample, split = [], grpo_vllm.sample_responses, grpo_vllm.minibatches
 
-    def recorded_sample(args, engine, tokenizer, examples, num_samples, temperature, eos_ids):
+    def recorded_sample(args, engine, examples, num_samples, temperature, eos_ids):
         # The trainer's head is in float32. A head in bf16 rounds its logits.
         assert engine.llm_engine.vllm_config.model_config.head_dtype == torch.float32
-        rollout = sample(args, engine, tokenizer, examples, num_samples, temperature, eos_ids)
+        rollout = sample(args, engine, examples, num_samples, temperature, eos_ids)
         rollout = rollout._replace(sampled_logprobs=rollout.sampled_logprobs.double())
         if temperature > 0:
             sequences, sampled = [], []
-            for i in range(len(rollout.completions)):
+            for i in range(len(rollout.response_ids)):
                 counts = rollout.response_mask[i]
                 prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
                 assert prompt == examples[i // num_samples]["prompt_ids"]
@@ -198,8 +198,8 @@ def test_a_wrong_temperature_ends_the_run(tmp_path, monkeypatch):
     """Even under bf16, the first step tells a wrong temperature from rounding."""
     whole = grpo_vllm.sample_responses
 
-    def wrong(args, engine, tokenizer, examples, num_samples, temperature, eos_ids):
-        return whole(args, engine, tokenizer, examples, num_samples, 0.9 * temperature, eos_ids)
+    def wrong(args, engine, examples, num_samples, temperature, eos_ids):
+        return whole(args, engine, examples, num_samples, 0.9 * temperature, eos_ids)
 
     given = dict(engine_dtype="bfloat16", num_steps=1, eval_size=4)
     run_main(tmp_path, **given)
@@ -236,13 +236,13 @@ def start_program(tmp_path, *flags):
 
 
 @ENGINE
-def test_a_program_that_is_interrupted_resumes_and_ends(tmp_path):
+def test_a_program_that_is_interrupted_goes_on_and_ends(tmp_path):
     """Ctrl-C ends the run and leaves no process. It goes on from its last checkpoint."""
     folder = tmp_path / "run"
     flags = [*small_flags("grpo_vllm"), "--num-prompts", 4, "--eval-size", 8, "--device", "cpu"]
     flags += ["--runs-dir", tmp_path, "--run-name", "run"]
-    flags += ["--num-steps", 100000, "--save-every", 1]
-    process = start_program(tmp_path, *flags)
+    flags += ["--save-every", 1]
+    process = start_program(tmp_path, *flags, "--num-steps", 100000)
     deadline = time.monotonic() + WAIT
     while not (folder / "checkpoint.pt").exists():
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()
@@ -258,10 +258,10 @@ def test_a_program_that_is_interrupted_resumes_and_ends(tmp_path):
     # Let the run end after one more step.
     saved["args"]["num_steps"] = saved["state"]["step"] + 1
     torch.save(saved, folder / "checkpoint.pt")
-    process = start_program(tmp_path, "--resume", folder)
+    process = start_program(tmp_path, *flags, "--num-steps", saved["args"]["num_steps"])
     out, err = process.communicate(timeout=WAIT)
     assert process.returncode == 0 and "after: accuracy" in out, err
-    # At the start the engine's weights are random. The hand-over at --resume replaces them.
+    # At the start the engine's weights are random. The first hand-over replaces them.
     assert read_metrics(folder)[-1]["rollout/logprob_gap"] < 1e-5
 
 
@@ -287,11 +287,9 @@ def some_prompts(count, length):
 
 
 def sample(started, examples, num_samples=2, temperature=1.0, **given):
-    args, engine, _, tokenizer, eos_ids = started
+    args, engine, _, _, eos_ids = started
     args = dataclasses.replace(args, **given)
-    return grpo_vllm.sample_responses(
-        args, engine, tokenizer, examples, num_samples, temperature, eos_ids
-    )
+    return grpo_vllm.sample_responses(args, engine, examples, num_samples, temperature, eos_ids)
 
 
 def largest_gap(started, rollout, temperature=1.0):
@@ -384,7 +382,7 @@ def test_samples_share_no_random_numbers(started, uniform):
 
 @one_family
 def test_each_prompt_has_a_seed_from_the_seed_of_the_step(started, monkeypatch):
-    """On a GPU, the engine has a random state of its own, which a resumed run wouldn't continue."""
+    """On a GPU, the engine has a random state of its own, with which a run that goes on couldn't go on."""
     _, engine, *_ = started
     asked = []
     generate = engine.generate
@@ -442,11 +440,12 @@ def test_the_rollout_is_in_group_order_and_padded_as_documented(started):
     examples = [*some_prompts(2, 9), *some_prompts(1, 3), *some_prompts(2, 6)]
     torch.manual_seed(0)
     rollout = sample(started, examples, num_samples=3)
+    completions = grpo_vllm.response_texts(tokenizer, rollout, started[4])
     for i in range(15):
         prompt = examples[i // 3]["prompt_ids"]
         mask = rollout.prompt_mask[i]
         assert rollout.prompt_ids[i][mask].tolist() == prompt and mask[-len(prompt) :].all()
         tokens = rollout.response_ids[i][rollout.response_mask[i]].tolist()
         text_ids = tokens[:-1] if tokens[-1] == 2 else tokens
-        assert rollout.completions[i] == tokenizer.decode(text_ids)
+        assert completions[i] == tokenizer.decode(text_ids)
     assert rollout.prompt_mask.sum(1).tolist() == [9] * 6 + [3] * 3 + [6] * 6

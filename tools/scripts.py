@@ -36,20 +36,6 @@ MULTI_PROCESS = ["grpo_multigpu"]
 NEEDS_VLLM = ["grpo_vllm"]
 # These train a value network beside the policy.
 CRITICS = ["ppo_rlhf", "vapo"]
-# A step of these passes something to the next step, or draws random numbers, in code that only the
-# script has. So the tests kill and resume them.
-OWN_STATE = [
-    "reinforce_baseline",
-    "dapo",
-    "ppo_rlhf",
-    "remax",
-    "grpo_offpolicy",
-    "grpo_lora",
-    "self_distill",
-    "vapo",
-    "grpo_tools",
-    "grpo_vllm",
-]
 # These have code that only they have, and that makes or moves tensors. So the tests run them on an
 # emulated GPU.
 OWN_TENSORS = [
