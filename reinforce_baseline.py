@@ -26,7 +26,7 @@ With --num-minibatches above 1 the later minibatches are off-policy, and stay un
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch has n sequences, with T response tokens together.
+micro-batch has n sequences, and T response tokens in all.
 
     python reinforce_baseline.py                                 assets/adder, on a CPU
     python reinforce_baseline.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -41,7 +41,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -60,6 +60,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    GenerationConfig,
 )
 from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
 
@@ -67,12 +68,12 @@ from utils.masking import masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-REWARDS = [accuracy_reward, format_reward]  # summed; 1.0 from the first means a right answer
+REWARDS = [accuracy_reward, format_reward]  # summed; the first gives 1.0 for a right answer
 DECAY = 0.9  # share of the old value in each step of the moving average
 CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this; nothing is clipped here
 # Worked examples, each a question and its answer. With --examples they stand before each question.
-# A small model can imitate them where it can't follow a description of the format. So they have to
-# show what REWARDS pay for. If you change REWARDS or the task, change the examples, too.
+# A small model imitates an example better than it follows a description. If you change REWARDS or
+# the task, change the examples, too.
 EXAMPLES = [
     (
         "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
@@ -92,7 +93,7 @@ EXAMPLES = [
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without --model, those of BUNDLED below are used.
+    # The defaults if --model is given. Otherwise the defaults are those of BUNDLED, below.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -101,7 +102,7 @@ class Args:
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
-    """name of the run's folder; a run that has a checkpoint goes on; None: a new name"""
+    """name of the run's folder; if it has a checkpoint, the run is resumed; None: a new name"""
     eval_every: int = 50
     """steps between evaluations (always before and after); 0: none between"""
     save_every: int = 50
@@ -146,7 +147,7 @@ class Args:
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
-    """updates over which the learning rate rises linearly; the last one of them has the peak"""
+    """updates over which the learning rate rises linearly; the last of them has the peak rate"""
     num_minibatches: int = 1
     """updates per rollout, which is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
@@ -273,11 +274,11 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    row_of: list[int] | None = None  # in a micro-batch: each sequence's row in response_states
+    pack_of: list[int] | None = None  # in a micro-batch: each sequence's pack (response_states)
 
-    def select(self, indices, row_of=None):
+    def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
-        return Rollout(*[tensor[indices] for tensor in self[:-1]], row_of)
+        return Rollout(*[tensor[indices] for tensor in self[:-1]], pack_of)
 
 
 def main(args: Args) -> dict:
@@ -285,7 +286,8 @@ def main(args: Args) -> dict:
     check_args(args)
     model, tokenizer, eos_ids = load_model(args)
     train_data, test_data = load_data(args, tokenizer)
-    # The reference is the initial policy, so it's copied before a checkpoint is loaded.
+    # The reference is the initial policy, so it's copied before a checkpoint is loaded. On a GPU it
+    # is in bf16, so kl/ref is small, but not 0, before the first update.
     ref_model = inference_copy(model) if args.beta > 0 else None
     sampler = inference_copy(model) if model.device.type == "cuda" else model
 
@@ -321,7 +323,7 @@ def main(args: Args) -> dict:
         # ---- 1. rollout
         start_time = time.perf_counter()
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
-        # The factor keeps the steps of runs with neighboring seeds apart.
+        # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, sampler, batch, G, args.temperature, eos_ids)
@@ -332,9 +334,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the sampler's arithmetic differs. The
-        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
-        # before the first update every ratio must be exactly 1.
+        # The trainer computes the old ones again, because the sampler rounds differently. It takes
+        # the micro-batches of the updates: bf16's rounding depends on the micro-batch, and before
+        # the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
@@ -368,13 +370,13 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        first_update = (step - 1) * updates_per_step  # of this step, counted over the whole run
+        first_update = (step - 1) * updates_per_step  # the number of updates before this step
         for update, minibatch in enumerate(updates, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
             for indices, part in micro_batches(args, model, rollout, minibatch):
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
-                if updates_per_step == 1:  # its own log-probabilities are the old ones
+                if updates_per_step == 1:
                     old_logprobs[indices] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -468,23 +470,52 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here: what follows makes the loop above fast, or sets it up.
+# A first reading may stop here. The rest makes the loop fast, or prepares it.
 
-# The cache of keys and values has a row for each sequence and a column for each token. When it is
-# full, it grows by this many columns, and the rows that have finished are dropped. With more,
-# attention also reads many empty columns and finished rows. With fewer, the cache is copied more
-# often, and on a GPU the graph is recorded more often. I haven't measured the one for a GPU.
+# The sampler's cache of keys and values has a column for each token. When it is full, it grows by
+# this many columns, and the finished responses are dropped. If it grows by more, attention reads
+# more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
+# recorded more often. I chose the number for a GPU, a multiple of 16, without measuring.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# The samples of a prompt share a row, which is at most this many times as long as the prompt. A
-# longer row saves little more, and attention also computes the pairs of tokens that the mask hides:
-# their number grows with the square of the row. Rows of 2 to 4 prompts' length are fastest for a
-# model of width 64, and rows of 3 to 9 for a width of 576 or 2048.
-SHARED_ROW = 4
-# The owner of a prompt's token, which all responses of a row see.
-PROMPT = -1
+# The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
+# longer row attention costs more than the shared prompt saves. I measured widths of 64, 576 and
+# 2048: 3 or 4 is among the best at each.
+PACK_LENGTH = 4
+PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
+
+
+@dataclass
+class Decoding:
+    """What a decode step reads, and changes in place: a CUDA graph replays on the same memory."""
+
+    cache: StaticCache  # keys and values, with a row for each sequence that is sampled
+    bias: Tensor  # (rows, 1, 1, columns), added to the attention scores: 0 shows a column
+    logits: Tensor  # (rows, 1, V): those of the next token
+    token: Tensor  # (rows,): the token sampled last
+    position: Tensor  # (rows,): its position, padding not counted
+    next_column: Tensor  # (1,): the column of the cache that the next step fills
+
+    def keep(self, rows, new_columns):
+        """Keep these rows (a row may repeat), and append empty columns to the cache."""
+        for layer in self.cache.layers:
+            # A layer has a state, or keys and values (rows, heads, columns, size), or both. With
+            # both, its own reorder_cache would select the rows of both.
+            if isinstance(layer, LinearAttentionLayer):
+                LinearAttentionLayer.reorder_cache(layer, rows)
+            if isinstance(layer, StaticLayer):
+                layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
+                layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+        self.bias = F.pad(self.bias[rows], (0, new_columns), value=hidden_bias(self.bias.dtype))
+        self.logits, self.token = self.logits[rows], self.token[rows]
+        self.position = self.position[rows]
+
+
+def hidden_bias(dtype):
+    """The bias of a column that attention must not see. -inf could become NaN."""
+    return torch.finfo(dtype).min
 
 
 @torch.no_grad()
@@ -497,94 +528,46 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     num_filled = prompt_ids.shape[1]  # columns of the cache
-    max_columns = num_filled + args.max_new_tokens
-
-    # Prefill: compute the keys and values of each prompt once. The cache has a StaticLayer for each
-    # layer with attention. It counts the columns that it has filled, and writes the next one in
-    # place, as a CUDA graph needs. A layer with linear attention or a convolution has a state of
-    # fixed size instead.
-    cache = StaticCache(model.config, max_cache_len=num_filled)
-    for i, is_sliding in enumerate(cache.is_sliding):
-        if is_sliding:
-            # transformers' layer would drop what lies before its window. Here a mask hides it.
-            cache.layers[i] = StaticLayer(max_cache_len=num_filled)
-    options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)
-    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
-    logits = model(
-        prompt_ids, attention_mask=prompt_mask.long(), position_ids=positions, **options
-    ).logits  # (B, 1, V)
-
-    # The state of the rows that are sampled: at first one for each of the N sequences. The bias is
-    # added to the attention scores: 0 shows a column of the cache, and a very negative number hides
-    # it.
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
-    prompt_of = sequence // num_samples  # (rows,)
-    new_columns = min(SEGMENT[device.type], args.max_new_tokens)
-    grow(cache, prompt_of, new_columns)
-    hidden = torch.finfo(model.dtype).min
-    bias = torch.where(prompt_mask, 0.0, hidden).to(model.dtype)[:, None, None]  # (B, 1, 1, P)
-    bias = F.pad(bias[prompt_of], (0, new_columns), value=hidden)  # (rows, 1, 1, columns)
-    logits = logits[prompt_of]  # (rows, 1, V): those of the next token
-    token = torch.zeros_like(sequence)  # (rows,): the token sampled last
-    position = prompt_mask.sum(1)[prompt_of]  # (rows,): its position, padding not counted
+    num_columns = num_filled + min(SEGMENT[device.type], args.max_new_tokens)
+    # The keys and values of each prompt are computed once, and repeated for its samples.
+    decoding = prefill(model, prompt_ids, prompt_mask)
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): of N
+    decoding.keep(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    next_column = torch.tensor([num_filled], device=device)  # (1,): decode fills it
-    graph = None
-
-    def decode():
-        """Feed `token` to the model, and write the logits of the next token into `logits`."""
-        # All tensors change in place, because a CUDA graph replays on the same memory.
-        bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
-        masks = bias
-        if window and bias.shape[3] > window:
-            columns = torch.arange(bias.shape[3], device=device)  # (columns,)
-            is_before = columns <= next_column - window  # (columns,) bool
-            masks = bias.masked_fill(is_before, hidden)  # (rows, 1, 1, columns)
-            if getattr(config, "layer_types", None):  # a mask for each kind of layer
-                masks = {"sliding_attention": masks, "full_attention": bias}
-                masks |= {"linear_attention": None, "conv": None}
-        outputs = model(
-            token[:, None], attention_mask=masks, position_ids=position[:, None], **options
-        )
-        logits.copy_(outputs.logits)
-        position.add_(1)
-        next_column.add_(1)
-
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+    graph = None
     for t in range(args.max_new_tokens):
         if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == bias.shape[3]:
+            if num_filled == num_columns:
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-                new_columns = min(SEGMENT[device.type], max_columns - num_filled)
-                grow(cache, live, new_columns)
-                bias = F.pad(bias[live], (0, new_columns), value=hidden)  # (rows, 1, 1, columns)
-                logits, token, position = logits[live], token[live], position[live]
+                new_columns = min(SEGMENT[device.type], args.max_new_tokens - t)
+                decoding.keep(live, new_columns)
                 sequence, finished = sequence[live], finished[live]
+                num_columns += new_columns
                 graph = None  # it was recorded on the old tensors
             if graph is not None:
                 graph.replay()
             else:
-                decode()
+                decode(model, decoding)
                 if args.cuda_graph and device.type == "cuda":
-                    # Recording runs nothing. The call above was the warm-up that a graph needs.
+                    # The call above was the warm-up that a graph needs. Recording runs nothing.
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
-                        decode()
+                        decode(model, decoding)
             num_filled += 1
 
-        next_logits = logits[:, 0].float()  # (rows, V) float32
+        logits = decoding.logits[:, 0].float()  # (rows, V) float32
         if temperature == 0:
-            logprobs = next_logits.log_softmax(1)  # (rows, V)
-            token.copy_(logprobs.argmax(1))
+            logprobs = logits.log_softmax(1)  # (rows, V)
+            token = logprobs.argmax(1)  # (rows,)
         else:
             # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
-            logprobs = (next_logits / temperature).log_softmax(1)  # (rows, V)
+            logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
-            token.copy_((logprobs + noise).argmax(1))
+            token = (logprobs + noise).argmax(1)  # (rows,)
+        decoding.token.copy_(token)
         response_ids[sequence, t] = token
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
@@ -599,16 +582,60 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
-def grow(cache, rows, new_columns):
-    """Keep these rows of the cache (a row may repeat), and append columns of keys and values."""
-    for layer in cache.layers:
-        # A layer may have both: a state, and keys and values (rows, heads, columns, size). Its own
-        # reorder_cache would select the rows of both, so that of its state is called.
-        if isinstance(layer, LinearAttentionLayer):
-            LinearAttentionLayer.reorder_cache(layer, rows)
-        if isinstance(layer, StaticLayer):
-            layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
-            layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+def prefill(model, prompt_ids, prompt_mask):
+    """The Decoding after the prompts (B, P), with a row for each prompt."""
+    # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
+    # CUDA graph needs. Layers with linear attention or a convolution have a state of fixed size.
+    cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
+    for i, is_sliding in enumerate(cache.is_sliding):
+        if is_sliding:
+            # transformers' layer would drop what lies before its window. Here a mask hides it.
+            cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
+    outputs = model(
+        prompt_ids,
+        attention_mask=prompt_mask.long(),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    bias = torch.where(prompt_mask, 0.0, hidden_bias(model.dtype)).to(model.dtype)  # (B, P)
+    return Decoding(
+        cache=cache,
+        bias=bias[:, None, None],  # (B, 1, 1, P)
+        logits=outputs.logits,  # (B, 1, V)
+        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,)
+        position=prompt_mask.sum(1),  # (B,)
+        next_column=torch.tensor([prompt_ids.shape[1]], device=prompt_ids.device),  # (1,)
+    )
+
+
+def decode(model, decoding):
+    """Feed the sampled tokens to the model, and write the logits of the next ones."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
+    bias, next_column = decoding.bias, decoding.next_column
+    bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+    masks = bias
+    if window and bias.shape[3] > window:
+        columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
+        is_before = columns <= next_column - window  # (columns,) bool
+        masks = bias.masked_fill(is_before, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        if getattr(config, "layer_types", None):  # a mask for each kind of layer
+            masks = {"sliding_attention": masks, "full_attention": bias}
+            masks |= {"linear_attention": None, "conv": None}
+    outputs = model(
+        decoding.token[:, None],
+        attention_mask=masks,
+        position_ids=decoding.position[:, None],
+        past_key_values=decoding.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    decoding.logits.copy_(outputs.logits)
+    decoding.position.add_(1)
+    next_column.add_(1)
 
 
 def response_states(model, rollout):
@@ -616,9 +643,10 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    # Sequences with the same number in row_of share a row: their prompt once, and then their
-    # responses. A token sees the prompt and its own response, so each response is computed as if it
-    # were alone. This is a row of prompt q and responses a and b; x is what a and b see:
+    # Samples of a prompt are packed into one row: the prompt once, and then the responses. A token
+    # sees the prompt and its own response, so each response is computed as if it were alone. Below
+    # is a pack of prompt q with responses of 3 and 4 tokens, a and b. The last token of a response
+    # predicts nothing, so it's left out. x is what a and b see:
     #
     #                q q q a a b b b
     #             a  x x x x x
@@ -626,42 +654,41 @@ def response_states(model, rollout):
     #      position  0 1 2 3 4 3 4 5
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
-    row_of = rollout.row_of or range(len(prompts))
-    rows = []  # each a list of tuples: a token, its position, and its owner i or PROMPT
-    places = []  # T: the row and column from which each response token is predicted
+    pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
+    packs = []  # lists of tokens, each with its position and its owner: i or PROMPT
+    places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if row_of[i] == len(rows):
-            rows.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
-        row = rows[-1]
-        # The last token of a response predicts nothing, so it's left out.
-        inputs = response[:-1]
-        # The first token is predicted from the prompt's last one, any other from the one before it.
-        columns = [len(prompt) - 1, *range(len(row), len(row) + len(inputs))]
-        places += [(row_of[i], column) for column in columns]
-        row += [(token, position, i) for position, token in enumerate(inputs, len(prompt))]
+        if pack_of[i] == len(packs):
+            packs.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
+        pack = packs[pack_of[i]]
+        # The first token is predicted at the prompt's last one, any other at the one before it.
+        places.append((pack_of[i], len(prompt) - 1))
+        for position, token in enumerate(response[:-1], start=len(prompt)):
+            places.append((pack_of[i], len(pack)))
+            pack.append((token, position, i))
 
-    # Pad the rows on the right. Where a mask hides the padding, any position will do. Without one
-    # positions count on, because transformers takes a position that starts again for a new text.
-    has_mask = len(rows) < len(prompts)
-    length = max(len(row) for row in rows)
-    for row in rows:
-        row += [(0, 0 if has_mask else column, PROMPT) for column in range(len(row), length)]
+    # Pad on the right. With a mask, the padding's positions don't matter. Without one they have to
+    # keep rising, because transformers takes positions that start again for a second text.
+    shares = len(packs) < len(prompts)
+    length = max(len(pack) for pack in packs)
+    for pack in packs:
+        for column in range(len(pack), length):
+            pack.append((0, 0 if shares else column, PROMPT))
     device = rollout.prompt_ids.device
-    ids, positions, owner = torch.tensor(rows, device=device).unbind(2)  # (rows, length) each
+    ids, positions, owner = torch.tensor(packs, device=device).unbind(2)  # (packs, length) each
     bias = None  # each token sees all before it: attention needs no mask, and is fastest
-    if has_mask:
-        query, key = owner[:, :, None], owner[:, None, :]  # (rows, length, 1), (rows, 1, length)
-        is_visible = ((key == PROMPT) | (key == query)).tril()  # (rows, length, length) bool
-        # As in generate, the bias is added to the attention scores.
-        bias = torch.where(is_visible, 0.0, torch.finfo(model.dtype).min).to(model.dtype)[:, None]
+    if shares:
+        query, key = owner[:, :, None], owner[:, None, :]  # (packs, length, 1), (packs, 1, length)
+        is_visible = ((key == PROMPT) | (key == query)).tril()  # (packs, length, length) bool
+        bias = torch.where(is_visible, 0.0, hidden_bias(model.dtype)).to(model.dtype)[:, None]
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
         outputs = model.base_model(
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
-    row, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Unlike indexing, embedding adds up the gradients of a state in a fixed order.
-    return F.embedding(row * length + column, outputs.last_hidden_state.flatten(0, 1))
+    pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
+    # Not an index: its backward pass adds up the gradients of a state in any order.
+    return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
 def unpadded(ids, mask):
@@ -725,64 +752,71 @@ def rollout_logprobs(args, model, rollout, splits):
 def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
 
-    A micro-batch has at most --micro-batch-tokens tokens, padding included. Rows of similar length
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
     are together, so that little is padded. A sequence that is longer than the maximum is alone.
     """
-    rows = shared_rows(args, model, rollout, sequences)
+    packs = make_packs(args, model, rollout, sequences)
     batches = []
-    while rows:
-        longest, _ = rows[0]  # the others are padded to its length
-        num_rows = max(1, args.micro_batch_tokens // longest)
+    while packs:
+        num_packs = max(1, args.micro_batch_tokens // packs[0].length)  # the first is the longest
         indices = []  # n
-        row_of = []  # n
-        for number, (_, row) in enumerate(rows[:num_rows]):
-            indices += row
-            row_of += [number] * len(row)
-        batches.append((indices, rollout.select(indices, row_of)))
-        rows = rows[num_rows:]
+        pack_of = []  # n
+        for number, pack in enumerate(packs[:num_packs]):
+            indices += pack.members
+            pack_of += [number] * len(pack.members)
+        batches.append((indices, rollout.select(indices, pack_of)))
+        packs = packs[num_packs:]
     return batches
 
 
-def shared_rows(args, model, rollout, sequences):
-    """The rows of these sequences (n,), longest first: pairs of a length and a list of indices.
+@dataclass
+class Pack:
+    """Samples of a prompt that share a row in response_states."""
 
-    Neighbors with the same prompt share a row, which is at most SHARED_ROW times as long as their
-    prompt.
-    """
-    max_length = longest_shared_row(args, model, rollout)
+    prompt: list[int]
+    length: int  # of the row, in tokens
+    members: list[int] = field(default_factory=list)  # the indices of the sequences
+
+
+def make_packs(args, model, rollout, sequences):
+    """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    rows = []
-    for i in sorted(sequences.tolist()):
-        if rows:
-            length, indices = rows[-1]
-            length += response_lengths[i]
-            fits = length <= min(SHARED_ROW * len(prompts[i]), max_length)
-            if fits and prompts[i] == prompts[indices[0]]:
-                rows[-1] = (length, [*indices, i])
-                continue
-        rows.append((len(prompts[i]) + response_lengths[i], [i]))
-    return sorted(rows, key=lambda row: -row[0])
-
-
-def longest_shared_row(args, model, rollout):
-    """The maximum number of tokens in a row with several responses; 0: share no row."""
-    config = model.config.get_text_config()
-    # The state of linear attention or of a convolution goes through the whole row.
-    layer_types = getattr(config, "layer_types", None) or []
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        return 0
-    # A model that takes no positions, such as MPT, counts the columns of a row.
-    if "position_ids" not in inspect.signature(model.base_model.forward).parameters:
-        return 0
-    # The mask of a micro-batch replaces the model's own, which knows its window. So the window has
-    # to hold each row, shared or not.
-    keys = ("sliding_window", "window_size", "keep_window_size")
-    window = min(getattr(config, key, None) or float("inf") for key in keys)
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
-    if lengths.max() > window:
-        return 0
-    return min(window, args.micro_batch_tokens)
+    shares = can_share(model, int(lengths.max()))
+    most = min(args.micro_batch_tokens, window_of(model))
+    packs = []
+    for i in sorted(sequences.tolist()):
+        pack = packs[-1] if packs else None
+        if (
+            not shares
+            or pack is None
+            or pack.prompt != prompts[i]
+            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), most)
+        ):
+            pack = Pack(prompts[i], len(prompts[i]))
+            packs.append(pack)
+        pack.length += response_lengths[i]
+        pack.members.append(i)
+    return sorted(packs, key=lambda pack: -pack.length)
+
+
+def can_share(model, longest):
+    """Whether samples can share a row. longest: tokens of the rollout's longest sequence."""
+    # The state of linear attention or of a convolution goes through the whole row.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
+    # A model that takes no positions, such as MPT, counts the columns of a row.
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    # With a mask of ours the model applies no window.
+    return is_attention and takes_positions and longest <= window_of(model)
+
+
+def window_of(model):
+    """How many tokens some or all layers see; inf without a window."""
+    config = model.config.get_text_config()
+    keys = ("sliding_window", "window_size", "keep_window_size")
+    return min(getattr(config, key, None) or float("inf") for key in keys)
 
 
 def inference_copy(model):
@@ -797,7 +831,7 @@ def inference_copy(model):
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
-        # hook converts its input.
+        # model feeds it bf16, so the hook converts.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)
@@ -813,7 +847,7 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
     # Take as many prompts at a time as fit into --sampling-tokens when every response has its
-    # maximum length. tensor_split makes the parts as equal as possible.
+    # maximum length.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     num_parts = math.ceil(len(prompt_ids) / at_a_time)
@@ -917,7 +951,8 @@ def load_data(args, tokenizer):
         held_out = set(distinct[len(distinct) * 9 // 10 :])
         splits = {"train": [], "test": []}
         for row, question in zip(rows, questions, strict=True):
-            splits["test" if question in held_out else "train"].append(row)
+            split = "test" if question in held_out else "train"
+            splits[split].append(row)
     data = {}
     for split in ("train", "test"):
         examples = []
@@ -939,7 +974,7 @@ def load_data(args, tokenizer):
                 num_unreadable += 1
             else:
                 columns = row | {"answer": answer}
-                columns.pop("completions", None)  # a reward gets the sampled ones
+                columns.pop("completions", None)  # rewards get the sampled ones by this name
                 examples.append(
                     {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": columns}
                 )
@@ -972,8 +1007,8 @@ def read_chat(args, question):
         chat.append(message | {"content": content})
     if chat and chat[-1]["role"] != "user":
         raise ValueError(
-            f"--question-column {args.question_column}: the last message of a chat must be the "
-            f"user's, and not the {chat[-1]['role']}'s, because the prompt ends with it"
+            f"--question-column {args.question_column}: the last message of a chat must be from "
+            f"the user, but one is from the {chat[-1]['role']}"
         )
     return chat
 
@@ -994,7 +1029,7 @@ def render(args, tokenizer, chat):
         text = ""
         for example, answer in examples:
             # With the EOS token after each answer, the model ends its own answer, too.
-            text += f"{example}\n{answer}{tokenizer.eos_token}\n"
+            text += f"{example}\n{answer}{tokenizer.eos_token or ''}\n"
         return text + question["content"] + "\n"
     turns = []
     for example, answer in examples:
@@ -1059,7 +1094,10 @@ def load_model(args):
         model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
     eos_ids = find_eos_ids(model, tokenizer)
     # The saved model has them in its generation_config.json, so that others end a response there.
-    model.generation_config.eos_token_id = eos_ids
+    # No other setting is kept: the policy is trained without top-k and repetition penalty.
+    model.generation_config = GenerationConfig(
+        eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
+    )
     return model, tokenizer, torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
@@ -1068,7 +1106,7 @@ def check_weights(model, info, flag):
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"{flag}: its files have no weights for {missing}")
-    # Files may hold more layers than the network has, such as layers for images. But a further
+    # Files may hold more layers than the network has, such as layers for images. But one more
     # weight in a layer of the network, such as a bias, changes what the network computes.
     layers = {name.rpartition(".")[0] for name in model.state_dict()}
     for name in sorted(info["unexpected_keys"]):
@@ -1083,7 +1121,7 @@ def check_head(model, flag):
         logits = model(ids, use_cache=False).logits  # (1, 5, V)
         hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 5, D)
         error = (compute_logits(model, hidden) - logits).abs().max()
-    # The two may round differently, because some families scale the hidden states instead.
+    # The two may round differently, because some families scale the hidden states, not the logits.
     if not error <= 1e-5 * logits.abs().max():  # NaN is refused, too
         raise ValueError(
             f"{flag}: not supported, because compute_logits doesn't know the head of this family, "
@@ -1147,7 +1185,7 @@ def find_eos_ids(model, tokenizer):
 
 # ==== runs ====
 def check_args(args):
-    """Raise an error at values that would train something else in silence."""
+    """Raise an error for values that would silently train something else."""
     for name in ("temperature", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
@@ -1239,7 +1277,7 @@ def load_checkpoint(args, run_dir, trained):
     if not (run_dir / SCRIPT.name).exists():
         raise ValueError(f"--run-name {args.run_name}: a run of another script has this name")
     saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    others = []  # the flags whose values the run hasn't
+    others = []  # the flags that differ from those of the saved run
     for name, value in vars(args).items():
         if name not in ("runs_dir", "run_name") and value != saved["args"].get(name):
             others.append("--" + name.replace("_", "-"))

@@ -80,7 +80,7 @@ with torch.no_grad():
     exact = grpo.compute_logprobs(model, grpo.Rollout(*tensors), 1.0)
     model.cuda()
     rollout = grpo.Rollout(*[x.cuda() for x in tensors])
-    shared = rollout._replace(row_of=[0, 0, 1, 1])
+    shared = rollout._replace(pack_of=[0, 0, 1, 1])
     rounded, in_rows = [grpo.compute_logprobs(model, x, 1.0) for x in (rollout, shared)]
 for logprobs in (rounded, in_rows):
     error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
@@ -180,14 +180,14 @@ sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import grpo, torch
 from test_sampling import EOS, PROMPTS, build, left_pad
 grpo.SEGMENT["cuda"] = 8
-graphs, rows, graph, grow = [], [], torch.cuda.CUDAGraph, grpo.grow
+graphs, rows, graph, keep = [], [], torch.cuda.CUDAGraph, grpo.Decoding.keep
 torch.cuda.CUDAGraph = lambda: graphs.append(1) or graph()
-grpo.grow = lambda cache, kept, new_columns: rows.append(len(kept)) or grow(cache, kept, new_columns)
+grpo.Decoding.keep = lambda self, kept, new: rows.append(len(kept)) or keep(self, kept, new)
 model, prompts = grpo.inference_copy(build("Llama").cuda()), [x.cuda() for x in left_pad(PROMPTS)]
 torch.manual_seed(0)
 args, eos_ids = grpo.Args(max_new_tokens=40), torch.tensor(EOS).cuda()
 _, mask, _ = grpo.generate(args, model, *prompts, 4, 1.0, eos_ids)
-torch.cuda.CUDAGraph, grpo.grow = graph, grow
+torch.cuda.CUDAGraph, grpo.Decoding.keep = graph, keep
 # The cache grows before the tokens at 9, 17, 25 and 33, for the rows that have such a token.
 assert rows == [len(mask), *(int(n) for n in mask[:, 9::8].sum(0) if n > 0)], rows
 assert len(graphs) == len(rows) > 2 and rows[-1] < rows[0], (graphs, rows)

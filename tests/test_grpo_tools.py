@@ -509,9 +509,9 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     kind, fields = FAMILIES[family][:2]
     model = random_model(small(CONFIG_MAPPING[kind], fields | dict(vocab_size=len(tokenizer))))
     rows = []
-    grow = grpo_tools.grow
+    keep = grpo_tools.Decoding.keep
     monkeypatch.setattr(
-        grpo_tools, "grow", lambda *given: rows.append(len(given[1])) or grow(*given)
+        grpo_tools.Decoding, "keep", lambda *given: rows.append(len(given[1])) or keep(*given)
     )
     args = grpo_tools.Args(max_new_tokens=40, max_calls=3)
     prompts = [encode(tokenizer, text) for text in ("1+1=", "2", "47+38=", "</s>5")]

@@ -771,7 +771,7 @@ def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
     differences, exact = [], script.compute_logprobs
 
     def rounded_logprobs(model, rollout, temperature):
-        rounding = 1e-4 * torch.sin((rollout.response_ids.sum() + sum(rollout.row_of)).float())
+        rounding = 1e-4 * torch.sin((rollout.response_ids.sum() + sum(rollout.pack_of)).float())
         return exact(model, rollout, temperature) + rounding
 
     def record(args, logprobs, old_logprobs, *rest, **count):

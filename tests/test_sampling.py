@@ -569,7 +569,7 @@ def test_micro_batches_hold_every_sequence_once_and_keep_to_the_budget(script):
             assert all(
                 torch.equal(part.prompt_ids[:, 0], torch.tensor(rows)) for rows, part in pairs
             )
-            assert all(part.row_of == list(range(len(rows))) for rows, part in pairs)
+            assert all(part.pack_of == list(range(len(rows))) for rows, part in pairs)
             assert sorted(sum(batches, [])) == sorted(sequences.tolist())
             for batch in batches:
                 assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget

@@ -90,6 +90,12 @@ def slow_logprobs(model, rollout, temperature):
 LARGE = SimpleNamespace(micro_batch_tokens=10**6)
 
 
+def rows_of(args, model, rollout, sequences):
+    """The packs as pairs of a length and a list of indices."""
+    packs = grpo.make_packs(args, model, rollout, sequences)
+    return [(pack.length, pack.members) for pack in packs]
+
+
 def micro_batches(script, model, rollout, sequences, budget=100):
     return script.micro_batches(
         SimpleNamespace(micro_batch_tokens=budget), model, rollout, sequences
@@ -103,7 +109,7 @@ def weights_of(rollout):
 
 
 def assert_rows_are_shared(batches):
-    assert max(max(map(part.row_of.count, part.row_of)) for _, part in batches) >= 2
+    assert max(max(map(part.pack_of.count, part.pack_of)) for _, part in batches) >= 2
 
 
 def compare(script, model, rollout, parameters=None):
@@ -191,10 +197,10 @@ def test_values_and_their_gradients(double, module):
 
 def test_rows_by_hand():
     rollout, model = make_rollout(), build("Llama")
-    rows = grpo.shared_rows(LARGE, model, rollout, torch.arange(21))
+    rows = rows_of(LARGE, model, rollout, torch.arange(21))
     assert rows == sorted(ROWS, key=lambda row: -row[0])  # rows of equal length in their order
     # Neighbors are those of a minibatch, in any order.
-    rows = grpo.shared_rows(LARGE, model, rollout, torch.tensor([20, 4, 0, 15, 2, 9]))
+    rows = rows_of(LARGE, model, rollout, torch.tensor([20, 4, 0, 15, 2, 9]))
     assert rows == [(35, [0, 2, 4]), (22, [15, 20]), (4, [9])]
 
 
@@ -207,8 +213,8 @@ def test_micro_batches_keep_to_the_budget():
         assert sorted(sum([rows for rows, _ in batches], [])) == list(range(21))
         for rows, part in batches:
             lengths = []
-            for r in range(part.row_of[-1] + 1):
-                members = [i for i, row in zip(rows, part.row_of, strict=True) if row == r]
+            for r in range(part.pack_of[-1] + 1):
+                members = [i for i, row in zip(rows, part.pack_of, strict=True) if row == r]
                 lengths.append(prompt_lengths[members[0]] + response_lengths[members].sum())
             assert len(rows) == 1 or len(lengths) * max(lengths) <= budget
             assert torch.equal(part.response_ids, rollout.response_ids[rows])
@@ -232,7 +238,7 @@ ALONE = {
 
 
 def model_of(**fields):
-    """What shared_rows asks a model: its configuration, and whether it takes positions."""
+    """What make_packs asks a model: its configuration, and whether it takes positions."""
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
     network = SimpleNamespace(forward=lambda input_ids, position_ids: None)
     return SimpleNamespace(config=config, base_model=network)
@@ -241,18 +247,18 @@ def model_of(**fields):
 @pytest.mark.parametrize("name", ALONE)
 def test_what_the_mask_can_not_hide_keeps_its_own_row(name):
     model = model_of(**ALONE[name])
-    rows = grpo.shared_rows(LARGE, model, make_rollout(), torch.arange(21))
+    rows = rows_of(LARGE, model, make_rollout(), torch.arange(21))
     assert [row for _, row in rows if len(row) > 1] == []
 
 
 def test_a_model_that_counts_columns_keeps_its_own_rows():
     """MPT takes no positions: its attention measures distances in columns."""
     model = random_model(small_config("MPT"))
-    rows = grpo.shared_rows(LARGE, model, make_rollout(), torch.arange(21))
+    rows = rows_of(LARGE, model, make_rollout(), torch.arange(21))
     assert [row for _, row in rows if len(row) > 1] == []
     assert any(
         len(row) > 1
-        for _, row in grpo.shared_rows(LARGE, build("Llama"), make_rollout(), torch.arange(21))
+        for _, row in rows_of(LARGE, build("Llama"), make_rollout(), torch.arange(21))
     )
 
 
@@ -263,7 +269,7 @@ def test_a_row_may_be_longer_than_the_context():
     model = build("GPT-2", n_positions=longest)
     ((rows, part),) = micro_batches(grpo, model, rollout, torch.arange(5), 10**6)
     # Each prompt has a row, and the first is longer than the context.
-    assert part.row_of == [0, 0, 0, 1, 1]
+    assert part.pack_of == [0, 0, 0, 1, 1]
     found = grpo.compute_logprobs(model, part, 0.7)
     assert_near(found, slow_logprobs(model, rollout.select(rows), 0.7))
 
@@ -271,7 +277,7 @@ def test_a_row_may_be_longer_than_the_context():
 def test_a_row_fits_into_the_window():
     model = model_of(sliding_window=24, layer_types=None)
     rollout = make_rollout(groups=[(10, [5, 5, 4, 1, 14])])
-    rows = grpo.shared_rows(LARGE, model, rollout, torch.arange(5))
+    rows = rows_of(LARGE, model, rollout, torch.arange(5))
     assert rows == [(24, [0, 1, 2]), (24, [4]), (11, [3])]
 
 

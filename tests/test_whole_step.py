@@ -198,7 +198,7 @@ def run(script, monkeypatch, tmp_path, given):
     steps, generate, minibatches = [], script.generate, script.minibatches
     micro_batches, shared = script.micro_batches, []
     # Prompts are short here. So that many samples share a row, it may be longer than usual.
-    monkeypatch.setattr(script, "SHARED_ROW", 10)
+    monkeypatch.setattr(script, "PACK_LENGTH", 10)
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
@@ -225,7 +225,7 @@ def run(script, monkeypatch, tmp_path, given):
 
     def recorded_micro_batches(*call):
         batches = micro_batches(*call)
-        shared.extend(len(rows) - len(set(part.row_of)) for rows, part in batches)
+        shared.extend(len(rows) - len(set(part.pack_of)) for rows, part in batches)
         return batches
 
     monkeypatch.setattr(script, "micro_batches", recorded_micro_batches)
