@@ -512,7 +512,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     model.eval()
     device = prompt_ids.device
     num_filled = prompt_ids.shape[1]  # columns of the cache
-    num_columns = num_filled + min(SEGMENT[device.type], args.max_new_tokens)
+    max_columns = num_filled + args.max_new_tokens
+    num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
     sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): of N
@@ -525,10 +526,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if t > 0:  # the prefill has computed the logits for t = 0
             if num_filled == num_columns:
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-                new_columns = min(SEGMENT[device.type], args.max_new_tokens - t)
-                decoding.keep(live, new_columns)
+                num_columns = min(num_filled + SEGMENT[device.type], max_columns)
+                decoding.keep(live, num_columns - num_filled)
                 sequence, finished = sequence[live], finished[live]
-                num_columns += new_columns
                 graph = None  # it was recorded on the old tensors
             if graph is not None:
                 graph.replay()
