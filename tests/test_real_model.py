@@ -1,6 +1,6 @@
-"""A real chat model: the default prompt earns rewards, and every script trains, resumes and saves it.
+"""A real chat model: the default prompt earns rewards, and scripts train, resume and save it.
 
-Needs the folder of SmolLM2-135M-Instruct in PLAINRL_REAL_MODEL, and takes some minutes. Otherwise all is skipped.
+Needs the folder of SmolLM2-135M-Instruct in PLAINRL_REAL_MODEL, and takes two minutes. Otherwise all is skipped.
 """
 
 import json
@@ -63,6 +63,7 @@ def test_the_default_prompt_earns_the_format_reward(script):
     assert metrics["eval/format_reward"] >= 0.1 and metrics["eval/eos_frac"] >= 0.5
 
 
+@pytest.mark.scripts("grpo", "grpo_lora", "grpo_tools", "ppo_rlhf")
 def test_two_steps(script, train, monkeypatch):
     """Sampler and trainer agree, the first ratios are exactly 1, and the saved model still answers."""
     skip_without_engine(script)

@@ -257,8 +257,7 @@ def test_a_model_that_counts_columns_keeps_its_own_rows():
     rows = rows_of(LARGE, model, make_rollout(), torch.arange(21))
     assert [row for _, row in rows if len(row) > 1] == []
     assert any(
-        len(row) > 1
-        for _, row in rows_of(LARGE, build("Llama"), make_rollout(), torch.arange(21))
+        len(row) > 1 for _, row in rows_of(LARGE, build("Llama"), make_rollout(), torch.arange(21))
     )
 
 

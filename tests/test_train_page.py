@@ -208,7 +208,7 @@ def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
         answers.append(capsys.readouterr().out)
         assert names["prompt"] == names["question"]  # no chat template, no instructions
         with names["torch"].no_grad():
-            logits = names["model"](names["inputs"].input_ids).logits
+            logits = names["model"](names["ids"]).logits
         answers.append(logits)
     assert answers[0] and answers[2]
     # Merged in float32 and rounded to bf16, or added in bf16.
