@@ -8,7 +8,7 @@ maximize J, so the loss is -J:
                over groups in which some responses are right and some are wrong
     S_it     = min(rho_it A_it, clip(rho_it, 1-eps_low, 1+eps_high) A_it)
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)                          (Eq. 9)
-               pi_old is the policy that sampled
+               pi_old: the weights that sampled the responses
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)      the same for every token t   (Eq. 9)
 
 Parent: grpo.py. Differences, marked in the code with their numbers: (1) Clip-Higher: the upper
@@ -17,23 +17,24 @@ grow; (2) dynamic sampling: a step drops the groups that are all right or all wr
 more prompts until it has B mixed groups; (3) the loss is the mean over all tokens of the minibatch,
 so that a long response weighs more than a short one; (4) soft overlong punishment: a response loses
 up to 1 of its reward when its length comes close to --max-new-tokens. There is no KL term, and so
-no reference. Each rollout serves four updates (--num-minibatches 4): in the first one the ratio is
-1, and (1) acts in the others.
+no reference. Each rollout serves four updates (--num-minibatches 4). In the first one every ratio
+is 1, so Clip-Higher can act only in the other three.
 
 Departures from the paper: (a) The loss is divided by the tokens of the minibatch, as in verl, so
 each token has the same weight. In Eq. 8 each group has the same weight. (b) 1e-4 is added to the
 std, as in grpo.py. (c) After --max-resample extra batches a step trains on the mixed groups that it
 has. If it has none, it trains on its first B groups: their format and length rewards may still
-differ. (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1. (e) A
-rollout serves 16 updates in the paper, which samples more prompts per step.
+differ. With fewer sequences than minibatches some updates are empty, and the means over the updates
+count them. (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1. (e) In
+the paper a rollout is larger and serves 16 updates.
 
 The rollout metrics count everything that was sampled, except logprob_gap: it counts the sequences
 to train on.
 
 Shapes: B prompts per batch, G samples per prompt, N sequences in all batches of a step, in group
 order (sequence i belongs to group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden
-units. A step trains on at most B*G of its N sequences. A micro-batch, or any other part of the
-step, has n <= N sequences and T response tokens in all.
+units. A step trains on at most B*G of its N sequences. A micro-batch has n sequences, and T
+response tokens in all.
 
     python dapo.py                                 assets/adder, on a CPU
     python dapo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -202,14 +203,15 @@ def mixed_groups(args, accuracy):
     """DAPO (2): the indices of the first B mixed groups, or of all mixed ones if there are fewer.
 
     accuracy (groups, G) is 1 for a right response and 0 for a wrong one. A mixed group has both.
-    If the first of REWARDS also gives values in between, nearly every group is mixed.
+    The first of REWARDS must give only 0 and 1. With values in between, nearly every group would
+    count as mixed.
     """
     is_mixed = accuracy.amax(1) > accuracy.amin(1)  # (groups,) bool
     return is_mixed.nonzero()[: args.num_prompts, 0]
 
 
 def overlong_penalty(args, lengths):
-    """Soft overlong punishment: response lengths (n,) int -> (n,) in [-1, 0]. DAPO (4), Eq. 13."""
+    """Soft overlong punishment: response lengths (N,) int -> (N,) in [-1, 0]. DAPO (4), Eq. 13."""
     if args.overlong_cache == 0:
         return torch.zeros(lengths.shape, device=lengths.device)
     free = args.max_new_tokens - args.overlong_cache  # up to this length there is no penalty
@@ -291,11 +293,11 @@ class Sampled(NamedTuple):
     kept: Tensor  # (at most B*G,): the indices of the sequences to train on
 
 
-def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_ids):
+def sample_mixed_groups(args, model, tokenizer, train_data, unused, eos_ids):
     """DAPO (2): sample batch after batch, until B groups are mixed. Returns a Sampled.
 
-    batch_indices holds the batches that no step has sampled yet, each as the indices (B,) of its
-    examples. The last batch may bring more than B mixed groups: the others are dropped. After
+    unused holds the batches that no step has sampled yet, each as the indices (B,) of its examples.
+    The last batch may bring more than B mixed groups: the others are dropped. After
     --max-resample extra batches, keep the mixed groups that there are. If there are none, keep the
     first B groups.
     """
@@ -303,7 +305,7 @@ def sample_mixed_groups(args, model, tokenizer, train_data, batch_indices, eos_i
     examples = []
     rollouts = []  # one for each batch
     scores = defaultdict(list)
-    for indices in batch_indices[: 1 + args.max_resample]:
+    for indices in unused[: 1 + args.max_resample]:
         batch = [train_data[i] for i in indices]
         rollout = sample_responses(args, model, batch, G, args.temperature, eos_ids)
         examples += batch
@@ -376,13 +378,13 @@ def main(args: Args) -> dict:
         # The trainer computes the old ones again, because the sampler rounds differently. It takes
         # the micro-batches of the updates: bf16's rounding depends on the micro-batch, and before
         # the first update every ratio must be exactly 1.
-        # minibatches gives places in kept, and kept the indices of each update's sequences.
-        updates = [kept[places] for places in minibatches(args, len(kept))]
+        # minibatches draws from 0 .. len(kept) - 1, and kept maps these numbers to sequences.
+        updates = [kept[numbers] for numbers in minibatches(args, len(kept))]
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
-        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R); dropped ones stay 0
         if updates_per_step > 1:  # a single update fills in its own old log-probabilities
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
 
@@ -508,11 +510,12 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
 # more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I chose the number for a GPU, a multiple of 16, without measuring.
+# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16: then
+# generate looks at `finished` just before the cache grows, and some row is left.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
-# longer row attention costs more than the shared prompt saves. I measured widths of 64, 576 and
-# 2048: 3 or 4 is among the best at each.
+# longer row attention costs more than the shared prompt saves. I measured models with D = 64, 576
+# and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
@@ -534,8 +537,8 @@ class Decoding:
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a state, or keys and values (rows, heads, columns, size), or both. With
-            # both, its own reorder_cache would select the rows of both.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. This call selects the rows of the state alone.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -547,7 +550,7 @@ class Decoding:
 
 
 def hidden_bias(dtype):
-    """The bias of a column that attention must not see. -inf could become NaN."""
+    """The bias of a column that attention must not see. A row of -inf alone would become NaN."""
     return torch.finfo(dtype).min
 
 
@@ -561,12 +564,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    num_filled = prompt_ids.shape[1]  # columns of the cache
+    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
     max_columns = num_filled + args.max_new_tokens
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): of N
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
     decoding.keep(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
@@ -574,7 +577,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     graph = None
     for t in range(args.max_new_tokens):
         if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == num_columns:
+            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
                 num_columns = min(num_filled + SEGMENT[device.type], max_columns)
                 decoding.keep(live, num_columns - num_filled)
@@ -618,7 +621,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each prompt."""
     # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
-    # CUDA graph needs. Layers with linear attention or a convolution have a state of fixed size.
+    # CUDA graph needs. A layer with linear attention or a convolution has a state of fixed size.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
@@ -650,14 +653,17 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+    # While the cache is no longer than the window, all layers see the same columns. Beyond it, a
+    # model with layer_types takes a mask for each type. In any other model all layers have the
+    # window.
     masks = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
-        is_before = columns <= next_column - window  # (columns,) bool
-        masks = bias.masked_fill(is_before, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
-        if getattr(config, "layer_types", None):  # a mask for each kind of layer
+        is_outside = columns <= next_column - window  # (columns,) bool: outside the window
+        masks = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        if getattr(config, "layer_types", None):
             masks = {"sliding_attention": masks, "full_attention": bias}
-            masks |= {"linear_attention": None, "conv": None}
+            masks |= {"linear_attention": None, "conv": None}  # these take no mask
     outputs = model(
         decoding.token[:, None],
         attention_mask=masks,
@@ -688,7 +694,7 @@ def response_states(model, rollout):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
-    packs = []  # lists of tokens, each with its position and its owner: i or PROMPT
+    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
     places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if pack_of[i] == len(packs):
@@ -696,12 +702,13 @@ def response_states(model, rollout):
         pack = packs[pack_of[i]]
         # The first token is predicted at the prompt's last one, any other at the one before it.
         places.append((pack_of[i], len(prompt) - 1))
+        # The column that a token is about to fill is where the next token is predicted.
         for position, token in enumerate(response[:-1], start=len(prompt)):
             places.append((pack_of[i], len(pack)))
             pack.append((token, position, i))
 
-    # Pad on the right. With a mask, the padding's positions don't matter. Without one they have to
-    # keep rising, because transformers takes positions that start again for a second text.
+    # Pad on the right, where no token sees the padding. Without a mask its positions have to keep
+    # rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -720,7 +727,7 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Not an index: its backward pass adds up the gradients of a state in any order.
+    # states[index] would do, too, but its backward pass adds up gradients in an order that varies.
     return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -769,21 +776,21 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, splits):
-    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, updates):
+    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
-    micro-batches as in its update.
+    updates is a list of sequence indices, such as main's first_pass. Each one is split into the
+    same micro-batches as in the update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in splits:
+    for minibatch in updates:
         for indices, part in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
+    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
     are together, so that little is padded. A sequence that is longer than the maximum is alone.
@@ -807,7 +814,7 @@ class Pack:
     """Samples of a prompt that share a row in response_states."""
 
     prompt: list[int]
-    length: int  # of the row, in tokens
+    length: int  # tokens of the prompt and the responses
     members: list[int] = field(default_factory=list)  # the indices of the sequences
 
 
@@ -817,7 +824,8 @@ def make_packs(args, model, rollout, sequences):
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    most = min(args.micro_batch_tokens, window_of(model))
+    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
         pack = packs[-1] if packs else None
@@ -825,7 +833,7 @@ def make_packs(args, model, rollout, sequences):
             not shares
             or pack is None
             or pack.prompt != prompts[i]
-            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), most)
+            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), max_length)
         ):
             pack = Pack(prompts[i], len(prompts[i]))
             packs.append(pack)
@@ -841,14 +849,14 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # With a mask of ours the model applies no window.
+    # Most models leave their window to the mask, and our mask has none. So none may be needed.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
 def window_of(model):
     """How many tokens some or all layers see; inf without a window."""
     config = model.config.get_text_config()
-    keys = ("sliding_window", "window_size", "keep_window_size")
+    keys = ("sliding_window", "window_size", "keep_window_size")  # the others: GPT-Neo, Doge
     return min(getattr(config, key, None) or float("inf") for key in keys)
 
 
@@ -889,8 +897,8 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
-    columns = zip(*parts, strict=True)
-    response_ids, response_mask, sampled_logprobs = [torch.cat(column) for column in columns]
+    results = zip(*parts, strict=True)
+    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),

@@ -17,24 +17,24 @@ and the tool's answer is appended to the response. Then the policy goes on:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token is conditioned on all
-tokens before it, including the tool's. The policy did not choose the tool's tokens, so they have no
-gradient.
+Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token depends on all tokens
+before it, also on the tool's. The policy didn't choose the tool's tokens, so the loss leaves them
+out.
 
-Parent: grpo.py. Differences: (1) generate asks TOOL (below, a calculator, which is a function from
-text to text) when a response ends a call, at most --max-calls times. Then the response takes the
-tokens of the answer instead of samples. Sampled tokens are never decoded and tokenized again,
-because the same text can have other ids. (2) There are two masks. context_mask has all tokens of
-the response, which attention sees. response_mask has the tokens that the policy wrote, and only
-these count. (3) --tool-cost is subtracted from the reward for each answered call. (4) The bundled
-model can already use a call's result, and has to learn only to call. It learns with twice the
-learning rate of grpo.py.
+Parent: grpo.py. Differences: (1) When a response ends a call, generate asks TOOL, at most
+--max-calls times. Then the response takes the tokens of the answer instead of samples. TOOL is a
+function from text to text, here a calculator. The policy's ids stay as they were sampled: if they
+were decoded and tokenized again, they could be others. (2) There are two masks. context_mask has
+all tokens of the response, which attention sees. response_mask has the tokens that the policy
+wrote, and only these count. (3) --tool-cost is subtracted from the reward for each answered call.
+(4) The bundled model can already use a call's result, and has to learn only to call. It learns with
+twice the learning rate of grpo.py.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
-without a <calc> is a call, too: its text is all that the policy wrote since the last answer. If the
-last token of a call goes on after it, as ">=" does, this token gives way to the tool's answer, and
-isn't trained. Departures from DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal
-rewards would give 0/0, and the reference stays the initial model.
+without a <calc> is a call, too: its text is all that the policy wrote since the last answer. A
+token may hold the end of </calc> and more, such as ">=". Then the tool writes ">" and its answer
+instead, and the sampled token isn't trained. Departures from DeepSeekMath, as in grpo.py: 1e-4 is
+added to the std, because equal rewards would give 0/0, and the reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -344,7 +344,7 @@ def main(args: Args) -> dict:
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,), without the tool's tokens
-        # Only the policy's EOS token is an end. The tool may write one, too, and padding has the id
+        # Only an EOS token of the policy is an end. The tool may write one, too, and padding has id
         # 0, which is the EOS token of some tokenizers.
         is_eos = torch.isin(rollout.response_ids, eos_ids) & response_mask  # (N, R) bool
         ended = is_eos.any(1)  # (N,) bool
@@ -370,8 +370,8 @@ def main(args: Args) -> dict:
         scores = {}  # name of the reward function -> (N,) float32
         for name, values in apply_rewards(completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
-        answered = [len(answers) for answers in tool_answers]
-        num_calls = torch.tensor(answered, device=model.device)  # (N,): the answered calls
+        num_calls = torch.tensor([len(answers) for answers in tool_answers])  # (N,): answered ones
+        num_calls = num_calls.to(model.device)
         rewards = subtract_tool_cost(args, sum(scores.values()), num_calls)  # (N,) float32
         rewards = rewards.view(-1, G)  # (B, G)
         advantages = compute_advantages(rewards).view(-1, 1)  # (N, 1)
@@ -488,17 +488,18 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for sample_responses and the tool: the rest makes the loop
-# above fast, or sets it up.
+# A first reading may stop here, except for generate and the tool. The rest makes the loop fast, or
+# prepares it.
 
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
 # more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I chose the number for a GPU, a multiple of 16, without measuring.
+# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16: then
+# generate looks at `finished` just before the cache grows, and some row is left.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
-# longer row attention costs more than the shared prompt saves. I measured widths of 64, 576 and
-# 2048: 3 or 4 is among the best at each.
+# longer row attention costs more than the shared prompt saves. I measured models with D = 64, 576
+# and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
@@ -520,8 +521,8 @@ class Decoding:
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a state, or keys and values (rows, heads, columns, size), or both. With
-            # both, its own reorder_cache would select the rows of both.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. This call selects the rows of the state alone.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -533,7 +534,7 @@ class Decoding:
 
 
 def hidden_bias(dtype):
-    """The bias of a column that attention must not see. -inf could become NaN."""
+    """The bias of a column that attention must not see. A row of -inf alone would become NaN."""
     return torch.finfo(dtype).min
 
 
@@ -551,12 +552,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    num_filled = prompt_ids.shape[1]  # columns of the cache
+    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
     max_columns = num_filled + args.max_new_tokens
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): of N
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
     decoding.keep(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
@@ -567,7 +568,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     graph = None
     for t in range(args.max_new_tokens):
         if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == num_columns:
+            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
                 num_columns = min(num_filled + SEGMENT[device.type], max_columns)
                 decoding.keep(live, num_columns - num_filled)
@@ -593,21 +594,23 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
             token = (logprobs + noise).argmax(1)  # (rows,)
-        is_policy = ~finished  # (rows,) bool: who has written the token
         context_mask[sequence, t] = ~finished
-        state = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
-        for row, (i, sampled, is_done) in enumerate(state):
-            if not is_done:
-                tool_token = callers[i].next_tool_token(args, tokenizer, sampled, t)
-                if tool_token is not None:
-                    token[row] = tool_token
-                    is_policy[row] = False
+        is_policy = ~finished  # (rows,) bool; False below where the tool writes the token
+        rows = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
+        for row, (i, sampled, is_finished) in enumerate(rows):
+            if is_finished:
+                continue
+            tool_token = callers[i].next_tool_token(args, tokenizer, sampled, t)
+            if tool_token is not None:
+                token[row] = tool_token
+                is_policy[row] = False
         decoding.token.copy_(token)
         response_ids[sequence, t] = token
         response_mask[sequence, t] = is_policy
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         # The tool's EOS token ends nothing, because it is ordinary text.
         finished |= torch.isin(token, eos_ids) & is_policy
+        # A call beyond --max-calls ends the response without EOS.
         finished |= torch.tensor([callers[i].is_over for i in sequence.tolist()], device=device)
         if finished.all():
             break
@@ -621,7 +624,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each prompt."""
     # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
-    # CUDA graph needs. Layers with linear attention or a convolution have a state of fixed size.
+    # CUDA graph needs. A layer with linear attention or a convolution has a state of fixed size.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
@@ -653,14 +656,17 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+    # While the cache is no longer than the window, all layers see the same columns. Beyond it, a
+    # model with layer_types takes a mask for each type. In any other model all layers have the
+    # window.
     masks = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
-        is_before = columns <= next_column - window  # (columns,) bool
-        masks = bias.masked_fill(is_before, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
-        if getattr(config, "layer_types", None):  # a mask for each kind of layer
+        is_outside = columns <= next_column - window  # (columns,) bool: outside the window
+        masks = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        if getattr(config, "layer_types", None):
             masks = {"sliding_attention": masks, "full_attention": bias}
-            masks |= {"linear_attention": None, "conv": None}
+            masks |= {"linear_attention": None, "conv": None}  # these take no mask
     outputs = model(
         decoding.token[:, None],
         attention_mask=masks,
@@ -692,23 +698,23 @@ def response_states(model, rollout):
     responses = unpadded(rollout.response_ids, rollout.context_mask)  # n lists
     by_policy = unpadded(rollout.response_mask, rollout.context_mask)  # n lists of bools
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
-    packs = []  # lists of tokens, each with its position and its owner: i or PROMPT
+    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
     places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if pack_of[i] == len(packs):
             packs.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
         pack = packs[pack_of[i]]
-        # The first token is predicted at the prompt's last one, any other at the one before it.
-        # Only those that the policy wrote count.
+        # The first token is predicted at the prompt's last one, any other at the one before it. The
+        # tool's tokens are part of the row, but get no place.
         if by_policy[i][0]:
             places.append((pack_of[i], len(prompt) - 1))
         for k, token in enumerate(response[:-1]):
-            if by_policy[i][k + 1]:
+            if by_policy[i][k + 1]:  # the next token, which this one predicts
                 places.append((pack_of[i], len(pack)))
             pack.append((token, len(prompt) + k, i))
 
-    # Pad on the right. With a mask, the padding's positions don't matter. Without one they have to
-    # keep rising, because transformers takes positions that start again for a second text.
+    # Pad on the right, where no token sees the padding. Without a mask its positions have to keep
+    # rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -727,7 +733,7 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Not an index: its backward pass adds up the gradients of a state in any order.
+    # states[index] would do, too, but its backward pass adds up gradients in an order that varies.
     return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -776,21 +782,21 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, splits):
-    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, updates):
+    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
-    micro-batches as in its update.
+    updates is a list of sequence indices, such as main's first_pass. Each one is split into the
+    same micro-batches as in the update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in splits:
+    for minibatch in updates:
         for indices, part in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
+    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
     are together, so that little is padded. A sequence that is longer than the maximum is alone.
@@ -814,7 +820,7 @@ class Pack:
     """Samples of a prompt that share a row in response_states."""
 
     prompt: list[int]
-    length: int  # of the row, in tokens
+    length: int  # tokens of the prompt and the responses
     members: list[int] = field(default_factory=list)  # the indices of the sequences
 
 
@@ -824,7 +830,8 @@ def make_packs(args, model, rollout, sequences):
     response_lengths = rollout.context_mask.sum(1).tolist()  # N
     lengths = rollout.prompt_mask.sum(1) + rollout.context_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    most = min(args.micro_batch_tokens, window_of(model))
+    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
         pack = packs[-1] if packs else None
@@ -832,7 +839,7 @@ def make_packs(args, model, rollout, sequences):
             not shares
             or pack is None
             or pack.prompt != prompts[i]
-            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), most)
+            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), max_length)
         ):
             pack = Pack(prompts[i], len(prompts[i]))
             packs.append(pack)
@@ -848,14 +855,14 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # With a mask of ours the model applies no window.
+    # Most models leave their window to the mask, and our mask has none. So none may be needed.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
 def window_of(model):
     """How many tokens some or all layers see; inf without a window."""
     config = model.config.get_text_config()
-    keys = ("sliding_window", "window_size", "keep_window_size")
+    keys = ("sliding_window", "window_size", "keep_window_size")  # the others: GPT-Neo, Doge
     return min(getattr(config, key, None) or float("inf") for key in keys)
 
 
@@ -989,18 +996,17 @@ OPERATORS = {
 
 
 def calculator(call):
-    """The value of an expression with Python's numbers, + - * / and brackets.
+    """The value of an expression such as 2*(3+4), as a text. Any other text raises an error.
 
-    A whole number is exact, and any other one has 15 digits. Any other text raises an error, and so
-    does a whole number of more than MAX_CHARS digits. Python's ast parses the text and never
-    executes it. Fractions are exact, so 100.1-100 is 0.1. There are no powers, so MAX_CHARS
-    characters can't make a number that takes long to compute.
+    It may have Python's numbers, + - * / and brackets, but no comma and no power. The text is
+    parsed and never executed. Fractions are exact, so 100.1-100 is 0.1. A result that isn't whole
+    is rounded to 15 digits. Without powers, MAX_CHARS characters can't take long to compute.
     """
     value = exact_value(ast.parse(call.strip(), mode="eval").body)
     if value.denominator > 1:
         return f"{float(value):.15g}"
     if abs(value) >= 10**MAX_CHARS:
-        raise OverflowError("run_tool would cut this number")
+        raise OverflowError(f"more than {MAX_CHARS} digits")
     return str(value.numerator)
 
 
@@ -1021,10 +1027,10 @@ TOOL = calculator  # a function from text to text
 
 
 def run_tool(call):
-    """TOOL's answer: "=" and what it returns, at most MAX_CHARS characters.
+    """TOOL's answer: "=" and at most MAX_CHARS characters of what it returns.
 
-    The answer is ERROR if the call is longer, or if TOOL raises an error or returns no text. A tool
-    that may take forever has to limit its own time.
+    The answer is ERROR if the call has more characters, or if TOOL raises an error or returns no
+    text. A tool that may take forever has to limit its own time.
     """
     if len(call) > MAX_CHARS:
         return ERROR
@@ -1044,11 +1050,15 @@ class Caller:
     is_over: bool = False  # a call beyond --max-calls ends the response
 
     def next_tool_token(self, args, tokenizer, sampled, t):
-        """The tool's token for position t of the response; None: the policy's sample stands."""
+        """Take note of the token that the policy sampled for position t of the response.
+
+        Returns the tool's token that takes its place, or None if the sample stands. Runs the tool
+        if the sample ends a call.
+        """
         if self.waiting:
             return self.waiting.pop(0)
         self.turn.append(sampled)
-        # Several tokens can spell CALL_END, but not more than it has bytes.
+        # First look at the last tokens alone: CALL_END has at most as many tokens as bytes.
         if CALL_END not in tokenizer.decode(self.turn[-len(CALL_END.encode()) :]):
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
@@ -1060,11 +1070,12 @@ class Caller:
         # The call begins after the last CALL_START. Without a CALL_START it is the whole turn.
         answer = run_tool(before_end.rpartition(CALL_START)[2])
         self.answers.append(answer)
-        # A token can go on after the call, as ">=" does. The answer follows the call at once, so
-        # the tool writes the end of the call again, in place of this token.
+        # Usually the sample ends with CALL_END. It stands, and the answer follows. But it may hold
+        # more, as ">=" does. Then the tool writes what CALL_END still lacks, and its answer.
         text = answer
         if after_end:
-            text = (before_end + CALL_END).removeprefix(tokenizer.decode(self.turn[:-1])) + answer
+            written = tokenizer.decode(self.turn[:-1])  # without the sample
+            text = (before_end + CALL_END).removeprefix(written) + answer
         # Tokenized alone, so that the ids that the policy sampled stay as they are.
         self.waiting = tokenizer(text, add_special_tokens=False).input_ids
         self.turn = []
@@ -1340,8 +1351,12 @@ def check_args(args):
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.max_calls < 0:
+        raise ValueError("--max-calls must not be negative")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
+    if args.beta < 0:
+        raise ValueError("--beta must not be negative")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

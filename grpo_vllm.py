@@ -5,8 +5,8 @@ arXiv:2402.03300v3) gets two additions: truncated importance sampling (Yao et al
 Efficient RL Framework Secretly Brings You Off-Policy RL Training",
 https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
 
-The engine has the trainer's weights. On a GPU it rounds them to bf16, and on any device it computes
-with other kernels than the trainer. So the policy that samples, pi_s, differs from pi_old, the
+The engine has the trainer's weights, on a GPU rounded to bf16, and computes with other kernels. So
+the policy that samples, pi_s, differs from pi_old, the
 trainer's policy at the start of the step. For every prompt q, pi_s samples G responses o_1 .. o_G,
 and each one gets a reward r_i. We maximize J, so the loss is -J:
 
@@ -22,10 +22,12 @@ and each one gets a reward r_i. We maximize J, so the loss is -J:
 
 W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for all tokens of a
 response if the product of their ratios pi_old / pi_s, not truncated, is above the cap. The weight w
-has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of pi_s instead
-of pi_old, and is slightly biased. Sections and equations without a name are DeepSeekMath's.
-Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies the advantages by the
-weights, and policy_loss needs no argument for them.
+has no gradient. w corrects each token given the tokens before it, as in Yao et al., but not the
+probability that pi_s sampled those. So the gradient is only an approximation. The KL term has no
+weight, as in TRL: it is a mean over samples of pi_s instead of pi_old, which is a small bias.
+Sections and equations without a name are DeepSeekMath's.
+
+In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
 evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
@@ -35,10 +37,6 @@ before the first step and after every step. So the engine is never stale, and th
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model.
-
-As in Yao et al., w corrects the probability of each token given the tokens before it. pi_s has
-sampled the earlier tokens, too, but w doesn't correct their probability. So the gradient is only an
-approximation.
 
 The script needs vllm 0.32.0. docs/train.md says how to install it, how much memory it takes, and
 when it pays.
@@ -100,7 +98,9 @@ EXAMPLES = [
     ),
 ]
 
-ENGINES = []  # main puts its engine here, and engine_shutdown takes it out
+# main puts its engine here, and engine_shutdown takes it out. So main needs no try block around its
+# whole text.
+ENGINES = []
 
 
 @dataclass
@@ -368,8 +368,8 @@ def main(args: Args) -> dict:
         batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
         rollout = sample_responses(args, engine, batch, G, args.temperature, eos_ids)
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
-        # The engine frees its memory for the update. Level 2 drops its weights, too, because
-        # refresh_engine hands over new ones. On a CPU it frees nothing: the engine only pauses.
+        # Free the engine's memory for the update. Level 2 also drops its weights, because
+        # refresh_engine brings new ones. On a CPU the engine only pauses.
         engine.sleep(level=2)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
@@ -519,16 +519,16 @@ def main(args: Args) -> dict:
 # rest makes the loop above fast, or sets it up.
 
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
-# longer row attention costs more than the shared prompt saves. I measured widths of 64, 576 and
-# 2048: 3 or 4 is among the best at each.
+# longer row attention costs more than the shared prompt saves. I measured models with D = 64, 576
+# and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 # With bf16, the check of the first step allows this gap between engine and trainer, as a share of
-# the entropy. We measured up to 1.5 % from bf16's rounding, and 5 % from a wrong temperature: the
-# engine's was 0.9 times the trainer's.
+# the entropy. We measured at most 1.5 % from bf16's rounding. As an example of an error, an engine
+# with 0.9 times the trainer's temperature gave 5 %.
 BF16_GAP = 0.03
 
 
@@ -545,18 +545,18 @@ def load_engine(args, model):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # 2. What the import of vllm sets. It also takes seconds, so only a run imports it.
+    # 2. What the import of vllm sets. It stands here, because it takes seconds.
     from vllm import LLM
 
     # 3. On a CPU, nothing is compiled. vLLM would compile a few functions in spite of
     #    enforce_eager, which takes longer than it saves.
     if not on_gpu:
         torch._dynamo.config.disable = True
-    # 4. For a model family that vLLM has no code for, vLLM runs the class of transformers, and
-    #    replaces the __call__ of this class. The trainer's model has the same class. With this
-    #    attribute, the new __call__ only runs forward, and compiles nothing.
+    # 4. For a family without code of its own, vLLM runs the class of transformers, and changes the
+    #    class so that a call may compile. The trainer's model has the same class. This attribute
+    #    keeps it uncompiled.
     model.base_model.do_not_compile = True
-    # 5. The precision of matrix products, which is restored below.
+    # 5. The precision of matrix products. It is saved here, and restored below.
     precision = torch.get_float32_matmul_precision()
     engine = LLM(
         model.name_or_path,
@@ -578,7 +578,7 @@ def load_engine(args, model):
 
 def refresh_engine(engine, model):
     """Give the engine the model's weights, rounded to --engine-dtype except for the head."""
-    # The engine takes its memory from the driver, so torch first gives back what it doesn't use.
+    # The engine allocates outside torch's cache, so torch first gives back what it doesn't use.
     torch.cuda.empty_cache()
     # Before the first sleep, wake_up does nothing. On a CPU it only lets the engine go on.
     engine.wake_up(tags=["weights"])
@@ -592,7 +592,7 @@ def refresh_engine(engine, model):
 
 
 def hidden_bias(dtype):
-    """The bias of a column that attention must not see. -inf could become NaN."""
+    """The bias of a column that attention must not see. A row of -inf alone would become NaN."""
     return torch.finfo(dtype).min
 
 
@@ -613,7 +613,7 @@ def response_states(model, rollout):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
-    packs = []  # lists of tokens, each with its position and its owner: i or PROMPT
+    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
     places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if pack_of[i] == len(packs):
@@ -621,12 +621,13 @@ def response_states(model, rollout):
         pack = packs[pack_of[i]]
         # The first token is predicted at the prompt's last one, any other at the one before it.
         places.append((pack_of[i], len(prompt) - 1))
+        # The column that a token is about to fill is where the next token is predicted.
         for position, token in enumerate(response[:-1], start=len(prompt)):
             places.append((pack_of[i], len(pack)))
             pack.append((token, position, i))
 
-    # Pad on the right. With a mask, the padding's positions don't matter. Without one they have to
-    # keep rising, because transformers takes positions that start again for a second text.
+    # Pad on the right, where no token sees the padding. Without a mask its positions have to keep
+    # rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -645,7 +646,7 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Not an index: its backward pass adds up the gradients of a state in any order.
+    # states[index] would do, too, but its backward pass adds up gradients in an order that varies.
     return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -694,21 +695,21 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, splits):
-    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, updates):
+    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
-    micro-batches as in its update.
+    updates is a list of sequence indices, such as main's first_pass. Each one is split into the
+    same micro-batches as in the update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in splits:
+    for minibatch in updates:
         for indices, part in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
+    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
     are together, so that little is padded. A sequence that is longer than the maximum is alone.
@@ -732,7 +733,7 @@ class Pack:
     """Samples of a prompt that share a row in response_states."""
 
     prompt: list[int]
-    length: int  # of the row, in tokens
+    length: int  # tokens of the prompt and the responses
     members: list[int] = field(default_factory=list)  # the indices of the sequences
 
 
@@ -742,7 +743,8 @@ def make_packs(args, model, rollout, sequences):
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    most = min(args.micro_batch_tokens, window_of(model))
+    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
         pack = packs[-1] if packs else None
@@ -750,7 +752,7 @@ def make_packs(args, model, rollout, sequences):
             not shares
             or pack is None
             or pack.prompt != prompts[i]
-            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), most)
+            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), max_length)
         ):
             pack = Pack(prompts[i], len(prompts[i]))
             packs.append(pack)
@@ -766,14 +768,14 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # With a mask of ours the model applies no window.
+    # Most models leave their window to the mask, and our mask has none. So none may be needed.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
 def window_of(model):
     """How many tokens some or all layers see; inf without a window."""
     config = model.config.get_text_config()
-    keys = ("sliding_window", "window_size", "keep_window_size")
+    keys = ("sliding_window", "window_size", "keep_window_size")  # the others: GPT-Neo, Doge
     return min(getattr(config, key, None) or float("inf") for key in keys)
 
 
@@ -805,7 +807,7 @@ def sample_responses(args, engine, examples, num_samples, temperature, eos_ids):
     from vllm import SamplingParams
 
     # Each prompt has a seed of its own, drawn from the step's seed. With one seed for all, the
-    # prompts would share their random numbers. vLLM adds 0, 1, .. to it for a prompt's samples.
+    # prompts would share their random numbers. vLLM gives sample k the prompt's seed plus k.
     seeds = torch.randint(2**62, (len(examples),)).tolist()  # B
     prompts, options = [], []
     for example, seed in zip(examples, seeds, strict=True):
@@ -832,7 +834,7 @@ def sample_responses(args, engine, examples, num_samples, temperature, eos_ids):
             response_ids.append(response.token_ids)
             # With flat_logprobs, response.logprobs has several lists. This one has the numbers.
             logprobs.append(response.logprobs.logprobs)
-    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
+    # Padding is -1 at first, because a text may contain any id that the tokenizer has.
     prompt_ids = pad(prompt_ids, "left", -1).to(eos_ids.device)  # (N, P)
     response_ids = pad(response_ids, "right", -1).to(eos_ids.device)  # (N, R)
     response_mask = response_ids >= 0  # (N, R) bool
@@ -1180,6 +1182,8 @@ def check_args(args):
         raise ValueError("--dual-clip must be above 1")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
+    if args.beta < 0:
+        raise ValueError("--beta must not be negative")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

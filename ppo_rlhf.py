@@ -320,10 +320,10 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     """The PPO policy loss, L_pi, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens that count.
-    num_tokens is the number of tokens in the whole minibatch, so that the losses of its
-    micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats: each
-    metric summed over the tokens that count.
+    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs and advantages (n, R)
+    are 0 elsewhere. num_tokens is the number of tokens in the whole minibatch, so that the losses
+    of its micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats:
+    each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == mask.shape
@@ -373,7 +373,7 @@ def main(args: Args) -> dict:
     value_model = load_value_model(args, model, reward_model)
     train_data, test_data = load_data(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded. On a GPU it
-    # is in bf16, so kl/ref is small, but not 0, before the first update.
+    # is in bf16, so kl/response is near 0, but not 0, before the first update.
     ref_model = inference_copy(model) if args.beta > 0 else None
     sampler = inference_copy(model) if model.device.type == "cuda" else model
 
@@ -575,11 +575,12 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
 # more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I chose the number for a GPU, a multiple of 16, without measuring.
+# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16: then
+# generate looks at `finished` just before the cache grows, and some row is left.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
-# longer row attention costs more than the shared prompt saves. I measured widths of 64, 576 and
-# 2048: 3 or 4 is among the best at each.
+# longer row attention costs more than the shared prompt saves. I measured models with D = 64, 576
+# and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
@@ -601,8 +602,8 @@ class Decoding:
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a state, or keys and values (rows, heads, columns, size), or both. With
-            # both, its own reorder_cache would select the rows of both.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. This call selects the rows of the state alone.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -614,7 +615,7 @@ class Decoding:
 
 
 def hidden_bias(dtype):
-    """The bias of a column that attention must not see. -inf could become NaN."""
+    """The bias of a column that attention must not see. A row of -inf alone would become NaN."""
     return torch.finfo(dtype).min
 
 
@@ -628,12 +629,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    num_filled = prompt_ids.shape[1]  # columns of the cache
+    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
     max_columns = num_filled + args.max_new_tokens
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): of N
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
     decoding.keep(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
@@ -641,7 +642,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     graph = None
     for t in range(args.max_new_tokens):
         if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == num_columns:
+            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
                 num_columns = min(num_filled + SEGMENT[device.type], max_columns)
                 decoding.keep(live, num_columns - num_filled)
@@ -685,7 +686,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each prompt."""
     # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
-    # CUDA graph needs. Layers with linear attention or a convolution have a state of fixed size.
+    # CUDA graph needs. A layer with linear attention or a convolution has a state of fixed size.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
@@ -717,14 +718,17 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+    # While the cache is no longer than the window, all layers see the same columns. Beyond it, a
+    # model with layer_types takes a mask for each type. In any other model all layers have the
+    # window.
     masks = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
-        is_before = columns <= next_column - window  # (columns,) bool
-        masks = bias.masked_fill(is_before, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
-        if getattr(config, "layer_types", None):  # a mask for each kind of layer
+        is_outside = columns <= next_column - window  # (columns,) bool: outside the window
+        masks = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        if getattr(config, "layer_types", None):
             masks = {"sliding_attention": masks, "full_attention": bias}
-            masks |= {"linear_attention": None, "conv": None}
+            masks |= {"linear_attention": None, "conv": None}  # these take no mask
     outputs = model(
         decoding.token[:, None],
         attention_mask=masks,
@@ -755,7 +759,7 @@ def response_states(model, rollout):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
-    packs = []  # lists of tokens, each with its position and its owner: i or PROMPT
+    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
     places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if pack_of[i] == len(packs):
@@ -763,12 +767,13 @@ def response_states(model, rollout):
         pack = packs[pack_of[i]]
         # The first token is predicted at the prompt's last one, any other at the one before it.
         places.append((pack_of[i], len(prompt) - 1))
+        # The column that a token is about to fill is where the next token is predicted.
         for position, token in enumerate(response[:-1], start=len(prompt)):
             places.append((pack_of[i], len(pack)))
             pack.append((token, position, i))
 
-    # Pad on the right. With a mask, the padding's positions don't matter. Without one they have to
-    # keep rising, because transformers takes positions that start again for a second text.
+    # Pad on the right, where no token sees the padding. Without a mask its positions have to keep
+    # rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -787,7 +792,7 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Not an index: its backward pass adds up the gradients of a state in any order.
+    # states[index] would do, too, but its backward pass adds up gradients in an order that varies.
     return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -859,14 +864,14 @@ def compute_scores(reward_model, rollout):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, splits):
-    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, updates):
+    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
-    micro-batches as in its update.
+    updates is a list of sequence indices, such as main's first_pass. Each one is split into the
+    same micro-batches as in the update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in splits:
+    for minibatch in updates:
         for indices, part in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
@@ -893,7 +898,7 @@ def rollout_scores(args, reward_model, rollout):
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
+    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
     are together, so that little is padded. A sequence that is longer than the maximum is alone.
@@ -917,7 +922,7 @@ class Pack:
     """Samples of a prompt that share a row in response_states."""
 
     prompt: list[int]
-    length: int  # of the row, in tokens
+    length: int  # tokens of the prompt and the responses
     members: list[int] = field(default_factory=list)  # the indices of the sequences
 
 
@@ -927,7 +932,8 @@ def make_packs(args, model, rollout, sequences):
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    most = min(args.micro_batch_tokens, window_of(model))
+    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
         pack = packs[-1] if packs else None
@@ -935,7 +941,7 @@ def make_packs(args, model, rollout, sequences):
             not shares
             or pack is None
             or pack.prompt != prompts[i]
-            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), most)
+            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), max_length)
         ):
             pack = Pack(prompts[i], len(prompts[i]))
             packs.append(pack)
@@ -951,14 +957,14 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # With a mask of ours the model applies no window.
+    # Most models leave their window to the mask, and our mask has none. So none may be needed.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
 def window_of(model):
     """How many tokens some or all layers see; inf without a window."""
     config = model.config.get_text_config()
-    keys = ("sliding_window", "window_size", "keep_window_size")
+    keys = ("sliding_window", "window_size", "keep_window_size")  # the others: GPT-Neo, Doge
     return min(getattr(config, key, None) or float("inf") for key in keys)
 
 
@@ -999,8 +1005,8 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
-    columns = zip(*parts, strict=True)
-    response_ids, response_mask, sampled_logprobs = [torch.cat(column) for column in columns]
+    results = zip(*parts, strict=True)
+    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
@@ -1390,6 +1396,8 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
+    if args.beta < 0:
+        raise ValueError("--beta must not be negative")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

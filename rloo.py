@@ -9,9 +9,10 @@ maximize J = E[U]. The gradient of the loss is -grad J:
     U_i      = r_i - beta sum_t (log pi_theta(o_it | q, o_i<t) - log pi_ref(o_it | q, o_i<t))
     b_i      = 1/(G-1) sum_{j != i} U_j                                             (Kool et al.)
 
-U_i is the return. The whole response is one action: log pi(o | q) is the sum over its tokens. The
-baseline b_i of a sample is the mean return of the G - 1 others. It does not depend on the sample,
-so the gradient stays unbiased. U_i - b_i equals G/(G-1) (U_i - mean(U_1 .. U_G)).
+U_i is the return, taken as a constant: its gradient, that of the KL, has expectation 0. The whole
+response is one action: log pi(o | q) is the sum over its tokens. The baseline b_i of a sample is
+the mean return of the G - 1 others. Given the prompt, it is independent of the sample, so the
+gradient stays unbiased. U_i - b_i equals G/(G-1) (U_i - mean(U_1 .. U_G)).
 
 Parent: reinforce_baseline.py. Differences: (1) several samples per prompt, G >= 2; (2) the baseline
 is the mean return of the prompt's other samples, and needs no state.
@@ -210,11 +211,11 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
     """The REINFORCE loss of the n sequences of a micro-batch. Its gradient estimates that of -J.
 
-    logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the
-    tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
-    losses of its micro-batches add up to the loss of the minibatch. old_logprobs and ref_logprobs
-    serve the metrics alone; with args.beta 0, ref_logprobs is not used. Returns the scalar loss,
-    and stats: each metric summed over the tokens that count.
+    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs and ref_logprobs
+    (n, R) are 0 elsewhere; advantages (n, 1). num_seqs is the number of sequences in the whole
+    minibatch, so that the losses of its micro-batches add up to the loss of the minibatch.
+    old_logprobs and ref_logprobs serve the metrics alone; with args.beta 0, ref_logprobs is not
+    used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
@@ -446,11 +447,12 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
 # more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I chose the number for a GPU, a multiple of 16, without measuring.
+# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16: then
+# generate looks at `finished` just before the cache grows, and some row is left.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
-# longer row attention costs more than the shared prompt saves. I measured widths of 64, 576 and
-# 2048: 3 or 4 is among the best at each.
+# longer row attention costs more than the shared prompt saves. I measured models with D = 64, 576
+# and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
@@ -472,8 +474,8 @@ class Decoding:
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a state, or keys and values (rows, heads, columns, size), or both. With
-            # both, its own reorder_cache would select the rows of both.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. This call selects the rows of the state alone.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -485,7 +487,7 @@ class Decoding:
 
 
 def hidden_bias(dtype):
-    """The bias of a column that attention must not see. -inf could become NaN."""
+    """The bias of a column that attention must not see. A row of -inf alone would become NaN."""
     return torch.finfo(dtype).min
 
 
@@ -499,12 +501,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    num_filled = prompt_ids.shape[1]  # columns of the cache
+    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
     max_columns = num_filled + args.max_new_tokens
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): of N
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
     decoding.keep(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
@@ -512,7 +514,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     graph = None
     for t in range(args.max_new_tokens):
         if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == num_columns:
+            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
                 num_columns = min(num_filled + SEGMENT[device.type], max_columns)
                 decoding.keep(live, num_columns - num_filled)
@@ -556,7 +558,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each prompt."""
     # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
-    # CUDA graph needs. Layers with linear attention or a convolution have a state of fixed size.
+    # CUDA graph needs. A layer with linear attention or a convolution has a state of fixed size.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
@@ -588,14 +590,17 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+    # While the cache is no longer than the window, all layers see the same columns. Beyond it, a
+    # model with layer_types takes a mask for each type. In any other model all layers have the
+    # window.
     masks = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
-        is_before = columns <= next_column - window  # (columns,) bool
-        masks = bias.masked_fill(is_before, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
-        if getattr(config, "layer_types", None):  # a mask for each kind of layer
+        is_outside = columns <= next_column - window  # (columns,) bool: outside the window
+        masks = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        if getattr(config, "layer_types", None):
             masks = {"sliding_attention": masks, "full_attention": bias}
-            masks |= {"linear_attention": None, "conv": None}
+            masks |= {"linear_attention": None, "conv": None}  # these take no mask
     outputs = model(
         decoding.token[:, None],
         attention_mask=masks,
@@ -626,7 +631,7 @@ def response_states(model, rollout):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
-    packs = []  # lists of tokens, each with its position and its owner: i or PROMPT
+    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
     places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if pack_of[i] == len(packs):
@@ -634,12 +639,13 @@ def response_states(model, rollout):
         pack = packs[pack_of[i]]
         # The first token is predicted at the prompt's last one, any other at the one before it.
         places.append((pack_of[i], len(prompt) - 1))
+        # The column that a token is about to fill is where the next token is predicted.
         for position, token in enumerate(response[:-1], start=len(prompt)):
             places.append((pack_of[i], len(pack)))
             pack.append((token, position, i))
 
-    # Pad on the right. With a mask, the padding's positions don't matter. Without one they have to
-    # keep rising, because transformers takes positions that start again for a second text.
+    # Pad on the right, where no token sees the padding. Without a mask its positions have to keep
+    # rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -658,7 +664,7 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Not an index: its backward pass adds up the gradients of a state in any order.
+    # states[index] would do, too, but its backward pass adds up gradients in an order that varies.
     return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -707,21 +713,21 @@ def compute_logprobs(model, rollout, temperature):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, splits):
-    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, updates):
+    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
-    micro-batches as in its update.
+    updates is a list of sequence indices, such as main's first_pass. Each one is split into the
+    same micro-batches as in the update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in splits:
+    for minibatch in updates:
         for indices, part in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
+    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
     are together, so that little is padded. A sequence that is longer than the maximum is alone.
@@ -745,7 +751,7 @@ class Pack:
     """Samples of a prompt that share a row in response_states."""
 
     prompt: list[int]
-    length: int  # of the row, in tokens
+    length: int  # tokens of the prompt and the responses
     members: list[int] = field(default_factory=list)  # the indices of the sequences
 
 
@@ -755,7 +761,8 @@ def make_packs(args, model, rollout, sequences):
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    most = min(args.micro_batch_tokens, window_of(model))
+    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
         pack = packs[-1] if packs else None
@@ -763,7 +770,7 @@ def make_packs(args, model, rollout, sequences):
             not shares
             or pack is None
             or pack.prompt != prompts[i]
-            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), most)
+            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), max_length)
         ):
             pack = Pack(prompts[i], len(prompts[i]))
             packs.append(pack)
@@ -779,14 +786,14 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # With a mask of ours the model applies no window.
+    # Most models leave their window to the mask, and our mask has none. So none may be needed.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
 def window_of(model):
     """How many tokens some or all layers see; inf without a window."""
     config = model.config.get_text_config()
-    keys = ("sliding_window", "window_size", "keep_window_size")
+    keys = ("sliding_window", "window_size", "keep_window_size")  # the others: GPT-Neo, Doge
     return min(getattr(config, key, None) or float("inf") for key in keys)
 
 
@@ -827,8 +834,8 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
-    columns = zip(*parts, strict=True)
-    response_ids, response_mask, sampled_logprobs = [torch.cat(column) for column in columns]
+    results = zip(*parts, strict=True)
+    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
@@ -1166,6 +1173,8 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
+    if args.beta < 0:
+        raise ValueError("--beta must not be negative")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

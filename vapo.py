@@ -21,18 +21,22 @@ a_it is token t of response i, and s_it is the prompt and the tokens before a_it
 of the whole response at its last token, and 0 before it. In L_PPO, sum_i is over the sequences of
 the minibatch. mean_it is the mean over all tokens of the minibatch.
 
-Parent: ppo_rlhf.py. Differences: (1) value pretraining: in the first --value-warmup-steps steps the
-policy stays as it is, and the value network alone learns; the policy's learning rate schedule
-begins after these steps; (2) Decoupled GAE: the value network learns the plain return (lambda 1),
-which contains none of its own predictions; (3) the policy's lambda grows with the length of the
-response: 1 / (1 - lambda), the number of tokens over which it looks ahead, is alpha |o_i|; (4)
-Clip-Higher: the upper bound of the ratio is further from 1 than the lower bound; (5) a
-language-modelling loss on the right responses; (6) G samples for each prompt, and one pass of
-several minibatches; (7) there is no KL and no reference, rules give the rewards instead of a reward
-model, and a cut response costs no penalty. The losses average over tokens, as in the parent.
+Parent: ppo_rlhf.py. Differences:
+    (1) Value pretraining: in the first --value-warmup-steps steps only the value network learns.
+        Then the schedule of the policy's learning rate begins.
+    (2) Decoupled GAE: the value network learns the plain return (lambda 1), which contains none of
+        its own predictions.
+    (3) The policy's lambda grows with the length of the response: 1 / (1 - lambda), the number of
+        tokens over which it looks ahead, is alpha |o_i|.
+    (4) Clip-Higher: the upper bound of the ratio is further from 1 than the lower bound.
+    (5) A language-modelling loss on the right responses.
+    (6) G samples for each prompt, and one pass of several minibatches.
+    (7) No KL and no reference. Rules give the rewards instead of a reward model, and a cut response
+        costs no penalty.
+The losses average over tokens, as in the parent.
 
-Departures from the paper: lambda is 0 where its formula is negative, in responses of fewer than 1 /
-alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
+Departures from the paper: lambda is 0 where its formula is negative, in responses shorter than
+1/alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
 gradient of each network is clipped by its own norm. The value network starts from the policy with a
 head of zeros, and not from a reward model. Its pretraining lasts a fixed number of steps, as in the
 paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. The language-modelling
@@ -343,10 +347,10 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     """The PPO policy loss, L_PPO, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens that count.
-    num_tokens is the number of tokens in the whole minibatch, so that the losses of its
-    micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats: each
-    metric summed over the tokens that count.
+    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs and advantages (n, R)
+    are 0 elsewhere. num_tokens is the number of tokens in the whole minibatch, so that the losses
+    of its micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats:
+    each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == mask.shape
@@ -488,9 +492,9 @@ def main(args: Args) -> dict:
             # The schedule of the policy begins when the value pretraining ends.
             lr = 0.0
             if trains_policy:
-                own_update = update - pretraining_updates
-                own_updates = num_updates - pretraining_updates
-                lr = args.learning_rate * lr_factor(args, own_update, own_updates)
+                policy_update = update - pretraining_updates
+                num_policy_updates = num_updates - pretraining_updates
+                lr = args.learning_rate * lr_factor(args, policy_update, num_policy_updates)
             policy_group, value_group = optimizer.param_groups
             policy_group["lr"] = lr
             value_group["lr"] = args.value_learning_rate * lr_factor(args, update, num_updates)
@@ -616,11 +620,12 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
 # more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I chose the number for a GPU, a multiple of 16, without measuring.
+# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16: then
+# generate looks at `finished` just before the cache grows, and some row is left.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
-# longer row attention costs more than the shared prompt saves. I measured widths of 64, 576 and
-# 2048: 3 or 4 is among the best at each.
+# longer row attention costs more than the shared prompt saves. I measured models with D = 64, 576
+# and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
@@ -642,8 +647,8 @@ class Decoding:
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a state, or keys and values (rows, heads, columns, size), or both. With
-            # both, its own reorder_cache would select the rows of both.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. This call selects the rows of the state alone.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -655,7 +660,7 @@ class Decoding:
 
 
 def hidden_bias(dtype):
-    """The bias of a column that attention must not see. -inf could become NaN."""
+    """The bias of a column that attention must not see. A row of -inf alone would become NaN."""
     return torch.finfo(dtype).min
 
 
@@ -669,12 +674,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    num_filled = prompt_ids.shape[1]  # columns of the cache
+    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
     max_columns = num_filled + args.max_new_tokens
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): of N
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
     decoding.keep(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
@@ -682,7 +687,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     graph = None
     for t in range(args.max_new_tokens):
         if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == num_columns:
+            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
                 num_columns = min(num_filled + SEGMENT[device.type], max_columns)
                 decoding.keep(live, num_columns - num_filled)
@@ -726,7 +731,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each prompt."""
     # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
-    # CUDA graph needs. Layers with linear attention or a convolution have a state of fixed size.
+    # CUDA graph needs. A layer with linear attention or a convolution has a state of fixed size.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
@@ -758,14 +763,17 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+    # While the cache is no longer than the window, all layers see the same columns. Beyond it, a
+    # model with layer_types takes a mask for each type. In any other model all layers have the
+    # window.
     masks = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
-        is_before = columns <= next_column - window  # (columns,) bool
-        masks = bias.masked_fill(is_before, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
-        if getattr(config, "layer_types", None):  # a mask for each kind of layer
+        is_outside = columns <= next_column - window  # (columns,) bool: outside the window
+        masks = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        if getattr(config, "layer_types", None):
             masks = {"sliding_attention": masks, "full_attention": bias}
-            masks |= {"linear_attention": None, "conv": None}
+            masks |= {"linear_attention": None, "conv": None}  # these take no mask
     outputs = model(
         decoding.token[:, None],
         attention_mask=masks,
@@ -796,7 +804,7 @@ def response_states(model, rollout):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
-    packs = []  # lists of tokens, each with its position and its owner: i or PROMPT
+    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
     places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         if pack_of[i] == len(packs):
@@ -804,12 +812,13 @@ def response_states(model, rollout):
         pack = packs[pack_of[i]]
         # The first token is predicted at the prompt's last one, any other at the one before it.
         places.append((pack_of[i], len(prompt) - 1))
+        # The column that a token is about to fill is where the next token is predicted.
         for position, token in enumerate(response[:-1], start=len(prompt)):
             places.append((pack_of[i], len(pack)))
             pack.append((token, position, i))
 
-    # Pad on the right. With a mask, the padding's positions don't matter. Without one they have to
-    # keep rising, because transformers takes positions that start again for a second text.
+    # Pad on the right, where no token sees the padding. Without a mask its positions have to keep
+    # rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -828,7 +837,7 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Not an index: its backward pass adds up the gradients of a state in any order.
+    # states[index] would do, too, but its backward pass adds up gradients in an order that varies.
     return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -888,14 +897,14 @@ def compute_values(value_model, rollout):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, splits):
-    """compute_logprobs (N, R) of the sequences in splits, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, updates):
+    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    splits is a list of minibatches, such as main's first_pass. Each one is split into the same
-    micro-batches as in its update.
+    updates is a list of sequence indices, such as main's first_pass. Each one is split into the
+    same micro-batches as in the update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in splits:
+    for minibatch in updates:
         for indices, part in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
@@ -912,7 +921,7 @@ def rollout_values(args, value_model, rollout):
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (n,) into micro-batches: pairs of a list of indices and their rollout.
+    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
     are together, so that little is padded. A sequence that is longer than the maximum is alone.
@@ -936,7 +945,7 @@ class Pack:
     """Samples of a prompt that share a row in response_states."""
 
     prompt: list[int]
-    length: int  # of the row, in tokens
+    length: int  # tokens of the prompt and the responses
     members: list[int] = field(default_factory=list)  # the indices of the sequences
 
 
@@ -946,7 +955,8 @@ def make_packs(args, model, rollout, sequences):
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    most = min(args.micro_batch_tokens, window_of(model))
+    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
         pack = packs[-1] if packs else None
@@ -954,7 +964,7 @@ def make_packs(args, model, rollout, sequences):
             not shares
             or pack is None
             or pack.prompt != prompts[i]
-            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), most)
+            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), max_length)
         ):
             pack = Pack(prompts[i], len(prompts[i]))
             packs.append(pack)
@@ -970,14 +980,14 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # With a mask of ours the model applies no window.
+    # Most models leave their window to the mask, and our mask has none. So none may be needed.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
 def window_of(model):
     """How many tokens some or all layers see; inf without a window."""
     config = model.config.get_text_config()
-    keys = ("sliding_window", "window_size", "keep_window_size")
+    keys = ("sliding_window", "window_size", "keep_window_size")  # the others: GPT-Neo, Doge
     return min(getattr(config, key, None) or float("inf") for key in keys)
 
 
@@ -1018,8 +1028,8 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
-    columns = zip(*parts, strict=True)
-    response_ids, response_mask, sampled_logprobs = [torch.cat(column) for column in columns]
+    results = zip(*parts, strict=True)
+    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
@@ -1366,7 +1376,8 @@ def find_eos_ids(model, tokenizer):
 # ==== runs ====
 def check_args(args):
     """Raise an error for values that would silently train something else."""
-    for name in ("temperature", "clip_eps_low", "clip_eps_high", "value_clip_eps", "max_grad_norm"):
+    names = ("temperature", "clip_eps_low", "clip_eps_high", "value_clip_eps", "gae_alpha")
+    for name in (*names, "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if args.value_warmup_steps >= args.num_steps:
