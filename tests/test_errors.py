@@ -102,11 +102,20 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
         "clip_eps_low",
         "clip_eps_high",
         "value_clip_eps",
+        "gae_alpha",
     }
     for name in sorted(names & scales):
         args = tiny_args(script, tmp_path, **{name: 0.0})
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be positive"):
             script.check_args(args)
+    # A return with a negative beta would contain the log-probability of the response.
+    for name in sorted(names & {"beta", "max_calls"}):
+        args = tiny_args(script, tmp_path, **{name: -1})
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must not be negative"):
+            script.check_args(args)
+    if "teacher_rate" in names:  # beyond 1 the teacher runs away
+        with pytest.raises(ValueError, match="--teacher-rate must be from 0 to 1"):
+            script.check_args(tiny_args(script, tmp_path, teacher_rate=1.1))
     with pytest.raises(ValueError, match="--num-minibatches"):
         script.check_args(tiny_args(script, tmp_path, num_minibatches=10**6))
     if (
