@@ -154,7 +154,7 @@ class Args:
     sampling_tokens: int = 49152
     """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
     cuda_graph: bool = True
-    """on a GPU, replay the decode step from a CUDA graph"""
+    """on a GPU, replay the decode step from a CUDA graph; a few families can't be recorded"""
     staleness: int = 1
     """steps between refreshes of the engine, the copy of the model that samples; 1: never stale"""
     engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

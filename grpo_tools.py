@@ -156,7 +156,7 @@ class Args:
     sampling_tokens: int = 49152
     """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
     cuda_graph: bool = True
-    """on a GPU, replay the decode step from a CUDA graph"""
+    """on a GPU, replay the decode step from a CUDA graph; a few families can't be recorded"""
     max_calls: int = 4
     """calls in a response that the tool answers; one more call ends the response"""
     # ---- optimization

@@ -152,7 +152,7 @@ class Args:
     sampling_tokens: int = 49152
     """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
     cuda_graph: bool = True
-    """on a GPU, replay the decode step from a CUDA graph"""
+    """on a GPU, replay the decode step from a CUDA graph; a few families can't be recorded"""
     # ---- optimization
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
