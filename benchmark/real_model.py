@@ -144,15 +144,16 @@ def draw(records: list[dict]) -> None:
     runs = [record for record in records if record["task"] == "arithmetic"]
     figure, axes = panels(1, 3, figsize=(13, 3.6))
     panel = {
-        "rollout/accuracy": "right",
+        "rollout/accuracy": "share of right answers",
         "rollout/response_len": "tokens",
         "policy/entropy": "nats",
     }
     for ax, (name, label) in zip(axes[0], panel.items(), strict=True):
         curves = np.array([smooth(record["curves"][name]) for record in runs])
         steps = np.arange(1, curves.shape[1] + 1)
-        draw_band(ax, steps, curves, "tab:blue", "samples, mean of 5 steps")
-        ax.set(xlabel="step", ylabel=label, title=name)
+        draw_band(ax, steps, curves, "tab:blue", "samples (running mean of 5 steps)")
+        title = "right answers" if name == "rollout/accuracy" else name
+        ax.set(xlabel="step", ylabel=label, title=title)
     across = [int(step) for step in runs[0]["eval"]]
     greedy = np.array([[x["eval/accuracy"] for x in record["eval"].values()] for record in runs])
     draw_band(axes[0][0], across, greedy, "tab:orange", "held out, greedy")
