@@ -35,14 +35,6 @@ def test_the_loop_shown_is_that_of_the_first_script():
     assert indented in (ROOT / "first.py").read_text(encoding="utf-8")
 
 
-def test_the_bundled_run_takes_half_a_minute():
-    import readme
-
-    assert "half a minute" in README
-    seconds = [r["seconds"] for r in readme.records_of("bundled") if r["script"] == "grpo"]
-    assert 20 <= sum(seconds) / len(seconds) <= 35
-
-
 def test_the_sample_output_is_todays(tmp_path, capsys):
     """grpo.py prints the first lines of the recorded output, down to the first sample.
 
