@@ -27,7 +27,7 @@ GPU, torch tries cuDNN's attention first. grpo.py turns cuDNN's attention off.
   loaded. On a GPU: the most memory that torch allocated there.
 
 By default, TRL's batch is the whole rollout, which is fastest. --trl-batch-size 16, for example, makes TRL accumulate
-gradients, which saves memory; 16 is the default of W4. grpo.py splits its updates by --micro-batch-tokens, whose value
+gradients, which saves memory; 16 is the default of W4, and 8 of W5. grpo.py splits its updates by --micro-batch-tokens, whose value
 for each workload is in WORKLOADS. grpo.py, too, samples the whole rollout at once (--sampling-tokens 262144).
 """
 
@@ -60,7 +60,13 @@ WORKLOADS = {
         micro_batch_tokens=16384,
         trl_batch_size=16,
     ),
-    "W5": dict(num_prompts=4, num_generations=8, max_new_tokens=128, micro_batch_tokens=2048),
+    "W5": dict(
+        num_prompts=4,
+        num_generations=8,
+        max_new_tokens=128,
+        micro_batch_tokens=2048,
+        trl_batch_size=8,  # the whole rollout needs more than 24 GB
+    ),
 }
 GSM8K = ROOT / "tests" / "real" / "gsm8k" / "train.jsonl"
 TOKENIZER = ROOT / "tests" / "real" / "smollm2"

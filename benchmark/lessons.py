@@ -249,7 +249,7 @@ LESSONS = {
         {
             "1/length (GRPO)": f"grpo.py {FREE} --beta 0",
             "constant (Dr. GRPO)": f"dr_grpo.py {FREE}",
-            "token mean (DAPO)": f"dapo.py {FREE} --max-resample 0 --overlong-cache 1",
+            "token mean (DAPO)": f"dapo.py {FREE} --num-minibatches 1 --max-resample 0 --overlong-cache 1",
         },
         [Panel(STEPS, "length/wrong"), Panel(STEPS, "length/right")],
         LAST
@@ -470,8 +470,8 @@ LESSONS = {
     "dynamic": Lesson(
         "Dynamic sampling takes twice the samples, without a gain",
         {
-            "as sampled": "dapo.py --num-steps 30 --max-resample 0",
-            "dynamic sampling": "dapo.py --num-steps 30",
+            "as sampled": "dapo.py --num-steps 30 --num-minibatches 1 --max-resample 0",
+            "dynamic sampling": "dapo.py --num-steps 30 --num-minibatches 1",
         },
         [
             Panel(STEPS, "rollout/zero_std_frac"),
