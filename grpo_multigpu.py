@@ -503,12 +503,13 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
 # more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16: then
-# generate looks at `finished` just before the cache grows, and some row is left.
+# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16:
+# generate looks at `finished` every 16 tokens there. So it has just looked when the cache grows,
+# and at least one row is unfinished.
 SEGMENT = {"cpu": 32, "cuda": 128}
-# The samples of a prompt are packed into rows of at most this many times the prompt's length. In a
-# longer row attention costs more than the shared prompt saves. I measured models with D = 64, 576
-# and 2048: 3 or 4 is among the best for each.
+# The samples of a prompt are packed into rows of at most this many times the prompt's length. A
+# sample that is longer has a row of its own. In longer packs attention costs more than the shared
+# prompt saves. I measured models with D = 64, 576 and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
@@ -543,7 +544,7 @@ class Decoding:
 
 
 def hidden_bias(dtype):
-    """The bias of a column that attention must not see. A row of -inf alone would become NaN."""
+    """The bias of a column that attention must not see: finite, as in transformers' own masks."""
     return torch.finfo(dtype).min
 
 
@@ -646,9 +647,8 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
-    # While the cache is no longer than the window, all layers see the same columns. Beyond it, a
-    # model with layer_types takes a mask for each type. In any other model all layers have the
-    # window.
+    # A cache that is no longer than the window needs one mask. With a longer one, a model with
+    # layer_types takes a mask for each type. In any other model all layers have the window.
     masks = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
@@ -677,13 +677,15 @@ def response_states(model, rollout):
     """
     # Samples of a prompt are packed into one row: the prompt once, and then the responses. A token
     # sees the prompt and its own response, so each response is computed as if it were alone. Below
-    # is a pack of prompt q with responses of 3 and 4 tokens, a and b. The last token of a response
-    # predicts nothing, so it's left out. x is what a and b see:
+    # is a pack of prompt q with responses of 3 and 4 tokens, a and b. x marks what the last a and b
+    # in it see:
     #
     #                q q q a a b b b
     #             a  x x x x x
     #             b  x x x     x x x
     #      position  0 1 2 3 4 3 4 5
+    #
+    # The last token of a response predicts nothing, so it's left out.
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
@@ -693,15 +695,15 @@ def response_states(model, rollout):
         if pack_of[i] == len(packs):
             packs.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
         pack = packs[pack_of[i]]
-        # The first token is predicted at the prompt's last one, any other at the one before it.
+        # The first token of the response is predicted at the prompt's last token.
         places.append((pack_of[i], len(prompt) - 1))
-        # The column that a token is about to fill is where the next token is predicted.
+        # A token goes into column len(pack), and the next token is predicted there.
         for position, token in enumerate(response[:-1], start=len(prompt)):
             places.append((pack_of[i], len(pack)))
             pack.append((token, position, i))
 
-    # Pad on the right, where no token sees the padding. Without a mask its positions have to keep
-    # rising: transformers takes positions that start again for the start of another text.
+    # Pad on the right, where no token sees the padding. Without a mask the padding's positions have
+    # to keep rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -720,7 +722,7 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # states[index] would do, too, but its backward pass adds up gradients in an order that varies.
+    # Indexing would do, too, but its backward pass adds up gradients in an order that varies.
     return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -773,8 +775,8 @@ def rollout_logprobs(args, model, rollout, updates):
     """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
     model is a LogprobModel. The processes share the work, and each gets the whole result.
-    updates is a list of sequence indices, such as main's first_pass. Each one is split into the
-    same micro-batches as in the update.
+    updates is a list of minibatches, each a tensor of sequence indices (n,), such as main's
+    first_pass. Each one is split into the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in updates:
@@ -847,15 +849,16 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # Most models leave their window to the mask, and our mask has none. So none may be needed.
+    # Most models apply their window in the mask, and the mask of a pack leaves it out. So no
+    # sequence may be longer than the window.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
 def window_of(model):
     """How many tokens some or all layers see; inf without a window."""
     config = model.config.get_text_config()
-    keys = ("sliding_window", "window_size", "keep_window_size")  # the others: GPT-Neo, Doge
-    return min(getattr(config, key, None) or float("inf") for key in keys)
+    names = ("sliding_window", "window_size", "keep_window_size")  # most models, GPT-Neo, Doge
+    return min(getattr(config, name, None) or float("inf") for name in names)
 
 
 def own_micro_batches(args, model, rollout, sequences):
