@@ -27,8 +27,9 @@ GPU, torch tries cuDNN's attention first. grpo.py turns cuDNN's attention off.
   loaded. On a GPU: the most memory that torch allocated there.
 
 By default, TRL's batch is the whole rollout, which is fastest. --trl-batch-size 16, for example, makes TRL accumulate
-gradients, which saves memory; 16 is the default of W4, and 8 of W5. grpo.py splits its updates by --micro-batch-tokens, whose value
-for each workload is in WORKLOADS. grpo.py, too, samples the whole rollout at once (--sampling-tokens 262144).
+gradients, which saves memory; 16 is the default of W4, and 8 of W5. grpo.py splits its updates by --micro-batch-tokens,
+whose value for each workload is in WORKLOADS. grpo.py, too, samples the whole rollout at once (--sampling-tokens
+262144).
 """
 
 import argparse
