@@ -1,67 +1,103 @@
-"""docs/real-model.md: runs of a real chat model, their records, tables and picture.
+"""docs/real-model.md: runs of a real chat model, their records, tables and pictures.
 
-    python benchmark/real_model.py FOLDER --task arithmetic --seeds 1 2 3    three runs, one after another
-    python benchmark/real_model.py FOLDER --task svamp --data ../svamp       one run of SVAMP, or of gsm8k
-    python benchmark/real_model.py --draw                                    write the tables and the picture
+    python benchmark/real_model.py FOLDER grpo:1 rloo:1 trl_grpo:1    these runs of these seeds, one after another
+    python benchmark/real_model.py FOLDER --all                       all runs of the page that have no record yet
+    python benchmark/real_model.py --draw                             write the tables and the pictures
 
-FOLDER holds SmolLM2-135M-Instruct. benchmark/records/real-model.jsonl gets one line for each run. On two cores a run
-takes some twenty minutes.
+FOLDER holds SmolLM2-135M-Instruct. On two cores a run takes about ten minutes. If the program is stopped, the same
+command goes on: a run from its last checkpoint, a run of TRL from its beginning. benchmark/records/real-model.jsonl
+gets one line for each finished run.
 """
 
 import argparse
+import json
+import os
+import shutil
 import sys
-import tempfile
+import time
 from pathlib import Path
 
-import numpy as np
-from pictures import digest, draw_band, panels, save, smooth
-from records import FOLDER, ROOT, fill, provenance, read, read_run, table, time_command, write
+from records import FOLDER, ROOT, provenance, read, read_run, time_command
 
 RECORDS = FOLDER / "real-model.jsonl"
-PAGE = ROOT / "docs" / "real-model.md"
-PICTURE = ROOT / "docs" / "real-model" / "curves.svg"
-COMMON = "--device cpu --no-gradient-checkpointing --save-every 0 --num-generations 8"
-# For each task: the flags, and what replaces the line of REWARDS in a copy of grpo.py.
-TASKS = {
-    "arithmetic": (
-        "--dataset assets/arithmetic --no-examples --num-prompts 8 --max-new-tokens 32 --num-steps 60 "
-        "--warmup-updates 3 --eval-every 10 --eval-size 200",
-        "REWARDS = [lenient_accuracy_reward]",
+RUNS_DIR = ROOT / "runs" / "real-model"
+
+# Arithmetic in words. The only reward is 1 if the last number of a response is right.
+REWARD = "REWARDS = [lenient_accuracy_reward]\n"
+TASK = (
+    "--dataset assets/arithmetic --no-examples --max-new-tokens 32 --num-steps 40 --warmup-updates 3 "
+    "--eval-every 10 --eval-size 200 --no-gradient-checkpointing --save-every 10 --device cpu"
+)
+# 32 responses a step, in groups of eight or one for each prompt.
+GROUPS = f"{TASK} --num-prompts 4 --num-generations 8"
+SINGLE = f"{TASK} --num-prompts 32 --num-generations 1"
+
+# A reward that is easy to game: it reads all numbers of a response, and not its last one alone.
+ANYWHERE = '''
+def anywhere_reward(completions, answer, **columns):
+    """1.0 if the answer is one of the numbers in the completion, else 0.0."""
+    return [float(gold in re.findall(r"\\d+", text)) for text, gold in zip(completions, answer)]
+
+
+REWARDS = [anywhere_reward]
+'''
+
+# For each name: the script, its flags, and what stands for the line of REWARDS in a copy of it.
+RUNS = {
+    "grpo": ("grpo", GROUPS, REWARD),
+    "dr_grpo": ("dr_grpo", GROUPS, REWARD),
+    "dapo": ("dapo", f"{GROUPS} --overlong-cache 8", REWARD),
+    "rloo": ("rloo", GROUPS, REWARD),
+    "reinforce_baseline": ("reinforce_baseline", SINGLE, REWARD),
+    # One pass in four updates instead of four passes: so a step costs as much as in the others.
+    "ppo_rlhf": (
+        "ppo_rlhf",
+        f"{SINGLE} --num-iterations 1 --num-minibatches 4 --value-init policy",
+        REWARD,
     ),
-    "svamp": (
-        "--num-prompts 4 --max-new-tokens 64 --num-steps 20 --warmup-updates 3 --beta 0 --eval-every 0 "
-        "--eval-size 60",
-        None,
-    ),
-    "gsm8k": (
-        "--num-prompts 4 --max-new-tokens 150 --num-steps 6 --warmup-updates 3 --beta 0 --eval-every 0 "
-        "--eval-size 30",
-        None,
-    ),
+    "gspo": ("gspo", GROUPS, REWARD),
+    "remax": ("remax", SINGLE, REWARD),
+    # An adapter takes about ten times the learning rate of all weights.
+    "grpo_lora": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4", REWARD),
+    "vapo": ("vapo", f"{GROUPS} --value-warmup-steps 5", REWARD),
+    "grpo_vllm": ("grpo_vllm", GROUPS, REWARD),
+    # Lessons.
+    "four_passes": ("grpo", f"{GROUPS} --num-iterations 4", REWARD),
+    "four_passes_unclipped": ("grpo", f"{GROUPS} --num-iterations 4 --clip-eps 1e9", REWARD),
+    "anywhere": ("grpo", GROUPS, ANYWHERE),
+    "lora_rank_1": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 1", REWARD),
+    "lora_rank_64": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 64", REWARD),
+    "lora_slow": ("grpo_lora", f"{GROUPS} --learning-rate 1e-5", REWARD),
+    # TRL's trainers with the same model, data, reward, batch, learning rate and KL.
+    "trl_grpo": ("trl_grpo", GROUPS, REWARD),
+    "trl_rloo": ("trl_rloo", GROUPS, REWARD),
 }
-KEPT = ["accuracy", "response_len", "eos_frac", "format_reward", "logprob_gap", "logprob_gap_max"]
-KEPT = [f"rollout/{name}" for name in KEPT] + ["policy/entropy", "kl/ref"]
-KEPT += ["time/rollout_s", "time/update_s"]
+SEEDS = {name: (1, 2, 3) if name in ("grpo", "rloo") else (1,) for name in RUNS}
+
+KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
+KEPT += ["rollout/logprob_gap", "rollout/logprob_gap_max", "policy/entropy", "policy/clip_frac"]
+KEPT += ["policy/approx_kl", "kl/ref", "value/explained_var", "time/rollout_s", "time/update_s"]
 
 
-def record_of(task: str, seed: int, run: Path, seconds: float, peak: float, source: dict) -> dict:
-    """The record of a finished run: curves, evaluations, and the first samples of its first and its last step."""
+def record_of(name: str, seed: int, run: Path) -> dict:
+    """The record of a finished run: curves, evaluations, and samples of its first and its last step."""
     metrics, args = read_run(run)
     steps = metrics[1:]
-    samples = read(run / "samples.jsonl")
-    record = {"task": task, "seed": seed, "seconds": round(seconds), "peak_mem_gb": round(peak, 2)}
-    record |= source
+    record = {"name": name, "seed": seed, "args": args}
     record["args"] = {k: x for k, x in args.items() if not k.startswith("run")}
-    for name in ("model", "dataset"):
-        record["args"][name] = Path(args[name]).name
+    for field in ("model", "dataset"):
+        record["args"][field] = Path(args[field]).name
     record["eval"] = {
         line["step"]: {k: round(x, 4) for k, x in line.items() if k.startswith("eval/")}
         for line in metrics
         if "eval/accuracy" in line
     }
     record["curves"] = {
-        name: [float(f"{line[name]:.4g}") for line in steps] for name in KEPT if name in steps[0]
+        key: [float(f"{line[key]:.4g}") for line in steps] for key in KEPT if key in steps[0]
     }
+    samples = read(run / "samples.jsonl")
+    if name == "anywhere":  # what the other runs' reward would have been
+        record["curves"]["last_number"] = last_number_curve(samples, len(steps))
     record["samples"] = {}
     for step in (1, len(steps)):
         shown = [sample for sample in samples if sample["step"] == step][:3]
@@ -71,94 +107,156 @@ def record_of(task: str, seed: int, run: Path, seconds: float, peak: float, sour
     return record
 
 
-def run(task: str, seed: int, model: str, data: str | None) -> dict:
-    """Make one run in a temporary folder, and return its record."""
-    flags, rewards = TASKS[task]
-    source = provenance()
-    with tempfile.TemporaryDirectory(dir=ROOT) as folder:
-        script = Path(folder, "grpo.py")
-        text = (ROOT / "grpo.py").read_text(encoding="utf-8")
-        lines = text.splitlines(keepends=True)
-        if rewards:
-            lines = [f"{rewards}\n" if x.startswith("REWARDS =") else x for x in lines]
-        script.write_text("".join(lines), encoding="utf-8")
-        Path(folder, "utils").symlink_to(ROOT / "utils")
-        Path(folder, "assets").symlink_to(ROOT / "assets")
-        command = [sys.executable, str(script), "--model", model, *COMMON.split(), *flags.split()]
-        command += ["--seed", str(seed), "--runs-dir", folder, "--run-name", "run"]
-        if data:
-            command += ["--dataset", data]
-        _, seconds, peak = time_command(command, cwd=ROOT)
-        return record_of(task, seed, Path(folder, "run"), seconds, peak, source)
+def last_number_curve(samples: list[dict], num_steps: int) -> list[float]:
+    """For each step, the share of its responses whose last number is right."""
+    sys.path.insert(0, str(ROOT))
+    from utils.rewards import lenient_accuracy_reward
+
+    right = [[] for _ in range(num_steps)]
+    for sample in samples:
+        completions = sample["completions"]
+        answers = [sample["answer"]] * len(completions)
+        right[sample["step"] - 1] += lenient_accuracy_reward(completions, answers)
+    return [round(sum(values) / len(values), 4) for values in right]
 
 
-def after_words(record: dict, name: str) -> list[float]:
-    """An evaluation's value before and after training."""
-    values = list(record["eval"].values())
-    return [values[0][name], values[-1][name]]
+def run(name: str, seed: int, model: str) -> dict:
+    """Make or finish one run, and return its record."""
+    script, flags, rewards = RUNS[name]
+    folder = RUNS_DIR / f"{name}-{seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source.json"
+    if not source.exists():
+        source.write_text(json.dumps(provenance()))
+    if script.startswith("trl_"):
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        command = [sys.executable, __file__, model, f"{name}:{seed}", "--in-this-process"]
+    else:
+        copy = folder / f"{script}.py"
+        lines = (ROOT / f"{script}.py").read_text(encoding="utf-8").splitlines(keepends=True)
+        changed = [rewards if line.startswith("REWARDS =") else line for line in lines]
+        text = "".join(changed)
+        if rewards is ANYWHERE:
+            text = text.replace("import os\n", "import os\nimport re\n", 1)
+        copy.write_text(text, encoding="utf-8")
+        command = [sys.executable, str(copy), "--model", model, *flags.split()]
+        command += ["--seed", str(seed), "--runs-dir", str(folder), "--run-name", "run"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    _, _, peak = time_command(command, cwd=ROOT, env=environment)
+    record = record_of(name, seed, folder / "run")
+    record |= json.loads(source.read_text()) | {"peak_mem_gb": round(peak, 2)}
+    shutil.rmtree(folder)
+    return record
 
 
-def results_table(records: list[dict]) -> str:
-    rows = []
-    for record in sorted(records, key=lambda x: (list(TASKS).index(x["task"]), x["seed"])):
-        curves = record["curves"]
-        step_seconds = np.add(curves["time/rollout_s"], curves["time/update_s"])
-        row = [record["task"], str(record["seed"]), str(len(step_seconds))]
-        for name, digits in (
-            ("eval/accuracy", 3),
-            ("eval/accuracy_lenient", 3),
-            ("eval/format_reward", 2),
-            ("eval/eos_frac", 2),
-            ("eval/response_len", 0),
-        ):
-            if name == "eval/accuracy_lenient" and name not in record["eval"]["0"]:
-                name = "eval/accuracy"  # the reward of this run is the lenient one
-                row[-1] = "-"
-            if name not in record["eval"]["0"]:
-                row.append("-")
-                continue
-            before, after = after_words(record, name)
-            row.append(f"{before:.{digits}f} → {after:.{digits}f}")
-        row.append(f"{step_seconds[0]:.0f} → {np.mean(step_seconds[-5:]):.0f}")
-        row.append(f"{record['seconds'] / 60:.0f}")
-        row.append(f"{record['peak_mem_gb']:.1f}")
-        rows.append(row)
-    header = ["task", "seed", "steps", "right", "right, lenient", "format", "ended", "tokens"]
-    return table([*header, "seconds a step", "minutes", "GB"], rows)
+def train_with_trl(name: str, seed: int, model_folder: str) -> None:
+    """Train with GRPOTrainer or RLOOTrainer, and write a run's folder as grpo.py does.
 
+    grpo.py's own evaluate measures the held-out questions, at the same steps. Its time doesn't count.
+    """
+    sys.path.insert(0, str(ROOT))
+    import torch
+    import trl
+    from transformers import TrainerCallback
 
-def samples_block(record: dict) -> str:
-    """The first samples of the first and of the last step, as a code block."""
-    lines = ["```\n"]
-    for step, shown in record["samples"].items():
-        lines.append(f"step {step}\n")
-        for prompt, answer, completions in shown:
-            question = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
-            lines.append(f"  {question}  ({answer})\n")
-            lines += [f"      {completion!r}\n" for completion in completions]
-    return "".join([*lines, "```\n"])
+    import grpo
+    from utils.rewards import lenient_accuracy_reward
 
+    grpo.REWARDS = [lenient_accuracy_reward]
+    folder = RUNS_DIR / f"{name}-{seed}"
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    flags = ["--model", model_folder, *GROUPS.split(), "--seed", str(seed)]
+    args = grpo.tyro.cli(grpo.Args, args=flags)
+    (run_dir / "args.json").write_text(json.dumps(vars(args)))
+    model, tokenizer, eos_ids = grpo.load_model(args)
+    train_data, test_data = grpo.load_data(args, tokenizer)
+    metrics_file = (run_dir / "metrics.jsonl").open("w")
+    samples_file = (run_dir / "samples.jsonl").open("w")
+    clock = {"start": 0.0}
+    step = {}  # the metrics of the current step
 
-def draw(records: list[dict]) -> None:
-    """Three panels over the steps of arithmetic: right answers, length, and entropy."""
-    runs = [record for record in records if record["task"] == "arithmetic"]
-    figure, axes = panels(1, 3, figsize=(13, 3.6))
-    panel = {
-        "rollout/accuracy": "share of right answers",
-        "rollout/response_len": "tokens",
-        "policy/entropy": "nats",
-    }
-    for ax, (name, label) in zip(axes[0], panel.items(), strict=True):
-        curves = np.array([smooth(record["curves"][name]) for record in runs])
-        steps = np.arange(1, curves.shape[1] + 1)
-        draw_band(ax, steps, curves, "tab:blue", "samples (running mean of 5 steps)")
-        title = "right answers" if name == "rollout/accuracy" else name
-        ax.set(xlabel="step", ylabel=label, title=title)
-    across = [int(step) for step in runs[0]["eval"]]
-    greedy = np.array([[x["eval/accuracy"] for x in record["eval"].values()] for record in runs])
-    draw_band(axes[0][0], across, greedy, "tab:orange", "held out, greedy")
-    axes[0][0].legend(fontsize=10)
-    save(figure, PICTURE, digest(runs))
+    def evaluate():
+        model.eval()
+        with torch.no_grad():
+            metrics = grpo.evaluate(args, model, tokenizer, test_data, eos_ids)
+        model.train()
+        return metrics
+
+    def reward(completions, answer, completion_ids, **columns):
+        texts = [completion[0]["content"] for completion in completions]
+        rewards = lenient_accuracy_reward(texts, answer)
+        lengths = [len(ids) for ids in completion_ids]
+        ended = [ids[-1] in eos_ids.tolist() for ids in completion_ids]
+        step["rollout/accuracy"] = sum(rewards) / len(rewards)
+        step["rollout/response_len"] = sum(lengths) / len(lengths)
+        step["rollout/eos_frac"] = sum(ended) / len(ended)
+        sample = {"step": trainer.state.global_step + 1, "prompt": "", "answer": answer[0]}
+        print(json.dumps(sample | {"completions": texts[:8]}), file=samples_file)
+        return rewards
+
+    class Log(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            clock["start"] = time.perf_counter()
+
+        def on_step_end(self, training, state, control, **kwargs):
+            # TRL has no separate times for the rollout and the update in a record of a step.
+            step["time/rollout_s"] = 0.0
+            step["time/update_s"] = time.perf_counter() - clock["start"]
+            step["step"] = state.global_step
+            if state.global_step % args.eval_every == 0:
+                step.update(evaluate())
+            print(json.dumps(step), file=metrics_file, flush=True)
+            step.clear()
+
+    before = {"step": 0} | evaluate()
+    print(json.dumps(before), file=metrics_file, flush=True)
+    fields = dict(
+        num_generations=args.num_generations,
+        per_device_train_batch_size=args.num_prompts * args.num_generations,
+        gradient_accumulation_steps=1,
+        max_completion_length=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=0,
+        top_p=1.0,
+        num_iterations=1,
+        beta=args.beta,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="linear",
+        warmup_steps=args.warmup_updates,
+        max_steps=args.num_steps,
+        max_grad_norm=args.max_grad_norm,
+        seed=seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        logging_strategy="no",
+        save_strategy="no",
+        output_dir=str(folder / "trl"),
+    )
+    if name == "trl_grpo":
+        # The gradient of the KL as in grpo.py: TRL 1.16 multiplies k3 by the ratio by default.
+        fields |= dict(loss_type="grpo", use_bias_correction_kl=False)
+        config, trainer_class = trl.GRPOConfig, trl.GRPOTrainer
+    else:
+        config, trainer_class = trl.RLOOConfig, trl.RLOOTrainer
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": example["columns"]["question"]}],
+            "answer": example["answer"],
+        }
+        for example in train_data
+    ]
+    trainer = trainer_class(
+        model=model,
+        processing_class=tokenizer,
+        args=config(**fields),
+        train_dataset=grpo.datasets.Dataset.from_list(rows),
+        reward_funcs=reward,
+        callbacks=[Log()],
+    )
+    trainer.train()
 
 
 def main() -> None:
@@ -166,23 +264,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", help="the model's folder")
-    parser.add_argument("--task", choices=list(TASKS))
-    parser.add_argument("--data", help="the data set's folder, except for arithmetic")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1])
-    parser.add_argument(
-        "--draw", action="store_true", help="only write the page's tables and picture"
-    )
+    parser.add_argument("runs", nargs="*", help="name:seed of each run")
+    parser.add_argument("--all", action="store_true", help="all runs that have no record yet")
+    parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if not args.draw:
-        for seed in args.seeds:
-            record = run(args.task, seed, args.model, args.data)
-            others = [x for x in read(RECORDS) if (x["task"], x["seed"]) != (args.task, seed)]
-            write(RECORDS, [*others, record])
-    records = read(RECORDS)
-    draw(records)
-    fill(PAGE, "results", results_table(records))
-    first = next(x for x in records if x["task"] == "arithmetic" and x["seed"] == 1)
-    fill(PAGE, "samples", samples_block(first))
+    jobs = [(name, int(seed)) for name, seed in (job.split(":") for job in args.runs)]
+    if args.in_this_process:
+        train_with_trl(*jobs[0], args.model)
+        return
+    if args.all:
+        jobs = [(name, seed) for name in RUNS for seed in SEEDS[name]]
+    for job in jobs:
+        done = {(record["name"], record["seed"]) for record in read(RECORDS)}
+        if args.all and job in done:
+            continue
+        record = run(*job, args.model)
+        with RECORDS.open("a", encoding="utf-8") as file:
+            print(json.dumps(record), file=file)
+        print(job, {step: x["eval/accuracy"] for step, x in record["eval"].items()}, flush=True)
 
 
 if __name__ == "__main__":
