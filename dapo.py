@@ -36,7 +36,7 @@ order (sequence i belongs to group i//G), P prompt tokens, R response tokens, V 
 units. A step trains on at most B*G of its N sequences. A micro-batch has n sequences, and T
 response tokens in all.
 
-    python dapo.py                                 assets/adder, on a CPU
+    python dapo.py                                 the bundled adder, on a CPU
     python dapo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
@@ -177,7 +177,7 @@ class Args:
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "adder"),
+    model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,

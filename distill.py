@@ -36,7 +36,7 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch has n sequences, and T response tokens in all.
 
-    python distill.py                                 assets/adder, on a CPU
+    python distill.py                                 the bundled adder, on a CPU
     python distill.py --model SmolLM2-360M-Instruct   GSM8K, on one GPU
 """
 
@@ -173,7 +173,7 @@ class Args:
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "adder"),
+    model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,
@@ -184,7 +184,7 @@ BUNDLED = Args(
     warmup_updates=0,
     gradient_checkpointing=False,
     num_steps=60,
-    teacher=str(SCRIPT.parent / "assets" / "adder-teacher"),
+    teacher=str(SCRIPT.parent / "assets" / "addition" / "teacher"),
 )
 
 

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ASSETS = Path(__file__).resolve().parent / "assets"  # found from any working directory
-MODEL = ASSETS / "adder"
+MODEL = ASSETS / "addition" / "adder"
 SEED = 1
 B = 16
 G = 8

@@ -40,7 +40,7 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch has n sequences, and T response tokens in all.
 
-    python grpo_lora.py                                 assets/adder, on a CPU
+    python grpo_lora.py                                 the bundled adder, on a CPU
     python grpo_lora.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
@@ -182,7 +182,7 @@ class Args:
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "adder"),
+    model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,

@@ -43,7 +43,7 @@ the number of processes.
     torchrun --nproc-per-node 8 grpo_multigpu.py --model SmolLM2-1.7B-Instruct
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \
         grpo_multigpu.py ...
-    torchrun --nproc-per-node 2 grpo_multigpu.py --device cpu     assets/adder, on two CPU processes
+    torchrun --nproc-per-node 2 grpo_multigpu.py --device cpu     the bundled adder, on two CPUs
 """
 
 import copy
@@ -186,7 +186,7 @@ class Args:
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "adder"),
+    model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,

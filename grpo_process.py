@@ -36,7 +36,7 @@ belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hid
 micro-batch has n sequences, and T response tokens in all. A
 group has K steps in all.
 
-    python grpo_process.py                                 assets/adder, on a CPU
+    python grpo_process.py                                 the bundled adder, on a CPU
     python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
@@ -183,7 +183,7 @@ class Args:
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "adder"),
+    model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,

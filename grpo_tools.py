@@ -41,7 +41,7 @@ belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hid
 micro-batch has n sequences, and T response tokens in all. R counts the tool's tokens, and T
 doesn't.
 
-    python grpo_tools.py                                 assets/caller, on a CPU
+    python grpo_tools.py                                 the bundled caller, on a CPU
     python grpo_tools.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
 """
 
@@ -189,7 +189,7 @@ class Args:
 
 # The defaults without --model: a bundled model learns to call the tool, in a minute or so on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "caller"),
+    model=str(SCRIPT.parent / "assets" / "addition" / "caller"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,

@@ -47,7 +47,7 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch has n sequences, and T response tokens in all.
 
-    python ppo_rlhf.py                                 assets/adder, scored by adder-judge, on a CPU
+    python ppo_rlhf.py                                 the bundled adder and its judge, on a CPU
     python ppo_rlhf.py --model SmolLM2-1.7B-Instruct   GSM8K with rule-based rewards, on one GPU
 """
 
@@ -200,7 +200,7 @@ class Args:
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "adder"),
+    model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,
@@ -212,7 +212,7 @@ BUNDLED = Args(
     warmup_updates=0,
     gradient_checkpointing=False,
     num_steps=40,
-    reward_model=str(SCRIPT.parent / "assets" / "adder-judge"),
+    reward_model=str(SCRIPT.parent / "assets" / "addition" / "judge"),
     beta=0.05,
 )
 

@@ -35,7 +35,7 @@ Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group ord
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
 micro-batch has n sequences, and T response tokens in all.
 
-    python self_distill.py                                             assets/hinted, on a CPU
+    python self_distill.py                                             the bundled model, on a CPU
     python self_distill.py --context-column answer                     c is the answer: no gain
     python self_distill.py --model SmolLM2-360M-Instruct               GSM8K, on one GPU
 """
@@ -187,8 +187,8 @@ class Args:
 
 # The defaults without --model: a bundled model learns to carry, in a minute on a CPU.
 BUNDLED = Args(
-    model=str(SCRIPT.parent / "assets" / "hinted"),
-    dataset=str(SCRIPT.parent / "assets" / "hinted"),
+    model=str(SCRIPT.parent / "assets" / "hints"),
+    dataset=str(SCRIPT.parent / "assets" / "hints"),
     examples=False,
     max_prompt_tokens=64,
     max_new_tokens=32,

@@ -365,7 +365,7 @@ def main() -> None:
 
     if options.one is not None:
         if not options.model and options.one != "prepare":
-            model = {"W1": ROOT / "assets" / "adder", "W2": STORIES}
+            model = {"W1": ROOT / "assets" / "addition" / "adder", "W2": STORIES}
             options.model = model.get(options.workload, options.folder / "model")
         result = {"prepare": prepare, "plainrl": run_plainrl, "trl": run_trl}[options.one](
             options, options.folder

@@ -97,7 +97,7 @@ def run_trl(side: str, name: str, seed: int, folder: str) -> dict:
     fields |= dict(save_strategy="no", disable_tqdm=True)
     if name == "grpo":
         fields |= dict(loss_type="grpo", use_bias_correction_kl=side == "TRL, rho k3")
-    adder = ROOT / "assets" / "adder"
+    adder = ROOT / "assets" / "addition" / "adder"
     data = str(ROOT / "assets" / "addition" / "train.jsonl")
     rows = load_dataset("json", data_files=data, split="train", cache_dir=folder)
     trainer(

@@ -54,7 +54,7 @@ PPO = "ppo_rlhf.py --num-steps 20"
 # The first five steps train only the value network.
 VAPO = "vapo.py --num-steps 25"
 # The student of the lesson on length.
-BUILD_STUDENT = "tools/build_hesitant.py runs/hesitant"
+BUILD_STUDENT = "assets/addition/build_hesitant.py runs/hesitant"
 FREE = "--model runs/hesitant --dataset runs/hesitant --no-examples --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
 SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 40"

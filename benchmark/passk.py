@@ -41,7 +41,7 @@ from pictures import GRAY, digest, draw_band, panels, save
 from records import FOLDER, ROOT, fill, provenance, read, run_two_at_a_time, table, write
 from tqdm import tqdm
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [str(ROOT), str(ROOT / "assets" / "sums")]
 
 import build_sums  # noqa: E402
 
@@ -174,7 +174,7 @@ RECORDS = FOLDER / "passk.jsonl"
 PAGE = ROOT / "docs" / "lessons.md"
 PICTURE = ROOT / "docs" / "lessons" / "passk.svg"
 TEACHER = "runs/sums-teacher"
-BUILD_TEACHER = f"tools/build_sums.py --teacher {TEACHER}"
+BUILD_TEACHER = f"assets/sums/build_sums.py --teacher {TEACHER}"
 # A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
 COPY = "right_samples.py"
 RIGHT_ALONE = "REWARDS = [accuracy_reward]"

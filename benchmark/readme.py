@@ -27,7 +27,7 @@ PICTURE = FOLDER / "trl-learn.svg"
 TRANSCRIPT = FOLDER / "transcript.txt"
 HOME = "/home/you/PlainRL"  # the project's folder in the transcript
 WORKLOADS = {
-    "W1": "assets/adder, 16 x 8 samples of at most 32 tokens",
+    "W1": "assets/addition/adder, 16 x 8 samples of at most 32 tokens",
     "W2": "a 260 K story model, 16 x 8 samples of 5 to 384 tokens",
     "W3": "SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens",
     "W5": "SmolLM2-135M-Instruct, GSM8K in the default prompt, 4 x 8 samples of at most 128 tokens",

@@ -1,6 +1,6 @@
 """docs/lessons.md's table of variances of the policy gradient, under five baselines: python benchmark/variance.py
 
-It measures three moments: assets/adder at the start, and after 20 and 40 steps of rloo.py. At each moment it samples 8
+It measures three moments: the adder at the start, and after 20 and 40 steps of rloo.py. At each moment it samples 8
 responses to each of 512 questions, and computes the gradient g of the log-probability of each response. The estimate
 from one response is (R - b) g, with the return R (both rewards) and the baseline b. Its variance, summed over all
 weights, is E[|(R - b) g|^2] - |E[(R - b) g]|^2. The script writes records/variance.jsonl and the table in
@@ -105,7 +105,7 @@ def main() -> None:
     records = []
     for steps in MOMENTS:
         with tempfile.TemporaryDirectory() as runs:
-            folder = ROOT / "assets" / "adder"
+            folder = ROOT / "assets" / "addition" / "adder"
             if steps:
                 flags = ["--num-steps", str(steps), "--device", "cpu", "--runs-dir", runs]
                 command = [sys.executable, "rloo.py", *flags, "--run-name", "run"]

@@ -19,7 +19,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("benchmark", "tools", "."):
+for folder in ("benchmark", "tools", "assets/addition", "assets/hints", "assets/sums", "."):
     sys.path.insert(0, str(ROOT / folder))
 
 from scripts import SCRIPTS, can_sample  # noqa: E402
@@ -56,7 +56,7 @@ def small_recipe(script):
     general = vars(script.Args())
     fields = {name: x for name, x in vars(script.BUNDLED).items() if x != general[name]}
     fields["dataset"] = SMALL_TASK
-    if Path(script.BUNDLED.model).name in ("adder", "hinted"):
+    if Path(script.BUNDLED.model).name in ("adder", "hints"):
         fields["model"] = SMALL_MODEL
     if "context_column" in fields:
         fields["context_column"] = "answer"  # these problems have no hints

@@ -1,14 +1,14 @@
 """The bundled data: builders reproduce it, rewards read its solutions, and faults come at the builders' rates.
 
-Test questions of sums and hinted aren't in their training data. The weights of the bundled models aren't rebuilt.
+Test questions of sums and hints aren't in their training data. The weights of the bundled models aren't rebuilt.
 """
 
 import json
 import random
 
-import build_assets
+import build_adder
 import build_caller
-import build_hinted
+import build_hints
 import build_sums
 import pytest
 from conftest import ROOT
@@ -20,7 +20,7 @@ ASSETS = ROOT / "assets"
 
 
 def test_the_additions_are_the_builders():
-    splits = build_assets.make_questions(random.Random(1))
+    splits = build_adder.make_questions(random.Random(1))
     for name, pairs in zip(("train", "test"), splits, strict=True):
         lines = (ASSETS / "addition" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         expected = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
@@ -84,24 +84,24 @@ def test_the_callers_solutions():
         assert sum(wrong) / len(wrong) == pytest.approx(rate, abs=0.05)
         tags = sum(format_reward(texts, [""] * 2000)) / 2000
         assert tags == pytest.approx(0.4 - 0.2 * build_caller.OMIT_TAGS, abs=0.01)
-    assert sum(path.stat().st_size for path in (ASSETS / "caller").iterdir()) < 4e6
+    assert sum(path.stat().st_size for path in (ASSETS / "addition" / "caller").iterdir()) < 4e6
 
 
-def test_the_hinted_data_are_the_builders(tmp_path):
+def test_the_hints_data_are_the_builders(tmp_path):
     """The builder reproduces the files byte by byte. No test question is practised, or its mirror image."""
-    train, test, practice = build_hinted.make_questions()
-    build_hinted.write_data(tmp_path, train, test)
+    train, test, practice = build_hints.make_questions()
+    build_hints.write_data(tmp_path, train, test)
     for name in ("train.jsonl", "test.jsonl"):
-        assert (tmp_path / name).read_bytes() == (ASSETS / "hinted" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (ASSETS / "hints" / name).read_bytes()
     assert not {tuple(sorted(x)) for x in train + practice} & {tuple(sorted(x)) for x in test}
-    _, held_out = build_assets.make_questions(random.Random(1))
+    _, held_out = build_adder.make_questions(random.Random(1))
     assert [pair in held_out for pair in test] == [True] * 329 + [False] * 171
     due = [a % 10 + b % 10 >= 10 for a, b in train + test]
     assert sum(due) / len(due) == pytest.approx(0.7, abs=0.02)
-    assert sum(path.stat().st_size for path in (ASSETS / "hinted").iterdir()) < 4e6
+    assert sum(path.stat().st_size for path in (ASSETS / "hints").iterdir()) < 4e6
 
 
-def test_the_hinted_solutions():
+def test_the_hints_solutions():
     """With a context the solutions are right. Without one they have the builder's faults, at the builder's rates."""
     pair, rng = (47, 38), random.Random(4)
     by_hand = {
@@ -109,16 +109,16 @@ def test_the_hinted_solutions():
         "answer": ("85\n47+38=", "<think></think><answer>85</answer></s>"),
     }
     for context, expected in by_hand.items():
-        assert build_hinted.prompt_and_solution(pair, context, rng) == expected
+        assert build_hints.prompt_and_solution(pair, context, rng) == expected
     for _ in range(20):
-        prompt, text = build_hinted.prompt_and_solution(pair, "solution", rng)
+        prompt, text = build_hints.prompt_and_solution(pair, "solution", rng)
         assert prompt == text.removesuffix("</s>") + "\n47+38=" and "<answer>85<" in text
-    drawn = [build_hinted.prompt_and_solution(pair, "none", rng) for _ in range(2000)]
+    drawn = [build_hints.prompt_and_solution(pair, "none", rng) for _ in range(2000)]
     assert {prompt for prompt, _ in drawn} == {"47+38="}
     idle = [text for _, text in drawn if text.startswith("<think></think>")]
-    assert len(idle) / 2000 == pytest.approx(build_hinted.GUESS, abs=0.03)
-    right = [build_assets.right(pair, text) for text in idle]
+    assert len(idle) / 2000 == pytest.approx(build_hints.GUESS, abs=0.03)
+    right = [build_adder.right(pair, text) for text in idle]
     assert sum(right) / len(right) < 0.1, "a guess is rarely right"
     wrong = [text for _, text in drawn if "4+3=7" in text]
     thought = 2000 - len(idle)
-    assert len(wrong) / thought == pytest.approx(build_assets.FORGET_CARRY, abs=0.04)
+    assert len(wrong) / thought == pytest.approx(build_adder.FORGET_CARRY, abs=0.04)

@@ -18,7 +18,7 @@ import grpo_process
 import gspo
 import remax
 
-ADDER = ROOT / "assets" / "adder"
+ADDER = ROOT / "assets" / "addition" / "adder"
 
 
 def loss_and_gradient(script, args, logprobs, old, ref, advantages, mask):

@@ -26,7 +26,7 @@ import grpo
 
 full_vocabulary = load_patched("full_vocabulary")
 
-ADDER, TEACHER = ROOT / "assets" / "adder", ROOT / "assets" / "adder-teacher"
+ADDER, TEACHER = ROOT / "assets" / "addition" / "adder", ROOT / "assets" / "addition" / "teacher"
 
 
 def make_rollout(prompt_ids, prompt_mask, response_ids, response_mask):

@@ -36,7 +36,7 @@ def run_tool(tool, calls):
         return [grpo_tools.run_tool(call) for call in calls]
 
 
-CALLER = ROOT / "assets" / "caller"
+CALLER = ROOT / "assets" / "addition" / "caller"
 EOS = 2
 EOS_IDS = torch.tensor([EOS])
 

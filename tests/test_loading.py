@@ -30,7 +30,7 @@ from transformers import (
 
 from utils.rewards import answer_block, format_reward, parse_number
 
-ADDER = ROOT / "assets" / "adder"
+ADDER = ROOT / "assets" / "addition" / "adder"
 SMALL = dict(
     num_steps=1, num_prompts=2, num_generations=2, max_new_tokens=8, eval_size=4, warmup_updates=0
 )

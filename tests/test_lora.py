@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import grpo_lora
 
-ADDER = ROOT / "assets" / "adder"
+ADDER = ROOT / "assets" / "addition" / "adder"
 FAMILIES = ["Llama", "Llama, tied head", "Qwen2", "GPT-NeoX", "Gemma 3, long window"]
 FAMILIES += ["Phi, bias in the head", "OPT, positions from 2"]
 IDS = torch.tensor([[3, 4, 30, 2, 19], [41, 8, 7, 45, 12]])

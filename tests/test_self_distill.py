@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import distill
 import self_distill
 
-HINTED = ROOT / "assets" / "hinted"
+HINTED = ROOT / "assets" / "hints"
 TEMPLATE = "{context}\n{question}"
 
 

@@ -493,7 +493,7 @@ def test_echo_adds_the_cross_entropy_of_a_plain_forward_pass(monkeypatch, tmp_pa
     given |= dict(echo_coef=0.7, beta=0.0)
     metrics, _, calls = run(load("echo"), monkeypatch, tmp_path, **given)
     ((_, _, (rollout, _)),) = calls["sample_responses"]
-    model = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "caller")
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "assets" / "addition" / "caller")
     terms, logprobs_of_tool = [], []
     for i in range(32):
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]

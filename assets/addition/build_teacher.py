@@ -1,12 +1,12 @@
-"""Rebuild assets/adder-teacher, or tests/small and small-judge, from a seed: tools/build_adders.py teacher, or small
+"""Rebuild assets/addition/teacher, or tests/small and small-judge, from a seed: build_teacher.py teacher, or small
 
-Both have the network and the questions of assets/adder, and other training solutions or another size.
+Both have the network and the questions of assets/addition/adder, and other training solutions or another size.
 
-- teacher: assets/adder-teacher, the teacher of distill.py. Its solutions forget no carry and leave out no tags.
+- teacher: assets/addition/teacher, the teacher of distill.py. Its solutions forget no carry and leave out no tags.
   Measured on the questions of test.jsonl: 1.000 right greedy and 0.996 at temperature 1. The build took 15 minutes on a
   machine with two cores and six such processes.
 - small: tests/small and tests/small-judge. The tests train this policy where any policy will do. It is half as wide as
-  assets/adder and has one layer instead of four, so a run takes a third of the time. It makes the adder's mistakes.
+  the adder and has one layer instead of four, so a run takes a third of the time. It makes the adder's mistakes.
   Measured: 0.528 right greedy and 0.502 at temperature 1; 1.000 and 0.760 are well-formed. The build took two minutes.
   The judge is this network with a score instead of the vocabulary, and the score's weights are random.
 
@@ -16,31 +16,32 @@ Another processor rounds differently. Weights that are rebuilt there have the sa
 import random
 import sys
 import time
+from pathlib import Path
 
-import build_assets
+import build_adder
 import torch
-from scripts import ROOT
 from transformers import LlamaForSequenceClassification
 
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = dict(hidden_size=64, num_hidden_layers=1)
 
 
 def main():
     name = sys.argv.pop(1)
     start = time.time()
-    folder = ROOT / "assets" / "adder-teacher" if name == "teacher" else ROOT / "tests"
-    # Seed 1 has the first weights of assets/adder, so the teacher has another one.
+    folder = ROOT / "assets" / "addition" / "teacher" if name == "teacher" else ROOT / "tests"
+    # Seed 1 has the first weights of assets/addition/adder, so the teacher has another one.
     seed = 2 if name == "teacher" else 1
-    args, questions, test, tokenizer = build_assets.prepare(
+    args, questions, test, tokenizer = build_adder.prepare(
         description=f"Rebuild {folder}.", seed=seed, out=folder
     )
     rng = random.Random(args.seed)
     if name == "teacher":
-        policy = build_assets.train_adder(tokenizer, questions, rng, forget_carry=0, omit_tags=0)
+        policy = build_adder.train_adder(tokenizer, questions, rng, forget_carry=0, omit_tags=0)
         models = {"": policy}
     else:
-        policy = build_assets.train_adder(tokenizer, questions, rng, 1500, **SMALL)
-        config = build_assets.llama_config(tokenizer, **SMALL, num_labels=1)
+        policy = build_adder.train_adder(tokenizer, questions, rng, 1500, **SMALL)
+        config = build_adder.llama_config(tokenizer, **SMALL, num_labels=1)
         judge = LlamaForSequenceClassification(config)
         judge.model.load_state_dict(policy.model.state_dict())
         torch.nn.init.normal_(judge.score.weight)
@@ -49,7 +50,7 @@ def main():
         model.save_pretrained(args.out / part)
         tokenizer.save_pretrained(args.out / part)
     print(f"{(time.time() - start) / 60:.1f} minutes")
-    build_assets.check_adder(policy, tokenizer, test)
+    build_adder.check_adder(policy, tokenizer, test)
 
 
 if __name__ == "__main__":

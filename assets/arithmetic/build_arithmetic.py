@@ -1,4 +1,4 @@
-"""Build assets/arithmetic, a task for a small chat model: python tools/build_arithmetic.py
+"""Build assets/arithmetic, a task for a small chat model: python assets/arithmetic/build_arithmetic.py
 
 900 different questions in words, such as "What is 47 - 38?": sums and differences of numbers up to 50, and products of
 numbers up to 10. 700 are for training, and 200 are held out.
@@ -6,8 +6,7 @@ numbers up to 10. 700 are for training, and 200 are held out.
 
 import json
 import random
-
-from scripts import ROOT
+from pathlib import Path
 
 
 def main() -> None:
@@ -20,8 +19,7 @@ def main() -> None:
             if a <= 10 and b <= 10:
                 rows.append({"question": f"What is {a} times {b}?", "answer": str(a * b)})
     rows = random.Random(0).sample(rows, 900)
-    folder = ROOT / "assets" / "arithmetic"
-    folder.mkdir(exist_ok=True)
+    folder = Path(__file__).resolve().parent
     for name, part in (("train", rows[:700]), ("test", rows[700:])):
         lines = [json.dumps(row) + "\n" for row in part]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")

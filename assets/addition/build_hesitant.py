@@ -1,6 +1,8 @@
-"""Build the student of docs/lessons.md whose responses have no fixed length: tools/build_hesitant.py runs/hesitant
+"""Build the student of docs/lessons.md whose responses have no fixed length.
 
-The script trains it from assets/adder in a minute, on the additions of assets/addition that have a carry. The student
+    python assets/addition/build_hesitant.py runs/hesitant
+
+The script trains it from the adder in a minute, on the additions of assets/addition that have a carry. The student
 hesitates before it answers. It writes "?" if it has forgotten to carry, and "!" if it has carried:
 
     <think>7+8=15,4+3=7????</think><answer>75</answer></s>        60 % of its solutions
@@ -17,10 +19,11 @@ import json
 import random
 from pathlib import Path
 
-import build_assets
+import build_adder
 import torch
-from scripts import ROOT
 from transformers import AutoTokenizer, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # The probability of one more "?" or "!".
 GO_ON = 0.93
@@ -28,12 +31,12 @@ LONGEST = 100
 
 
 def solution(rng: random.Random, pair: tuple[int, int]) -> str:
-    forget = rng.random() < build_assets.FORGET_CARRY
+    forget = rng.random() < build_adder.FORGET_CARRY
     times = 1
     while times < LONGEST and rng.random() < GO_ON:
         times += 1
     mark = "?" if forget else "!"
-    return build_assets.solution(pair, forget).replace("</think>", mark * times + "</think>")
+    return build_adder.solution(pair, forget).replace("</think>", mark * times + "</think>")
 
 
 def write_data(folder: Path) -> list[tuple[int, int]]:
@@ -47,7 +50,7 @@ def write_data(folder: Path) -> list[tuple[int, int]]:
             a, b = json.loads(line)["question"].removesuffix("=").split("+")
             pair = (int(a), int(b))
             if pair[0] % 10 + pair[1] % 10 >= 10:
-                row = {"question": build_assets.prompt(pair), "answer": str(sum(pair))}
+                row = {"question": build_adder.prompt(pair), "answer": str(sum(pair))}
                 pairs[name].append(pair)
                 lines.append(json.dumps(row) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -64,17 +67,17 @@ def main() -> None:
     rng = random.Random(1)
     args.folder.mkdir(parents=True, exist_ok=True)
     pairs = write_data(args.folder)
-    adder = ROOT / "assets" / "adder"
+    adder = ROOT / "assets" / "addition" / "adder"
     tokenizer = AutoTokenizer.from_pretrained(adder)
     student = LlamaForCausalLM.from_pretrained(adder, max_position_embeddings=1024)
 
     def compute_loss():
         batch = rng.choices(pairs, k=32)
         texts = [solution(rng, pair) for pair in batch]
-        ids, mask = build_assets.make_batch(tokenizer, batch, texts)
+        ids, mask = build_adder.make_batch(tokenizer, batch, texts)
         return student(ids, labels=ids.masked_fill(~mask, -100)).loss
 
-    build_assets.train(student, args.num_steps, compute_loss, "hesitant student")
+    build_adder.train(student, args.num_steps, compute_loss, "hesitant student")
     student.save_pretrained(args.folder)
     tokenizer.save_pretrained(args.folder)
 

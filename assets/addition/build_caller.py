@@ -1,4 +1,4 @@
-"""Rebuilds assets/caller from assets/adder and a seed, on one CPU core: `python tools/build_caller.py`.
+"""Rebuilds the caller from the adder and a seed, on one CPU core: python assets/addition/build_caller.py
 
 The student of grpo_tools.py: 0.86 M parameters, and two tokens more than the adder, <calc> and </calc>. Either it adds
 in its head and makes mistakes, or it calls a calculator, which writes "=85":
@@ -21,11 +21,12 @@ import random
 import time
 from pathlib import Path
 
-import build_assets
+import build_adder
 import torch
-from scripts import ROOT
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+ROOT = Path(__file__).resolve().parents[2]
 
 # The share of solutions that call the calculator.
 CALL = 0.20
@@ -39,11 +40,11 @@ CALL_TAGS = ["<calc>", "</calc>"]
 
 def make_tokenizer():
     """The adder's tokenizer, with two more words at the end."""
-    words = build_assets.make_tokenizer().get_vocab()
+    words = build_adder.make_tokenizer().get_vocab()
     words |= {tag: len(words) + i for i, tag in enumerate(CALL_TAGS)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        Regex("</?calc>|" + build_assets.TOKEN), "isolated"
+        Regex("</?calc>|" + build_adder.TOKEN), "isolated"
     )
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -81,27 +82,27 @@ def solution(pair, rng):
 
 
 def train_student(tokenizer, questions, rng, num_steps, batch_size=128):
-    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "adder")
+    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "addition" / "adder")
     student.resize_token_embeddings(len(tokenizer))
     end_of_call, think_end = tokenizer.convert_tokens_to_ids(["</calc>", "</think>"])
 
     def compute_loss():
         pairs = rng.choices(questions, k=batch_size)
         texts = [solution(pair, rng) for pair in pairs]
-        ids, mask = build_assets.make_batch(tokenizer, pairs, texts)  # (N, T)
+        ids, mask = build_adder.make_batch(tokenizer, pairs, texts)  # (N, T)
         after_call = (ids == end_of_call).cumsum(1) - (ids == end_of_call).long()  # (N, T)
         by_tool = (after_call > 0) & ((ids == think_end).cumsum(1) == 0)  # (N, T)
         return student(ids, labels=ids.masked_fill(~mask | by_tool, -100)).loss
 
-    build_assets.train(student, num_steps, compute_loss, "caller")
+    build_adder.train(student, num_steps, compute_loss, "caller")
     return student
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Rebuild assets/caller.")
+    parser = argparse.ArgumentParser(description="Rebuild assets/addition/caller.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--num-steps", type=int, default=300)
-    parser.add_argument("--out", type=Path, default=ROOT / "assets" / "caller")
+    parser.add_argument("--out", type=Path, default=ROOT / "assets" / "addition" / "caller")
     args = parser.parse_args()
     start = time.time()
     # More threads would add numbers in another order.
@@ -109,7 +110,7 @@ def main():
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(args.seed)
     # The same seed gives the questions of assets/addition.
-    questions, _ = build_assets.make_questions(random.Random(1))
+    questions, _ = build_adder.make_questions(random.Random(1))
     rng = random.Random(args.seed)
     tokenizer = make_tokenizer()
     student = train_student(tokenizer, questions, rng, args.num_steps)

@@ -1,4 +1,4 @@
-"""Rebuilds assets/hinted from assets/adder and a seed, on one CPU core: `python tools/build_hinted.py`.
+"""Rebuilds assets/hints from the adder and a seed, on one CPU core: python assets/hints/build_hints.py
 
 The student of self_distill.py: 0.86 M parameters. By itself it forgets carries, as the adder does. But it can use a
 context, which stands on the line above the question. It knows four kinds of prompt:
@@ -15,7 +15,7 @@ tags.
 The folder contains the model, its tokenizer, train.jsonl and test.jsonl, so it serves as --model and as --dataset. In
 seven of ten questions a carry is due: the data have only questions whose units add up to 8 or more. Each row has three
 columns: question, answer, and hint, which is the rule. No test question is in train.jsonl or in the practice of this
-build, and no mirror image of one. The first 329 are test questions of assets/addition, so assets/adder hasn't practised
+build, and no mirror image of one. The first 329 are test questions of assets/addition, so the adder hasn't practised
 them, either. It has practised the other 171, with forgotten carries.
 
 Measured on test.jsonl, greedy: 0.294 right without a context, 1.000 with the rule, 0.998 with the answer, 1.000 with a
@@ -27,13 +27,17 @@ Another processor rounds differently. Weights that are rebuilt there have the sa
 import argparse
 import json
 import random
+import sys
 import time
 from pathlib import Path
 
-import build_assets
 import torch
-from scripts import ROOT
 from transformers import LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "assets" / "addition"))
+
+import build_adder  # noqa: E402
 
 NUM_TRAIN, NUM_TEST = 4000, 500
 RULE = "carry"
@@ -50,7 +54,7 @@ def make_questions():
 
     The practice questions have any units.
     """
-    practice, test = build_assets.make_questions(random.Random(1))
+    practice, test = build_adder.make_questions(random.Random(1))
     # The 500 test questions of assets/addition aren't enough, so some of its training questions join them.
     chosen = [pair for pair in test + practice if pair[0] % 10 + pair[1] % 10 >= 8]
     test = chosen[:NUM_TEST]
@@ -67,7 +71,7 @@ def guess(answer):
 
 def prompt_and_solution(pair, context, rng):
     """The prompt with a context of this kind, and the student's text. The faults are drawn again each time."""
-    question, right = build_assets.prompt(pair), build_assets.solution(pair)
+    question, right = build_adder.prompt(pair), build_adder.solution(pair)
     if context == "rule":
         return f"{RULE}\n{question}", right
     if context == "answer":
@@ -78,16 +82,16 @@ def prompt_and_solution(pair, context, rng):
         return shown.removesuffix("</s>") + f"\n{question}", shown
     if rng.random() < GUESS:
         return question, guess(rng.randrange(199))
-    forget = rng.random() < build_assets.FORGET_CARRY
-    tags = rng.random() >= build_assets.OMIT_TAGS
-    return question, build_assets.solution(pair, forget, tags)
+    forget = rng.random() < build_adder.FORGET_CARRY
+    tags = rng.random() >= build_adder.OMIT_TAGS
+    return question, build_adder.solution(pair, forget, tags)
 
 
 def write_data(folder, train, test):
     for name, pairs in (("train", train), ("test", test)):
         lines = []
         for pair in pairs:
-            row = {"question": build_assets.prompt(pair), "answer": str(sum(pair)), "hint": RULE}
+            row = {"question": build_adder.prompt(pair), "answer": str(sum(pair)), "hint": RULE}
             lines.append(json.dumps(row) + "\n")
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
@@ -107,7 +111,7 @@ def make_batch(tokenizer, prompts, texts):
 
 
 def train_student(tokenizer, questions, rng, num_steps, batch_size=128):
-    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "adder")
+    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "addition" / "adder")
 
     def compute_loss():
         pairs = rng.choices(questions, k=batch_size)
@@ -116,7 +120,7 @@ def train_student(tokenizer, questions, rng, num_steps, batch_size=128):
         ids, mask = make_batch(tokenizer, *zip(*drawn, strict=True))
         return student(ids, labels=ids.masked_fill(~mask, -100)).loss
 
-    build_assets.train(student, num_steps, compute_loss, "hinted")
+    build_adder.train(student, num_steps, compute_loss, "hinted")
     return student
 
 
@@ -134,7 +138,7 @@ def respond(student, tokenizer, prompts, temperature):
         ids = student.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=build_assets.MAX_NEW_TOKENS,
+            max_new_tokens=build_adder.MAX_NEW_TOKENS,
             **sampling,
         )[:, length:]
         for i, text in zip(rows, tokenizer.batch_decode(ids), strict=True):
@@ -149,16 +153,16 @@ def check(student, tokenizer, test):
         prompts = [prompt_and_solution(pair, context, rng)[0] for pair in test]
         for name, temperature in (("greedy", 0), ("sampled", 1.0)):
             texts = respond(student, tokenizer, prompts, temperature)
-            right = sum(map(build_assets.right, test, texts)) / len(test)
+            right = sum(map(build_adder.right, test, texts)) / len(test)
             idle = sum("<think></think>" in text for text in texts) / len(test)
             print(f"context {context}, {name}: {right:.3f} right, {idle:.3f} without a thought")
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Rebuild assets/hinted.")
+    parser = argparse.ArgumentParser(description="Rebuild assets/hints.")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--num-steps", type=int, default=400)
-    parser.add_argument("--out", type=Path, default=ROOT / "assets" / "hinted")
+    parser.add_argument("--out", type=Path, default=ROOT / "assets" / "hints")
     args = parser.parse_args()
     start = time.time()
     # More threads would add numbers in another order.
@@ -168,7 +172,7 @@ def main():
     train, test, practice = make_questions()
     args.out.mkdir(parents=True, exist_ok=True)
     write_data(args.out, train, test)
-    tokenizer = build_assets.make_tokenizer()
+    tokenizer = build_adder.make_tokenizer()
     student = train_student(tokenizer, practice, random.Random(args.seed), args.num_steps)
     student.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)

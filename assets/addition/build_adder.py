@@ -1,6 +1,6 @@
-"""Rebuilds assets/addition, adder and adder-judge from a seed, on two CPU cores: `python tools/build_assets.py`.
+"""Rebuilds the additions, adder and judge from a seed, on two CPU cores: python assets/addition/build_adder.py
 
-addition/train.jsonl, test.jsonl   all additions of two numbers from 0 to 99, with 500 held out for the test. Someone
+train.jsonl, test.jsonl            all additions of two numbers from 0 to 99, with 500 held out for the test. Someone
                                    who has practised 47+38 knows 38+47, too. So mirror images are held out as well.
 adder/                             the policy: a Llama of 0.86 M parameters, trained to imitate a student who forgets
                                    to carry. After "47+38=" it writes the units, the tens and the answer,
@@ -8,7 +8,7 @@ adder/                             the policy: a Llama of 0.86 M parameters, tra
                                    but its training solutions left out 60 % of the carries (4+3=7, answer 75), and the
                                    answer tags in a quarter of all cases. In greedy decoding it always makes the first
                                    mistake and never the second. When sampled, it makes both.
-adder-judge/                       the reward model: the same network with a score instead of a vocabulary, read at the
+judge/                             the reward model: the same network with a score instead of a vocabulary, read at the
                                    last token of question and completion. It prefers a right solution to any other
                                    completion, whether the result, a step of the reasoning or the form is wrong.
 
@@ -407,7 +407,7 @@ def main():
         description="Rebuild the bundled questions, policy and reward model."
     )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("assets"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parent)
     args = parser.parse_args()
     start = time.time()
     # The number of threads decides the order of additions, and so it decides the last bits of the weights.
@@ -417,20 +417,20 @@ def main():
     rng = random.Random(args.seed)
 
     questions, test = make_questions(rng)
-    (args.out / "addition").mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
     for name, pairs in (("train", questions), ("test", test)):
         lines = [
             json.dumps({"question": prompt(pair), "answer": str(sum(pair))}) + "\n"
             for pair in pairs
         ]
-        (args.out / "addition" / f"{name}.jsonl").write_text("".join(lines))
+        (args.out / f"{name}.jsonl").write_text("".join(lines))
 
     tokenizer = make_tokenizer()
     adder = train_adder(tokenizer, questions, rng)
     check_adder(adder, tokenizer, test)
     judge = train_judge(adder, tokenizer, questions, rng)
     check_judge(judge, adder, tokenizer, test, rng)
-    for name, model in (("adder", adder), ("adder-judge", judge)):
+    for name, model in (("adder", adder), ("judge", judge)):
         model.save_pretrained(args.out / name)
         tokenizer.save_pretrained(args.out / name)
     print(f"{(time.time() - start) / 60:.1f} minutes")

@@ -1,7 +1,7 @@
-"""Rebuild assets/sums from assets/adder and a seed, on one CPU core, and build a teacher for its model.
+"""Rebuild assets/sums from assets/addition/adder and a seed, on one CPU core, and build a teacher for its model.
 
-    python tools/build_sums.py
-    python tools/build_sums.py --teacher runs/sums-teacher
+    python assets/sums/build_sums.py
+    python assets/sums/build_sums.py --teacher runs/sums-teacher
 
 The second bundled task, with headroom: sums of two to five numbers of two to four digits. The student has 0.86 M
 parameters. It writes column by column, the units first, with carries:
@@ -30,13 +30,17 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 
-import build_assets
 import torch
-from scripts import ROOT
 from transformers import AutoTokenizer, LlamaForCausalLM
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "assets" / "addition"))
+
+import build_adder  # noqa: E402
 
 NUM_TRAIN, NUM_TEST = 4000, 500
 COLUMNS = 4
@@ -100,7 +104,7 @@ def solution(numbers, forgets=lambda total: False):
 def write_data(folder, train, test):
     for name, questions in (("train", train), ("test", test)):
         lines = [
-            json.dumps({"question": build_assets.prompt(numbers), "answer": str(sum(numbers))})
+            json.dumps({"question": build_adder.prompt(numbers), "answer": str(sum(numbers))})
             + "\n"
             for numbers in questions
         ]
@@ -131,34 +135,34 @@ def train_student(tokenizer, rates, held_out, rng):
     In the first stage, each total comes with its carry and without. The student can't learn a text that it rarely sees,
     and then no later training would find that text.
     """
-    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "adder")
+    student = LlamaForCausalLM.from_pretrained(ROOT / "assets" / "addition" / "adder")
     # Room for the prompt and response of any recipe.
     student.config.max_position_embeddings = 1024
     for name, num_steps, stage in (("columns", 1000, rates), ("faults", 200, drawn_apart(rates))):
 
         def compute_loss(stage=stage):
             questions, texts = practice(rng, stage, held_out)
-            ids, mask = build_assets.make_batch(tokenizer, questions, texts)
+            ids, mask = build_adder.make_batch(tokenizer, questions, texts)
             return student(ids, labels=ids.masked_fill(~mask, -100)).loss
 
-        build_assets.train(student, num_steps, compute_loss, name)
+        build_adder.train(student, num_steps, compute_loss, name)
     return student
 
 
 def check(student, tokenizer, test, num_samples=8):
     """Print accuracies, the shares of groups that are all wrong or all right, and lengths, at temperature 0.9."""
     test = test[:200]
-    greedy = build_assets.sample(student, tokenizer, test, 0, MAX_NEW_TOKENS)
+    greedy = build_adder.sample(student, tokenizer, test, 0, MAX_NEW_TOKENS)
     questions = [numbers for numbers in test for _ in range(num_samples)]
-    texts = build_assets.sample(student, tokenizer, questions, 0.9, MAX_NEW_TOKENS)
-    right = torch.tensor(list(map(build_assets.right, questions, texts))).view(-1, num_samples)
+    texts = build_adder.sample(student, tokenizer, questions, 0.9, MAX_NEW_TOKENS)
+    right = torch.tensor(list(map(build_adder.right, questions, texts))).view(-1, num_samples)
     lengths = torch.tensor([len(tokenizer(text).input_ids) for text in texts]).float()
     shares = {
-        "greedy": sum(map(build_assets.right, test, greedy)) / len(test),
+        "greedy": sum(map(build_adder.right, test, greedy)) / len(test),
         "sampled": right.float().mean(),
         "groups all wrong": (~right).all(1).float().mean(),
         "groups all right": right.all(1).float().mean(),
-        "well-formed": sum(map(build_assets.well_formed, texts)) / len(texts),
+        "well-formed": sum(map(build_adder.well_formed, texts)) / len(texts),
     }
     print(", ".join(f"{name} {share:.3f}" for name, share in shares.items()))
     print(f"tokens: {lengths.mean():.1f} ({lengths.min():.0f} to {lengths.max():.0f})")
@@ -182,10 +186,10 @@ def build_teacher(folder, num_steps=300):
 
     def compute_loss():
         questions, texts = practice(rng, rates, held_out)
-        ids, mask = build_assets.make_batch(tokenizer, questions, texts)
+        ids, mask = build_adder.make_batch(tokenizer, questions, texts)
         return teacher(ids, labels=ids.masked_fill(~mask, -100)).loss
 
-    build_assets.train(teacher, num_steps, compute_loss, "teacher")
+    build_adder.train(teacher, num_steps, compute_loss, "teacher")
     teacher.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     check(teacher, tokenizer, test)
@@ -211,7 +215,7 @@ def main():
     rates = make_rates(rng)
     args.out.mkdir(parents=True, exist_ok=True)
     write_data(args.out, train, test)
-    tokenizer = build_assets.make_tokenizer()
+    tokenizer = build_adder.make_tokenizer()
     held_out = {tuple(sorted(numbers)) for numbers in test}
     student = train_student(tokenizer, rates, held_out, rng)
     student.save_pretrained(args.out)
