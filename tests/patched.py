@@ -19,7 +19,7 @@ def load_patched(name: str):
     path = folder / f"{name}.py"
     command = ["patch", "-s", "--fuzz=0", "-o", path, ROOT / parent, patch]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, f"{done.stdout}run tools/make_variants.py"
+    assert done.returncode == 0, f"{done.stdout}run tools/siblings.py --write"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,6 +1,6 @@
 """variants/: each patch applies without fuzz, its formula is right, and main uses it.
 
-Also tools/make_variants.py, and the tables of variants/README.md. test_whole_step.py has the patches whose changes to
+Also tools/carry.py, and the tables of variants/README.md. test_whole_step.py has the patches whose changes to
 main need whole steps in float64.
 """
 
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 
-import make_variants
+import carry
 import pytest
 import torch
 import tyro
@@ -33,7 +33,7 @@ LOSSES = ["cispo", "dppo", "gmpo", "luspo", "mdpo", "sapo", "topr", "unbiased_kl
 load = functools.cache(load_patched)  # the patch must apply without fuzz
 
 
-# ---- tools/make_variants.py
+# ---- tools/carry.py
 
 
 def test_patches_are_made_again_when_the_parent_changed(tmp_path, monkeypatch):
@@ -41,8 +41,7 @@ def test_patches_are_made_again_when_the_parent_changed(tmp_path, monkeypatch):
 
     If the patched line itself changes, a person must update the patch.
     """
-    monkeypatch.setattr(make_variants, "ROOT", tmp_path)
-    monkeypatch.setattr(make_variants, "FOLDER", tmp_path / "variants")
+    monkeypatch.setattr(carry, "ROOT", tmp_path)
     (tmp_path / "variants").mkdir()
     for name in ("grpo.py", "variants/cispo.diff"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -62,15 +61,15 @@ def test_patches_are_made_again_when_the_parent_changed(tmp_path, monkeypatch):
     near = "accuracy_reward, format_reward, has", "format_reward, accuracy_reward, has"
     change_parent(*near)
     assert not applied()
-    make_variants.main([])
+    carry.carry_patches()
     assert applied() == before.replace(*near)
     change_parent("ratio.clamp(1 - args.clip_eps,", "ratio.clamp(1.0 - args.clip_eps,")
-    make_variants.main([])
+    carry.carry_patches()
     assert not applied()
     assert "clamp(max=1 +" in (tmp_path / "cispo.py.rej").read_text(encoding="utf-8")
     # A person resolves the conflict in cispo.py.
     (tmp_path / "cispo.py").write_text(before.replace(*near), encoding="utf-8")
-    make_variants.main([str(tmp_path / "cispo.py")])
+    carry.write_patch("cispo", (tmp_path / "cispo.py").read_text(encoding="utf-8"))
     assert applied() == before.replace(*near)
 
 

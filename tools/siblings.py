@@ -1,8 +1,12 @@
-"""docs/diffs/, CONTRIBUTING.md's table and README.md's diff: what each script changes of its parent.
+"""The sibling rule: what each script and patch changes of its parent, and the same text everywhere else.
 
-    python tools/siblings.py            print the number of changed lines, and the names of what differs
-    python tools/siblings.py vapo       only for these scripts
-    python tools/siblings.py --write    write docs/diffs/, the table in CONTRIBUTING.md and the diff in README.md
+    python tools/siblings.py                     print the number of changed lines, and the names of what differs
+    python tools/siblings.py vapo                only for these scripts
+    python tools/siblings.py --carry             merge what changed in grpo.py since the last commit into all scripts,
+                                                 and then --write
+    python tools/siblings.py --write             write the patches in variants/, docs/diffs/, the table in
+                                                 CONTRIBUTING.md and the diff in README.md
+    python tools/siblings.py --patch cispo.py    write variants/cispo.diff from the whole script
 
 Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend.
 
@@ -13,7 +17,9 @@ import argparse
 import ast
 import difflib
 import re
+from pathlib import Path
 
+from carry import carry_patches, carry_scripts, write_patch
 from scripts import ROOT, SCRIPTS, parent_of, read_script
 
 CHILDREN = [name for name in SCRIPTS if parent_of(name) is not None]
@@ -194,29 +200,41 @@ def diff_page(child: str) -> str:
     return "\n".join(lines)
 
 
+def write_pages() -> None:
+    replace_between("CONTRIBUTING.md", "<!-- changed -->", table(), "<!-- end changed -->")
+    replace_between("README.md", "```diff", lesson(), "```")
+    for child in CHILDREN:
+        path = ROOT / "docs" / "diffs" / f"{child}.md"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(diff_page(child), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="script", default=CHILDREN)
+    parser.add_argument("--carry", action="store_true")
     parser.add_argument("--write", action="store_true")
+    parser.add_argument("--patch", type=Path, metavar="NAME.py")
     options = parser.parse_args()
     children = [re.sub(r"\.py$", "", name) for name in options.names]
     for child in children:
         if child not in CHILDREN:
             parser.error(f"{child} isn't one of {', '.join(CHILDREN)}")
 
+    if options.patch:
+        write_patch(options.patch.stem, options.patch.read_text(encoding="utf-8"))
+        return
+    if options.carry and not carry_scripts():
+        return
+    if options.carry or options.write:
+        carry_patches()
+        write_pages()
     for child in children:
         removed, added = changed_lines(child)
         print(f"{child}.py against {parent_of(child)}.py: {removed} lines removed, {added} added")
         print("    " + ", ".join(sorted(differing_names(child))))
-    if options.write:
-        replace_between("CONTRIBUTING.md", "<!-- changed -->", table(), "<!-- end changed -->")
-        replace_between("README.md", "```diff", lesson(), "```")
-        for child in CHILDREN:
-            path = ROOT / "docs" / "diffs" / f"{child}.md"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(diff_page(child), encoding="utf-8")
 
 
 if __name__ == "__main__":
