@@ -19,7 +19,15 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("benchmark", "tools", "assets/addition", "assets/hints", "assets/sums", "."):
+for folder in (
+    "benchmark",
+    "tools",
+    "assets/addition",
+    "assets/hints",
+    "assets/sums",
+    "report",
+    ".",
+):
     sys.path.insert(0, str(ROOT / folder))
 
 from scripts import SCRIPTS, can_sample  # noqa: E402

@@ -1,13 +1,13 @@
 """Look at runs: curves and samples, in one HTML file that needs no network and no server.
 
-    python report.py runs/A               one run, finished or not: runs/A/report.html
-    python report.py runs/A runs/B        several runs in the same charts: runs/report.html
-    python report.py runs                 all runs in this folder
+    python report/report.py runs/A            one run, finished or not: runs/A/report.html
+    python report/report.py runs/A runs/B     several runs in the same charts: runs/report.html
+    python report/report.py runs              all runs in this folder
 
 It reads args.json, metrics.jsonl and samples.jsonl of each run. The page shows them, and says what
 is missing or unreadable. Runs whose args.json differ only in the seed, and whose copies of the
 script are equal, are one configuration, drawn as mean and band. The page is made from
-assets/report.html, and plotly draws the curves."""
+page.html, and plotly draws the curves."""
 
 import hashlib
 import json
@@ -18,9 +18,12 @@ from pathlib import Path
 
 import tyro
 
-from utils.rewards import accuracy_reward
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
 
-PAGE = Path(__file__).resolve().parent / "assets" / "report.html"
+from utils.rewards import accuracy_reward  # noqa: E402
+
+PAGE = HERE / "page.html"
 # The six metrics to watch first.
 FIRST = ["rollout/reward_mean", "rollout/accuracy", "rollout/eos_frac", "rollout/zero_std_frac"]
 FIRST += ["policy/entropy", "kl/ref"]
