@@ -1,7 +1,7 @@
 """DAPO: Decoupled Clip and Dynamic Sampling Policy Optimization, in one file. Yu et al. 2025,
 arXiv:2503.14476v1.
 
-For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
 maximize J, so the loss is -J:
 
     J(theta) = E[ 1/(sum_i |o_i|) sum_i sum_t S_it ]                                        (Eq. 8)
@@ -172,7 +172,7 @@ class Args:
     max_resample: int = 10
     """maximum number of extra batches that a step samples to find B mixed groups"""
     overlong_cache: int = 60
-    """the penalty grows to 1 over the last tokens before --max-new-tokens (L_cache); 0: none"""
+    """the penalty grows to 1 over this many tokens before --max-new-tokens (L_cache); 0: none"""
 
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
@@ -239,10 +239,10 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     """The DAPO loss, -J of Eq. 8, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs (n, R); advantages (n, 1); mask (n, R) bool, True for the tokens that
-    count. num_tokens is the number of tokens that count in the whole minibatch, so that the losses
-    of its micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats:
-    each metric summed over the tokens that count.
+    mask (n, R) bool is True for the tokens that count; logprobs and old_logprobs (n, R) are 0
+    elsewhere; advantages (n, 1). num_tokens is the number of tokens that count in the whole
+    minibatch, so that the losses of its micro-batches add up to the loss of the minibatch. Returns
+    the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
@@ -289,6 +289,7 @@ class Sampled(NamedTuple):
 
     examples: list[dict]  # one per group
     rollout: Rollout  # N sequences
+    completions: list[str]  # N
     scores: dict[str, list[float]]  # name of the reward function -> N floats
     kept: Tensor  # (at most B*G,): the indices of the sequences to train on
 
@@ -304,14 +305,16 @@ def sample_mixed_groups(args, model, tokenizer, train_data, unused, eos_ids):
     G = args.num_generations
     examples = []
     rollouts = []  # one for each batch
+    completions = []
     scores = defaultdict(list)
     for indices in unused[: 1 + args.max_resample]:
         batch = [train_data[i] for i in indices]
         rollout = sample_responses(args, model, batch, G, args.temperature, eos_ids)
         examples += batch
         rollouts.append(rollout)
-        completions = response_texts(tokenizer, rollout, eos_ids)
-        for name, values in apply_rewards(completions, batch).items():
+        texts = response_texts(tokenizer, rollout, eos_ids)
+        completions += texts
+        for name, values in apply_rewards(texts, batch).items():
             scores[name] += values
         accuracy = torch.tensor(scores[REWARDS[0].__name__]).view(-1, G)  # (groups so far, G)
         kept_groups = mixed_groups(args, accuracy)  # (B,) or fewer
@@ -320,7 +323,7 @@ def sample_mixed_groups(args, model, tokenizer, train_data, unused, eos_ids):
     if len(kept_groups) == 0:
         kept_groups = torch.arange(args.num_prompts)
     kept = (kept_groups[:, None] * G + torch.arange(G)).flatten()  # (at most B*G,)
-    return Sampled(examples, merge_rollouts(rollouts), scores, kept)
+    return Sampled(examples, merge_rollouts(rollouts), completions, scores, kept)
 
 
 def main(args: Args) -> dict:
@@ -366,8 +369,7 @@ def main(args: Args) -> dict:
         torch.manual_seed(1_000_003 * args.seed + step)
         unused = batch_indices[state["batches"] :]  # the batches that no step has sampled yet
         sampled = sample_mixed_groups(args, sampler, tokenizer, train_data, unused, eos_ids)
-        rollout, kept = sampled.rollout, sampled.kept
-        completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
+        rollout, completions, kept = sampled.rollout, sampled.completions, sampled.kept
         N = len(completions)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
@@ -378,8 +380,8 @@ def main(args: Args) -> dict:
         # The trainer computes the old ones again, because the sampler rounds differently. It takes
         # the micro-batches of the updates: bf16's rounding depends on the micro-batch, and before
         # the first update every ratio must be exactly 1.
-        # minibatches draws from 0 .. len(kept) - 1, and kept maps these numbers to sequences.
-        updates = [kept[numbers] for numbers in minibatches(args, len(kept))]
+        # minibatches shuffles the numbers 0 .. len(kept) - 1, which are places in kept.
+        updates = [kept[places] for places in minibatches(args, len(kept))]
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
@@ -447,12 +449,14 @@ def main(args: Args) -> dict:
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
-        kept_gap = (old_logprobs - rollout.sampled_logprobs).abs()[kept]  # (at most B*G, R)
-        gap = kept_gap[response_mask[kept]]  # (tokens of the kept sequences,)
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()  # (N, R)
+        gap = gap[kept][response_mask[kept]]  # (tokens of the kept sequences,)
+        is_kept = set(kept.tolist())
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
+            "rollout/kept_groups": len(kept) / G,
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
             "rollout/response_len": response_lengths.float().mean(),
@@ -485,6 +489,7 @@ def main(args: Args) -> dict:
                 "right": (right[group] == 1).tolist(),
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
+                "kept": k * G in is_kept,  # whether the step has trained on this group
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
@@ -912,7 +917,7 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
 
 
 def merge_rollouts(rollouts):
-    """One Rollout of several, with the prompts padded to the longest."""
+    """One Rollout of several. Prompts are padded to the longest; all responses have R columns."""
     longest = max(rollout.prompt_ids.shape[1] for rollout in rollouts)
     prompt_ids, prompt_mask = [], []
     for rollout in rollouts:
@@ -1258,11 +1263,8 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    if args.overlong_cache >= args.max_new_tokens:
-        raise ValueError(
-            "--overlong-cache must be less than --max-new-tokens, because it would punish every "
-            "response"
-        )
+    if not 0 <= args.overlong_cache < args.max_new_tokens:  # else it would punish every response
+        raise ValueError("--overlong-cache must be at least 0 and less than --max-new-tokens")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

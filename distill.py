@@ -11,8 +11,8 @@ the responses that the student writes. No gradient flows through the sampling of
     KL_t     = sum_v pi_theta(v | q, o_<t) log( pi_theta(v | q, o_<t) / pi_T(v | q, o_<t) )
     A_t      = log pi_T(o_t | q, o_<t) - log pi_old(o_t | q, o_<t)
 
-pi_old is the student that sampled o. As long as pi_theta is pi_old, the mean of A_t over o_t is
--KL_t.
+pi_old is the student that sampled o. At pi_theta = pi_old, the expectation of A_t over the sampled
+o_t is -KL_t.
 
 Only the sampled tokens are used: A_t is the advantage of token t in the clipped loss of GRPO. The
 tokens after t have no part in A_t (a discount of 0). In the first update of a rollout, the gradient
@@ -190,7 +190,7 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def compute_advantages(old_logprobs, teacher_logprobs):
-    """A_t (n, R): by how many nats the teacher finds each sampled token more probable."""
+    """A_t (n, R): by how many nats the teacher finds each token more probable; 0 where masked."""
     return teacher_logprobs - old_logprobs
 
 
@@ -337,7 +337,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
 
         # ---- 4. advantage and update
-        advantages = torch.zeros_like(old_logprobs)  # (N, R), of the sampled tokens
+        advantages = torch.zeros_like(old_logprobs)  # (N, R), filled in below
         # Sums over the updates of this step, for the log.
         total_loss = 0.0
         total_grad_norm = 0.0
@@ -351,7 +351,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[indices] = logprobs.detach()
-                # Computed here, because a single update has just got its old_logprobs.
+                # Here and not in part 3: a single update has just got its old_logprobs.
                 advantages[indices] = compute_advantages(
                     old_logprobs[indices], teacher_logprobs[indices]
                 )
@@ -1131,7 +1131,8 @@ def load_teacher(args, model, tokenizer):
     # The teacher doesn't sample, so main's check of the gap can't see its head.
     check_head(teacher, f"--teacher {name}")
     teacher.to(model.device).requires_grad_(False).eval()
-    # In bf16, as the sampler: a teacher needs no weights in float32, and may be large.
+    # In bf16, as the sampler: a teacher needs no weights in float32. The GPU holds both while they
+    # are rounded.
     return inference_copy(teacher) if model.device.type == "cuda" else teacher
 
 

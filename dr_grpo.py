@@ -1,13 +1,13 @@
 """Dr. GRPO: GRPO Done Right, in one file. Liu et al. 2025, "Understanding R1-Zero-Like Training",
 arXiv:2503.20783v1.
 
-For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
 maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/L sum_t S_it ]        (Section 3.2; the 1/L is from the code listing)
     S_it     = min( rho_it A_i, clip(rho_it, 1-eps, 1+eps) A_i )
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
-               pi_old is the policy that sampled
+               pi_old: the weights that sampled the responses
     A_i      = r_i - mean(r_1 .. r_G)                                     the same for every token t
 
 L is a constant, --max-new-tokens. With --beta above 0, S_it is replaced by S_it - beta KL_it, with
@@ -24,8 +24,8 @@ call for a KL term.
 Departures from the paper: the objective is that of its code listing, which divides by a constant,
 the maximum length. The paper's equation has no 1/L.
 
-The gradient is smaller than GRPO's, by a factor of about std * |o|/L. Adam divides by the scale of
-the gradients, so the learning rate is that of grpo.py. But --max-grad-norm binds less often.
+The gradient is about std * |o|/L times that of GRPO. Adam divides by the scale of the gradients, so
+the learning rate is that of grpo.py. But --max-grad-norm binds less often.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A

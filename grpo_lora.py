@@ -10,13 +10,13 @@ To its output we add a second path, through two small matrices A and B, and trai
 
 A is (rank, in), and B is (out, rank). A starts uniform within +-1/sqrt(in), and B at 0, so the
 policy starts as the reference. The objective and its equations are those of grpo.py, where theta is
-all A and B. (Two names have a second meaning: A_it is an advantage, and in shapes such as (B, G) B
-is the number of prompts. These equations and sections are DeepSeekMath's.)
+all A and B. Equations and sections from here on are DeepSeekMath's. Two names have a second
+meaning: A_it is an advantage, and in shapes such as (B, G) B is the number of prompts.
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
-               pi_old is the policy that sampled, not the reference
+               pi_old: the weights that sampled the responses
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
@@ -235,8 +235,8 @@ def add_adapters(args, model):
     torch.manual_seed(args.seed)
     for layer in policy.base_model.modules():  # the trunk, without the head
         if isinstance(layer, torch.nn.Linear):
-            # torch draws the weights of a new linear layer uniformly within +-1/sqrt(in). Only this
-            # weight is kept of the layer.
+            # torch draws the weights of a new linear layer uniformly within +-1/sqrt(in). Only the
+            # weight of this layer is kept.
             A = torch.nn.Linear(layer.in_features, args.lora_rank).weight.detach()  # (rank, in)
             B = torch.zeros(layer.out_features, args.lora_rank)  # (out, rank)
             layer.lora_A = torch.nn.Parameter(A.to(model.device))
@@ -332,13 +332,14 @@ def main(args: Args) -> dict:
     check_args(args)
     initial_model, tokenizer, eos_ids = load_model(args)
     model = add_adapters(args, initial_model)
-    # Here and not in load_model, where the head may be in bf16. The adapters change nothing yet.
+    # load_model can't check it: on a GPU the head is in bf16 until add_adapters replaces it. B is
+    # still 0, so the adapters change nothing.
     check_head(model, f"--model {args.model}")
     train_data, test_data = load_data(args, tokenizer)
     # The initial model is the reference. Training doesn't change its weights, so it isn't copied.
     ref_model = initial_model if args.beta > 0 else None
     # A and B of all layers. As a module, they have a state_dict of their own for the checkpoint.
-    adapters = torch.nn.ParameterList(x for x in model.parameters() if x.requires_grad)
+    adapters = torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad)
 
     G = args.num_generations
     N = args.num_prompts * G
@@ -382,9 +383,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because generate's arithmetic differs. The
-        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
-        # before the first update every ratio must be exactly 1.
+        # The trainer computes the old ones again, because the sampler rounds differently. It takes
+        # the micro-batches of the updates: bf16's rounding depends on the micro-batch, and before
+        # the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -1218,6 +1219,8 @@ def check_args(args):
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.lora_rank < 1:
+        raise ValueError("--lora-rank must be at least 1")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if args.beta < 0:

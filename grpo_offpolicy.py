@@ -20,14 +20,15 @@ maximize J, so the loss is -J:
 
 The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
 pi_s instead of pi_old, and is slightly biased. Sections and equations without a name are
-DeepSeekMath's. Multiplying A by a weight w >= 0 also multiplies C by w. So main multiplies the
-advantages by the weights, and policy_loss needs no argument for them.
+DeepSeekMath's.
+
+In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
 Parent: grpo.py. Differences: (1) The weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
 --sequence-cap, w is 0 for all tokens of a response if the product of their ratios pi_old / pi_s,
-not truncated, is above the cap. (2) The dual clip replaces a ratio above c by c (--dual-clip) if
-the advantage is negative, because the minimum in S then leaves large ratios unclipped. (3) A copy
+not truncated, is above the cap. (2) Where the advantage is negative, the minimum in S leaves large
+ratios unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there. (3) A copy
 of the model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets
 the trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the
 trainer's current weights (in bf16 on a GPU), not the engine.
@@ -228,7 +229,7 @@ def compute_sampler_weights(args, old_logprobs, sampled_logprobs, mask):
     With args.sequence_cap above 0, a sequence gets w = 0 if the product of its tokens' ratios
     pi_old / pi_s is above the cap. w has no gradient.
     """
-    logratio = (old_logprobs - sampled_logprobs).detach()  # (n, R)
+    logratio = (old_logprobs - sampled_logprobs).detach().masked_fill(~mask, 0.0)  # (n, R)
     weights = torch.ones_like(logratio)  # (n, R)
     if args.rollout_correction > 0:
         weights = logratio.exp().clamp(max=args.rollout_correction)  # (n, R)
@@ -263,8 +264,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
-    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
-    # `advantages` is w A here. So the surrogate above is w S, and with the dual clip it is w C.
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), w S
+    # `advantages` is w A here, so the next two lines turn w S into w C.
     dual_clipped = torch.maximum(surrogate, args.dual_clip * advantages)  # (n, R)
     surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R)
     token_loss = -surrogate  # (n, R)
@@ -280,8 +281,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # main averages these over the tokens that the engine sampled, without the weights w. In
-    # policy/dual_clip_frac, a token with w = 0 counts as not clipped: its w A isn't negative.
+    # These count all tokens alike, without w. But where w is 0, w A isn't negative, so such a token
+    # is missing from policy/dual_clip_frac.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -327,7 +328,8 @@ def main(args: Args) -> dict:
     if engine_dtype == "auto":
         engine_dtype = "bfloat16" if on_gpu else "float32"
     engine = inference_copy(model, in_bf16=engine_dtype == "bfloat16")
-    # The evaluation uses the current weights: the model itself, or on a GPU a copy in bf16.
+    # The evaluation uses the current weights: the model itself, or on a GPU a copy in bf16. The
+    # engine's weights may be old.
     eval_model = inference_copy(model, in_bf16=True) if on_gpu else model
 
     G = args.num_generations
@@ -374,10 +376,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the engine's weights and arithmetic
-        # may differ. The
-        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
-        # before the first update every ratio must be exactly 1.
+        # The trainer computes the old ones again, because the engine rounds differently, and its
+        # weights may be older. It takes the micro-batches of the updates: bf16's rounding depends
+        # on the micro-batch, and before the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -457,8 +458,7 @@ def main(args: Args) -> dict:
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        # With --rollout-correction 0 nothing is truncated.
-        limit = args.rollout_correction if args.rollout_correction > 0 else float("inf")
+        limit = args.rollout_correction or float("inf")  # 0: nothing is truncated
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -1248,12 +1248,15 @@ def check_args(args):
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.staleness < 1:
+        raise ValueError("--staleness must be at least 1")
     if not args.dual_clip > 1:
         raise ValueError("--dual-clip must be above 1")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    if args.beta < 0:
-        raise ValueError("--beta must not be negative")
+    for name in ("beta", "rollout_correction", "sequence_cap"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

@@ -1,16 +1,16 @@
 """GRPO with process supervision, in one file. DeepSeekMath, Shao et al. 2024, arXiv:2402.03300v3,
 Section 4.1.3.
 
-For every prompt q the old policy samples G responses o_1 .. o_G. Each response has one or more
-steps. Step j of response i ends with token index(j) and gets a reward r_ij. We maximize J, which is
-the J of grpo.py with another advantage:
+The policy samples G responses o_1 .. o_G to every prompt q. Each response has one or more steps.
+Step j of response i ends with token index(j) and gets a reward r_ij. We maximize J, which is the J
+of grpo.py with another advantage:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
     A_it     = sum of r~_ij over the steps j with index(j) >= t                             (4.1.3)
     r~_ij    = (r_ij - mean(r)) / std(r)                     over all steps of all G responses
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
-               pi_old is the policy that sampled, not the reference
+               pi_old: the weights that sampled the responses
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 Parent: grpo.py. Differences: (1) step_rewards finds the steps of a response and gives each of them
@@ -33,8 +33,7 @@ only one step in most responses to GSM8K, because their thoughts have words.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch has n sequences, and T response tokens in all. A
-group has K steps in all.
+micro-batch has n sequences, and T response tokens in all. A group has K steps in all.
 
     python grpo_process.py                                 the bundled adder, on a CPU
     python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -286,13 +285,12 @@ def token_advantages(args, steps, last_tokens):
     rewards = [step.reward for response_steps in steps for step in response_steps]  # K
     # All steps of the group are normalized together, as if they were K responses to one prompt.
     normalized = compute_advantages(torch.tensor([rewards]))[0]  # (K,)
+    of_responses = normalized.split([len(response_steps) for response_steps in steps])  # G tensors
     advantages = torch.zeros(len(steps), args.max_new_tokens)  # (G, R)
-    k = 0  # counts the steps of all G responses
-    for i, response_last_tokens in enumerate(last_tokens):
-        for last_token in response_last_tokens:
+    for row, values, ends in zip(advantages, of_responses, last_tokens, strict=True):
+        for value, end in zip(values, ends, strict=True):
             # A step's reward counts for its tokens and for all tokens before them.
-            advantages[i, : last_token + 1] += normalized[k]
-            k += 1
+            row[: end + 1] += value
     return advantages
 
 
@@ -317,10 +315,11 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
     """The GRPO loss, -J of Eq. 3, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, ref_logprobs, advantages (n, R); mask (n, R) bool, True for the tokens
-    that count. num_seqs is the number of sequences in the whole minibatch, so that the
-    losses of its micro-batches add up to the loss of the minibatch. With args.beta 0, ref_logprobs
-    is not used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
+    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs, ref_logprobs and
+    advantages (n, R) are 0 elsewhere. num_seqs is the number of sequences in the whole minibatch,
+    so that the losses of its micro-batches add up to the loss of the minibatch. With args.beta 0,
+    ref_logprobs is not used. Returns the scalar loss, and stats: each metric summed over the tokens
+    that count.
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)
@@ -447,12 +446,15 @@ def main(args: Args) -> dict:
         answers = [example["answer"] for example in batch for _ in range(G)]  # N
         steps = step_rewards(completions, answers)  # N lists of Step
         last_tokens = []  # N lists, of the index of each step's last token
-        for row, mask, row_steps in zip(rollout.response_ids, response_mask, steps, strict=True):
-            last_tokens.append(step_tokens(tokenizer, row[mask].tolist(), row_steps))
+        for ids, mask, row_steps in zip(rollout.response_ids, response_mask, steps, strict=True):
+            last_tokens.append(step_tokens(tokenizer, ids[mask].tolist(), row_steps))
         group_advantages = []  # B of (G, R)
+        zero_std = []  # B bools: all steps of the group have the same reward
         for k in range(args.num_prompts):
             group = slice(k * G, (k + 1) * G)
             group_advantages.append(token_advantages(args, steps[group], last_tokens[group]))
+            distinct = {x.reward for response_steps in steps[group] for x in response_steps}
+            zero_std.append(len(distinct) == 1)
         advantages = torch.cat(group_advantages).to(model.device)  # (N, R)
 
         # ---- 4. update
@@ -505,15 +507,11 @@ def main(args: Args) -> dict:
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         all_step_rewards = [x.reward for response_steps in steps for x in response_steps]
-        # If all steps of a group have the same reward, all its advantages are exactly 0. In any
-        # other group the last tokens have an advantage: the reward of a last step is 0 or 1, and
-        # the mean lies between. Padding is always 0.
-        zero_std = (advantages == 0).view(args.num_prompts, -1).all(1)  # (B,) bool
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
-            "rollout/zero_std_frac": zero_std.float().mean(),
+            "rollout/zero_std_frac": sum(zero_std) / len(zero_std),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/step_reward": sum(all_step_rewards) / len(all_step_rewards),
             "rollout/steps": len(all_step_rewards) / N,

@@ -1,7 +1,7 @@
 """GRPO with a policy that calls a tool, in one file. Eq. 3 of DeepSeekMath, Shao et al. 2024,
 arXiv:2402.03300v3, with the mask of Search-R1, Jin et al. 2025, arXiv:2503.09516v3.
 
-For every prompt q the policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
 maximize J, so the loss is -J. When a response ends a call, the text of the call goes to the tool,
 and the tool's answer is appended to the response. Then the policy goes on:
 
@@ -13,7 +13,7 @@ and the tool's answer is appended to the response. Then the policy goes on:
     w_i      = the positions t of o_i that the policy wrote    (Search-R1, Eq. 3: I(y_t) = 1)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
-               pi_old is the policy that sampled, not the reference
+               pi_old: the weights that sampled the responses
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
@@ -344,10 +344,7 @@ def main(args: Args) -> dict:
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,), without the tool's tokens
-        # Only an EOS token of the policy is an end. The tool may write one, too, and padding has id
-        # 0, which is the EOS token of some tokenizers.
-        is_eos = torch.isin(rollout.response_ids, eos_ids) & response_mask  # (N, R) bool
-        ended = is_eos.any(1)  # (N,) bool
+        ended = policy_eos(rollout, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
@@ -370,8 +367,8 @@ def main(args: Args) -> dict:
         scores = {}  # name of the reward function -> (N,) float32
         for name, values in apply_rewards(completions, batch).items():
             scores[name] = torch.tensor(values, device=model.device)
-        num_calls = torch.tensor([len(answers) for answers in tool_answers])  # (N,): answered ones
-        num_calls = num_calls.to(model.device)
+        answered = [len(answers) for answers in tool_answers]  # N: calls that got an answer
+        num_calls = torch.tensor(answered, device=model.device)  # (N,)
         rewards = subtract_tool_cost(args, sum(scores.values()), num_calls)  # (N,) float32
         rewards = rewards.view(-1, G)  # (B, G)
         advantages = compute_advantages(rewards).view(-1, 1)  # (N, 1)
@@ -434,14 +431,14 @@ def main(args: Args) -> dict:
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
-            "tool/calls": total_calls / N,
-            "tool/error_frac": num_errors / max(1, total_calls),
-            # The accuracy of the responses with an answered call; NaN if there are none.
-            "tool/call_accuracy": right[num_calls > 0].mean(),
             "rollout/response_len": response_lengths.float().mean(),
             "rollout/eos_frac": ended.float().mean(),
             "rollout/logprob_gap": gap.mean(),
             "rollout/logprob_gap_max": gap.max(),
+            "tool/calls": total_calls / N,
+            "tool/error_frac": num_errors / max(1, total_calls),
+            # The accuracy of the responses with an answered call; NaN if there are none.
+            "tool/call_accuracy": right[num_calls > 0].mean(),
             **{name: total / tokens_trained for name, total in token_sums.items()},
             "policy/loss": total_loss / updates_per_step,
             "optim/grad_norm": total_grad_norm / updates_per_step,
@@ -494,9 +491,8 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
 # more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16:
-# generate looks at `finished` every 16 tokens there. So it has just looked when the cache grows,
-# and at least one row is unfinished.
+# recorded more often. I haven't measured the number for a GPU. generate looks at `finished` after
+# every token, so at least one row is unfinished when the cache grows.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
@@ -540,7 +536,7 @@ def hidden_bias(dtype):
 
 
 @torch.no_grad()
-def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids, tokenizer):
+def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     When a response ends a call, the tool answers. In the next steps the response takes the tokens
@@ -597,22 +593,22 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             token = (logprobs + noise).argmax(1)  # (rows,)
         context_mask[sequence, t] = ~finished
         is_policy = ~finished  # (rows,) bool; False below where the tool writes the token
-        rows = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
-        for row, (i, sampled, is_finished) in enumerate(rows):
+        columns = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
+        for row, (i, sampled, is_finished) in enumerate(columns):
             if is_finished:
                 continue
             tool_token = callers[i].next_tool_token(args, tokenizer, sampled, t)
             if tool_token is not None:
                 token[row] = tool_token
                 is_policy[row] = False
+            if callers[i].is_over:  # a call beyond --max-calls ends the response without EOS
+                finished[row] = True
         decoding.token.copy_(token)
         response_ids[sequence, t] = token
         response_mask[sequence, t] = is_policy
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         # The tool's EOS token ends nothing, because it is ordinary text.
         finished |= torch.isin(token, eos_ids) & is_policy
-        # A call beyond --max-calls ends the response without EOS.
-        finished |= torch.tensor([callers[i].is_over for i in sequence.tolist()], device=device)
         if finished.all():
             break
 
@@ -909,37 +905,39 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
         prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
     ):
         parts.append(
-            generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids, tokenizer)
+            generate(args, model, tokenizer, part_ids, part_mask, num_samples, temperature, eos_ids)
         )
-    *columns, answers = zip(*parts, strict=True)
-    response_ids, response_mask, context_mask, sampled_logprobs = [
-        torch.cat(column) for column in columns
-    ]
+    ids, masks, context_masks, logprobs, answers = zip(*parts, strict=True)  # one of each per part
     rollout = Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
-        response_ids=response_ids,
-        response_mask=response_mask,
-        context_mask=context_mask,
-        sampled_logprobs=sampled_logprobs,
+        response_ids=torch.cat(ids),
+        response_mask=torch.cat(masks),
+        context_mask=torch.cat(context_masks),
+        sampled_logprobs=torch.cat(logprobs),
     )
-    return rollout, [response_answers for part in answers for response_answers in part]
+    return rollout, sum(answers, [])  # N lists
 
 
 def response_texts(tokenizer, rollout, eos_ids):
     """The N responses as texts, with the tool's answers and without the policy's EOS token."""
-    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R)
-    return tokenizer.batch_decode(unpadded(rollout.response_ids, rollout.context_mask & ~is_eos))
+    is_text = rollout.context_mask & ~policy_eos(rollout, eos_ids)  # (N, R) bool
+    return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
+
+
+def policy_eos(rollout, eos_ids):
+    """(N, R) bool: where the policy wrote an EOS token, which ends the response.
+
+    The tool may write one, too, and padding has id 0, which is the EOS token of some tokenizers.
+    """
+    return torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
     rollout, _ = sample_responses(args, model, tokenizer, examples, 1, 0.0, eos_ids)
     completions = response_texts(tokenizer, rollout, eos_ids)
-    # Only the policy's EOS token is an end. The tool may write one, too, and padding has the id 0,
-    # which is the EOS token of some tokenizers.
-    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
-    ended = is_eos.any(1)  # (N,) bool
+    ended = policy_eos(rollout, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
     for name, values in apply_rewards(completions, examples).items():
         means[name] = sum(values) / len(values)
@@ -994,6 +992,7 @@ OPERATORS = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
 
@@ -1008,9 +1007,10 @@ def calculator(call):
     value = exact_value(ast.parse(call.strip(), mode="eval").body)
     if value.denominator > 1:
         return f"{float(value):.15g}"
-    if abs(value) >= 10**MAX_CHARS:
-        raise OverflowError(f"more than {MAX_CHARS} digits")
-    return str(value.numerator)
+    text = str(value.numerator)  # above 4300 digits Python raises an error
+    if len(text) > MAX_CHARS:
+        raise OverflowError(f"more than {MAX_CHARS} characters")
+    return text
 
 
 def exact_value(node):
@@ -1061,11 +1061,13 @@ class Caller:
         if self.waiting:
             return self.waiting.pop(0)
         self.turn.append(sampled)
-        # First look at the last tokens alone: CALL_END has at most as many tokens as bytes.
+        # Decoding the whole turn for every token would be slow, so first look at its last tokens:
+        # CALL_END has at most as many tokens as bytes.
         if CALL_END not in tokenizer.decode(self.turn[-len(CALL_END.encode()) :]):
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
-        if not end or t + 1 == args.max_new_tokens:  # no call, or no room for an answer
+        # A broken byte before CALL_END can spoil it in the whole text, though not in the tail.
+        if not end or t + 1 == args.max_new_tokens:  # or no room for an answer
             return None
         if len(self.answers) == args.max_calls:
             self.is_over = True
@@ -1073,8 +1075,9 @@ class Caller:
         # The call begins after the last CALL_START. Without a CALL_START it is the whole turn.
         answer = run_tool(before_end.rpartition(CALL_START)[2])
         self.answers.append(answer)
-        # Usually the sample ends with CALL_END. It stands, and the answer follows. But it may hold
-        # more, as ">=" does. Then the tool writes what CALL_END still lacks, and its answer.
+        # Usually the sample ends with CALL_END. It stands, and the answer follows. But it may go
+        # on, as ">=" does. Then the tool writes the sample's text up to CALL_END instead, and its
+        # answer.
         text = answer
         if after_end:
             written = tokenizer.decode(self.turn[:-1])  # without the sample

@@ -6,9 +6,9 @@ Efficient RL Framework Secretly Brings You Off-Policy RL Training",
 https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
 
 The engine has the trainer's weights, on a GPU rounded to bf16, and computes with other kernels. So
-the policy that samples, pi_s, differs from pi_old, the
-trainer's policy at the start of the step. For every prompt q, pi_s samples G responses o_1 .. o_G,
-and each one gets a reward r_i. We maximize J, so the loss is -J:
+the policy that samples, pi_s, differs from pi_old, the trainer's policy at the start of the step.
+For every prompt q, pi_s samples G responses o_1 .. o_G, and each one gets a reward r_i. We maximize
+J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( w_it C_it - beta KL_it ) ]                o_i from pi_s
     w_it     = min( pi_old(o_it | q, o_i<t) / pi_s(o_it | q, o_i<t), W )
@@ -21,11 +21,11 @@ and each one gets a reward r_i. We maximize J, so the loss is -J:
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for all tokens of a
-response if the product of their ratios pi_old / pi_s, not truncated, is above the cap. The weight w
-has no gradient. w corrects each token given the tokens before it, as in Yao et al., but not the
-probability that pi_s sampled those. So the gradient is only an approximation. The KL term has no
-weight, as in TRL: it is a mean over samples of pi_s instead of pi_old, which is a small bias.
-Sections and equations without a name are DeepSeekMath's.
+response if the product of their ratios pi_old / pi_s, not truncated, is above the cap.
+
+The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
+pi_s instead of pi_old, and is slightly biased. Sections and equations without a name are
+DeepSeekMath's.
 
 In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
@@ -37,6 +37,10 @@ before the first step and after every step. So the engine is never stale, and th
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model.
+
+As in Yao et al., w corrects the probability of each token given the tokens before it. pi_s has
+sampled the earlier tokens, too, but w doesn't correct their probability. So the gradient is only an
+approximation.
 
 The script needs vllm 0.32.0. docs/train.md says how to install it, how much memory it takes, and
 when it pays.
@@ -98,8 +102,8 @@ EXAMPLES = [
     ),
 ]
 
-# main puts its engine here, and engine_shutdown takes it out. So main needs no try block around its
-# whole text.
+# The engine of main, while main runs: load_engine puts it here, and engine_shutdown ends it. So
+# main needs no try block around its whole text.
 ENGINES = []
 
 
@@ -220,7 +224,7 @@ def compute_sampler_weights(args, old_logprobs, sampled_logprobs, mask):
     With args.sequence_cap above 0, a sequence gets w = 0 if the product of its tokens' ratios
     pi_old / pi_s is above the cap. w has no gradient.
     """
-    logratio = (old_logprobs - sampled_logprobs).detach()  # (n, R)
+    logratio = (old_logprobs - sampled_logprobs).detach().masked_fill(~mask, 0.0)  # (n, R)
     weights = torch.ones_like(logratio)  # (n, R)
     if args.rollout_correction > 0:
         weights = logratio.exp().clamp(max=args.rollout_correction)  # (n, R)
@@ -255,8 +259,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
-    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
-    # `advantages` is w A here. So the surrogate above is w S, and with the dual clip it is w C.
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), w S
+    # `advantages` is w A here, so the next two lines turn w S into w C.
     dual_clipped = torch.maximum(surrogate, args.dual_clip * advantages)  # (n, R)
     surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R)
     token_loss = -surrogate  # (n, R)
@@ -272,8 +276,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # main averages these over the tokens that the engine sampled, without the weights w. In
-    # policy/dual_clip_frac, a token with w = 0 counts as not clipped: its w A isn't negative.
+    # These count all tokens alike, without w. But where w is 0, w A isn't negative, so such a token
+    # is missing from policy/dual_clip_frac.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -324,7 +328,6 @@ def main(args: Args) -> dict:
     check_args(args)
     model, tokenizer, eos_ids = load_model(args)
     engine = load_engine(args, model)
-    ENGINES.append(engine)
     train_data, test_data = load_data(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded. On a GPU it
     # is in bf16, so kl/ref is small, but not 0, before the first update.
@@ -377,9 +380,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones anew, because the engine's arithmetic differs. The
-        # micro-batches are those of the updates: bf16's rounding depends on the micro-batch, and
-        # before the first update every ratio must be exactly 1.
+        # The trainer computes the old ones again, because the engine rounds differently. It takes
+        # the micro-batches of the updates: bf16's rounding depends on the micro-batch, and before
+        # the first update every ratio must be exactly 1.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -455,8 +458,7 @@ def main(args: Args) -> dict:
         right = scores[REWARDS[0].__name__]  # (N,) float32
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        # With --rollout-correction 0 nothing is truncated.
-        limit = args.rollout_correction if args.rollout_correction > 0 else float("inf")
+        limit = args.rollout_correction or float("inf")  # 0: nothing is truncated
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -515,8 +517,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for load_engine, refresh_engine and sample_responses: the
-# rest makes the loop above fast, or sets it up.
+# A first reading may stop here, except for load_engine, refresh_engine and sample_responses. The
+# rest makes the loop fast, or prepares it.
 
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
@@ -526,10 +528,6 @@ PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
 # computes a gradient of the whole head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
-# With bf16, the check of the first step allows this gap between engine and trainer, as a share of
-# the entropy. We measured at most 1.5 % from bf16's rounding. As an example of an error, an engine
-# with 0.9 times the trainer's temperature gave 5 %.
-BF16_GAP = 0.03
 
 
 def load_engine(args, model):
@@ -545,7 +543,8 @@ def load_engine(args, model):
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # 2. What the import of vllm sets. It stands here, because it takes seconds.
+    # 2. What vllm sets when it is imported. The import has to come after the settings above. And it
+    #    stands here because it takes seconds.
     from vllm import LLM
 
     # 3. On a CPU, nothing is compiled. vLLM would compile a few functions in spite of
@@ -573,6 +572,7 @@ def load_engine(args, model):
         logprobs_mode="processed_logprobs",  # after the temperature is applied
     )
     torch.set_float32_matmul_precision(precision)
+    ENGINES.append(engine)
     return engine
 
 
@@ -838,15 +838,15 @@ def sample_responses(args, engine, examples, num_samples, temperature, eos_ids):
             # With flat_logprobs, response.logprobs has several lists. This one has the numbers.
             logprobs.append(response.logprobs.logprobs)
     # Padding is -1 at first, because a text may contain any id that the tokenizer has.
-    prompt_ids = pad(prompt_ids, "left", -1).to(eos_ids.device)  # (N, P)
-    response_ids = pad(response_ids, "right", -1).to(eos_ids.device)  # (N, R)
-    response_mask = response_ids >= 0  # (N, R) bool
+    device = eos_ids.device  # the trainer's
+    prompt_ids = pad(prompt_ids, "left", -1).to(device)  # (N, P)
+    response_ids = pad(response_ids, "right", -1).to(device)  # (N, R)
     return Rollout(
         prompt_ids=prompt_ids.clamp(min=0),
         prompt_mask=prompt_ids >= 0,
         response_ids=response_ids.clamp(min=0),
-        response_mask=response_mask,
-        sampled_logprobs=pad(logprobs, "right", 0.0).to(eos_ids.device),
+        response_mask=response_ids >= 0,
+        sampled_logprobs=pad(logprobs, "right", 0.0).to(device),
     )
 
 
@@ -1185,10 +1185,17 @@ def check_args(args):
         raise ValueError("--dual-clip must be above 1")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    if args.beta < 0:
-        raise ValueError("--beta must not be negative")
+    for name in ("beta", "rollout_correction", "sequence_cap"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
+
+
+# With bf16, the check of the first step allows this gap between engine and trainer, as a share of
+# the entropy. I measured at most 1.5 % from bf16's rounding. As an example of an error, an engine
+# with 0.9 times the trainer's temperature gave 5 %.
+BF16_GAP = 0.03
 
 
 def check_gap(args, model, gap, entropy):

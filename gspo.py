@@ -1,6 +1,6 @@
 """GSPO: Group Sequence Policy Optimization, in one file. Zheng et al. 2025, arXiv:2507.18071v2.
 
-For every prompt q the old policy samples G responses o_1 .. o_G, and each one gets a reward r_i. We
+The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
 maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i min(s_i A_i, clip(s_i, 1-eps_low, 1+eps_high) A_i) ]            (Eq. 5)

@@ -227,15 +227,16 @@ def whiten(values, mask):
     return whitened.masked_fill(~mask, 0.0)
 
 
-def kl_rewards(args, scores, old_logprobs, ref_logprobs, mask):
-    """The reward of each token (n, R): the KL penalty, and at the last token also the score (n,).
+def kl_rewards(args, response_rewards, old_logprobs, ref_logprobs, mask):
+    """The reward of each token (n, R): the KL penalty, and at the last token also the response's.
 
-    Ziegler 2019, Eq. 2. The last token that counts is the EOS token, or the one at which the
-    response was cut. With args.beta 0, ref_logprobs is not used.
+    response_rewards (n,); old_logprobs, ref_logprobs, mask (n, R). Ziegler 2019, Eq. 2. The last
+    token that counts is the EOS token, or the one at which the response was cut. With args.beta 0,
+    ref_logprobs is not used.
     """
-    assert scores.shape == mask.shape[:1] and old_logprobs.shape == mask.shape
+    assert response_rewards.shape == mask.shape[:1] and old_logprobs.shape == mask.shape
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (n, R) bool
-    rewards = torch.where(is_last, scores[:, None], 0.0)  # (n, R)
+    rewards = torch.where(is_last, response_rewards[:, None], 0.0)  # (n, R)
     if args.beta > 0:
         kl = (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)  # (n, R), k1
         rewards = rewards - args.beta * kl
@@ -267,7 +268,8 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
-    # Masked slots become 0 before the squares: garbage could be inf, and its gradient NaN.
+    # main passes 0 in masked slots. This makes the loss right for any values there: the gradient of
+    # the square of an inf would be NaN.
     values = values.masked_fill(~mask, 0.0)  # (n, R)
     old_values = old_values.masked_fill(~mask, 0.0)  # (n, R)
     returns = returns.masked_fill(~mask, 0.0)  # (n, R)
@@ -459,10 +461,10 @@ def main(args: Args) -> dict:
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
+        policy_group, value_group = optimizer.param_groups
         for update, minibatch in enumerate(updates, start=first_update):
             factor = lr_factor(args, update, num_updates)
             lr = args.learning_rate * factor
-            policy_group, value_group = optimizer.param_groups
             policy_group["lr"] = lr
             value_group["lr"] = args.value_learning_rate * factor
             minibatch_tokens = int(response_lengths[minibatch].sum())
@@ -493,6 +495,7 @@ def main(args: Args) -> dict:
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             vf_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
+            # One optimizer holds both networks, so a bad gradient of either skips both.
             if torch.isfinite(grad_norm) and torch.isfinite(vf_norm):
                 optimizer.step()
             else:
@@ -549,6 +552,7 @@ def main(args: Args) -> dict:
                 "rewards": response_rewards[group].tolist(),
                 "right": (right[group] == 1).tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
+                "values": unpadded(old_values[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
@@ -855,12 +859,14 @@ def compute_values(value_model, rollout):
 
 def compute_scores(reward_model, rollout):
     """The reward model's scores (n,) float32 of n whole responses, read at their last token."""
-    # With one more token in each response, response_states also gives the states of the last ones.
+    # response_states leaves out the last token of each response, but the score is read there. So
+    # each response gets one more token to leave out. Which one doesn't matter: no other token sees
+    # it.
     longer = rollout._replace(
         response_ids=F.pad(rollout.response_ids, (0, 1)),  # (n, R + 1)
         response_mask=F.pad(rollout.response_mask, (1, 0), value=True),  # (n, R + 1) bool
     )
-    last = longer.response_mask.sum(1).cumsum(0) - 1  # (n,)
+    last = longer.response_mask.sum(1).cumsum(0) - 1  # (n,): the place of each last state
     hidden = response_states(reward_model, longer)[last]  # (n, D)
     return reward_model.score(hidden.float())[:, 0]
 
@@ -1033,7 +1039,7 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
     scores, right = score_responses(args, reward_model, rollout, completions, examples)
     means = {}  # name of the score -> its mean
     for name, values in scores.items():
-        means[name] = sum(values.tolist()) / len(values)
+        means[name] = sum(values.tolist()) / len(values)  # in float64, as in grpo.py
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
@@ -1051,17 +1057,17 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
 
 
 def score_responses(args, reward_model, rollout, completions, examples):
-    """The scores to sum, name -> (N,) float32, and `right` (N,) float32: 1 for a right answer.
+    """The parts of the reward, a dict of name -> (N,) float32, and `right` (N,): 1.0 if right.
 
-    The scores are the reward model's, or those of REWARDS if there is none.
+    The one part is the reward model's score. Without a reward model, each of REWARDS gives one.
     """
     scores = {}
     for name, values in apply_rewards(completions, examples).items():
         scores[name] = torch.tensor(values, device=rollout.response_ids.device)  # (N,) float32
     right = scores[REWARDS[0].__name__]  # (N,) float32
-    if reward_model is not None:
-        scores = {"score": rollout_scores(args, reward_model, rollout)}
-    return scores, right
+    if reward_model is None:
+        return scores, right
+    return {"score": rollout_scores(args, reward_model, rollout)}, right
 
 
 def apply_rewards(completions, examples):

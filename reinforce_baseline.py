@@ -343,8 +343,8 @@ def main(args: Args) -> dict:
         model.train()
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        # The KL in the returns needs the old log-probabilities now. Without a KL, a single update
-        # computes them itself, below. With a KL, it computes the same numbers again.
+        # The returns contain the KL, so they need the old log-probabilities now. Without a KL, a
+        # single update fills them in itself, below. With a KL, it computes the same numbers again.
         if updates_per_step > 1 or ref_model is not None:
             old_logprobs = rollout_logprobs(args, model, rollout, updates)
         if ref_model is not None:
@@ -358,7 +358,8 @@ def main(args: Args) -> dict:
         # (B, G): the rewards minus beta times the KL to the reference.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
         # The moving average starts at the first step's mean return. It takes in this step's returns
-        # only after it has served as the baseline. `state` is saved and logged.
+        # only after it has served as the baseline, so the log shows the next step's. It's kept in
+        # `state`, so that a resumed run goes on with it.
         average = state.get("rollout/return_average", returns.mean().item())
         baseline = compute_baseline(args, returns, average)
         state["rollout/return_average"] = update_average(average, returns)
@@ -747,7 +748,7 @@ def rollout_logprobs(args, model, rollout, updates):
     """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
     updates is a list of minibatches, each a tensor of sequence indices (n,), such as main's
-    first_pass. Each one is split into the same micro-batches as in its update.
+    updates. Each one is split into the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in updates:

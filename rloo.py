@@ -719,7 +719,7 @@ def rollout_logprobs(args, model, rollout, updates):
     """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
     updates is a list of minibatches, each a tensor of sequence indices (n,), such as main's
-    first_pass. Each one is split into the same micro-batches as in its update.
+    updates. Each one is split into the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in updates:

@@ -96,7 +96,7 @@ EXAMPLES = [
     ),
 ]
 # "The format above", in its last line, is that of EXAMPLES or of --instructions: both stand before
-# this text.
+# this text. Without either, pass another --context-template.
 CONTEXT_TEMPLATE = """{question}
 
 Here is a right solution:
@@ -176,11 +176,11 @@ class Args:
     clip_eps: float = 0.2
     """the ratio is clipped to 1 - eps .. 1 + eps (eps in Eq. 3)"""
     context_column: str = "answer"
-    """column of the teacher's context, such as a solution (GSM8K's answer); empty cell: none"""
+    """column of the teacher's context, such as GSM8K's solution; an empty cell: no loss"""
     context_template: str = CONTEXT_TEMPLATE
     """takes the question's place in the teacher's prompt; has {question} and {context}"""
     max_teacher_tokens: int = 1024
-    """a teacher's prompt with more tokens loses its context"""
+    """a response whose teacher's prompt has more tokens has no loss"""
     teacher_rate: float = 0.05
     """r: after each step the teacher is (1 - r) * teacher + r * policy; 0: it never moves"""
 
@@ -353,6 +353,7 @@ def main(args: Args) -> dict:
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:  # a single update fills in its own old log-probabilities
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
+        # The teacher's prompts are longer, so its micro-batches are others than the student's.
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch)
         teacher_logprobs = rollout_logprobs(args, teacher, teacher_rollout, first_pass)
         loss_mask = response_mask & has_context[:, None]  # (N, R) bool
@@ -364,7 +365,7 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
 
         # ---- 4. advantage and update
-        advantages = torch.zeros_like(old_logprobs)  # (N, R), of the sampled tokens
+        advantages = torch.zeros_like(old_logprobs)  # (N, R), filled in below
         # Sums over the updates of this step, for the log.
         total_loss = 0.0
         total_grad_norm = 0.0
@@ -378,7 +379,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[indices] = logprobs.detach()
-                # Computed here, because a single update has just got its old_logprobs.
+                # Here and not in part 3: a single update has just got its old_logprobs.
                 advantages[indices] = compute_advantages(
                     old_logprobs[indices], teacher_logprobs[indices]
                 )
@@ -480,8 +481,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for add_contexts: the rest makes the loop above fast, or
-# sets it up.
+# A first reading may stop here, except for add_contexts. The rest makes the loop fast, or prepares
+# it.
 
 # The sampler's cache of keys and values has a column for each token. When it is full, it grows by
 # this many columns, and the finished responses are dropped. If it grows by more, attention reads
@@ -902,13 +903,13 @@ def add_contexts(args, tokenizer, rollout, examples):
         text = args.context_template.format(question=last["content"], context=context)
         prompt = render(args, tokenizer, [*earlier, last | {"content": text}])
         ids = tokenize(tokenizer, prompt)
-        is_used = context.strip() != "" and len(ids) <= args.max_teacher_tokens
+        is_used = bool(context.strip()) and len(ids) <= args.max_teacher_tokens
         teacher_ids = torch.tensor(ids if is_used else example["prompt_ids"])
         prompts += [teacher_ids] * samples_per_example
         has_context += [is_used] * samples_per_example
     # Padded as in sample_responses.
     padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
-    padded = padded.to(rollout.prompt_ids.device)  # (N, P)
+    padded = padded.to(rollout.prompt_ids.device)  # (N, P of the teacher)
     teacher_rollout = rollout._replace(prompt_ids=padded.clamp(min=0), prompt_mask=padded >= 0)
     return teacher_rollout, torch.tensor(has_context, device=padded.device)
 
@@ -986,7 +987,7 @@ def load_data(args, tokenizer):
     splits.select_columns([args.question_column, args.answer_column])
     if "train" not in splits:
         raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
-    splits["train"].select_columns([args.context_column])
+    splits["train"].select_columns([args.context_column])  # a test split needs no context
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
     if "test" not in splits:
@@ -1022,7 +1023,7 @@ def load_data(args, tokenizer):
             else:
                 columns = row | {"answer": answer}
                 columns.pop("completions", None)  # rewards get the sampled ones by this name
-                context = row.get(args.context_column)  # a test split may have no such column
+                context = row.get(args.context_column)
                 examples.append(
                     {
                         "prompt": prompt,

@@ -223,21 +223,20 @@ def whiten(values, mask):
     return whitened.masked_fill(~mask, 0.0)
 
 
-def terminal_rewards(scores, mask):
-    """The reward of each token (n, R): at the last token the score (n,), and before it 0.
+def terminal_rewards(response_rewards, mask):
+    """The reward of each token (n, R): at the last token the response's (n,), and before it 0.
 
     The last token that counts is the EOS token, or the one at which the response was cut.
     """
-    assert scores.shape == mask.shape[:1]
+    assert response_rewards.shape == mask.shape[:1]
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (n, R) bool
-    return torch.where(is_last, scores[:, None], 0.0)
+    return torch.where(is_last, response_rewards[:, None], 0.0)
 
 
 def adaptive_lambda(args, mask):
     """The lambda of each response (n,), from mask (n, R). Length-Adaptive GAE, Eq. 5."""
-    # In an endless response the weights of the deltas, 1, lambda, lambda^2, ..., add up to
-    # 1 / (1 - lambda). Eq. 5 makes this sum alpha times the length. A length below 1 / alpha would
-    # make lambda negative. There lambda is 0.
+    # 1 + lambda + lambda^2 + ... = 1 / (1 - lambda). Eq. 5 makes this sum alpha times the length. A
+    # length below 1 / alpha would make lambda negative: there it is 0.
     lengths = mask.sum(1)  # (n,)
     return (1 - 1 / (args.gae_alpha * lengths)).clamp(min=0.0)
 
@@ -283,7 +282,8 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
-    # Masked slots become 0 before the squares: garbage could be inf, and its gradient NaN.
+    # main passes 0 in masked slots. This makes the loss right for any values there: the gradient of
+    # the square of an inf would be NaN.
     values = values.masked_fill(~mask, 0.0)  # (n, R)
     old_values = old_values.masked_fill(~mask, 0.0)  # (n, R)
     returns = returns.masked_fill(~mask, 0.0)  # (n, R)
@@ -315,15 +315,15 @@ def explained_variance(values, returns, mask):
     return 1 - (returns - values).var() / variance
 
 
-def lm_loss(args, logprobs, is_right, mask, num_right_tokens):
-    """mu L_NLL: --lm-coef times Eq. 9, over the right ones of the n sequences of a micro-batch.
+def nll_loss(logprobs, is_right, mask, num_right_tokens):
+    """L_NLL of Eq. 9, over the right ones of the n sequences of a micro-batch.
 
     logprobs (n, R); is_right (n,) bool; mask (n, R) bool. num_right_tokens is the number of tokens
     in the right responses of the whole minibatch, so that the losses of its micro-batches add up
     to the loss of the minibatch. It is 0 if no response is right, and so is the loss.
     """
     right_mask = mask & is_right[:, None]  # (n, R)
-    return -args.lm_coef * masked_sum(logprobs, right_mask) / max(1, num_right_tokens)
+    return -masked_sum(logprobs, right_mask) / max(1, num_right_tokens)
 
 
 def minibatches(args, num_seqs):
@@ -404,7 +404,9 @@ def main(args: Args) -> dict:
     N = args.num_prompts * G
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
+    # The policy's schedule begins when the value pretraining ends.
     pretraining_updates = args.value_warmup_steps * updates_per_step
+    num_policy_updates = num_updates - pretraining_updates
     parameter_groups = [
         {"params": model.parameters(), "lr": args.learning_rate},
         {"params": value_model.parameters(), "lr": args.value_learning_rate},
@@ -470,7 +472,7 @@ def main(args: Args) -> dict:
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
-        is_right = right == 1  # (N,) bool
+        is_right = right == 1  # (N,) bool, for L_NLL
         response_rewards = sum(scores.values())  # (N,) float32
         token_rewards = terminal_rewards(response_rewards, response_mask)  # (N, R)
         # Decoupled GAE: the advantages use the lambda of each response. The value network learns
@@ -484,25 +486,24 @@ def main(args: Args) -> dict:
         trains_policy = step > args.value_warmup_steps
         # Sums over the updates of this step, for the log.
         total_loss = 0.0
+        total_nll = 0.0
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
+        policy_group, value_group = optimizer.param_groups
         for update, minibatch in enumerate(updates, start=first_update):
-            # The schedule of the policy begins when the value pretraining ends.
-            lr = 0.0
+            lr = 0.0  # in the value pretraining
             if trains_policy:
-                policy_update = update - pretraining_updates
-                num_policy_updates = num_updates - pretraining_updates
-                lr = args.learning_rate * lr_factor(args, policy_update, num_policy_updates)
-            policy_group, value_group = optimizer.param_groups
+                factor = lr_factor(args, update - pretraining_updates, num_policy_updates)
+                lr = args.learning_rate * factor
             policy_group["lr"] = lr
             value_group["lr"] = args.value_learning_rate * lr_factor(args, update, num_updates)
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int((response_lengths * is_right)[minibatch].sum())
             for indices, part in micro_batches(args, model, rollout, minibatch):
                 # In the pretraining the policy gets no gradient, so Adam leaves its weights alone.
-                stats = {}
+                stats = {}  # then the policy has no metrics
                 if trains_policy:
                     logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                     ppo_loss, stats = policy_loss(
@@ -513,16 +514,16 @@ def main(args: Args) -> dict:
                         response_mask[indices],
                         num_tokens=minibatch_tokens,
                     )
-                    weighted_nll = lm_loss(
-                        args,
+                    nll = nll_loss(
                         logprobs,
                         is_right[indices],
                         response_mask[indices],
                         num_right_tokens=right_tokens,
                     )
-                    loss = ppo_loss + weighted_nll  # Eq. 10
+                    loss = ppo_loss + args.lm_coef * nll  # Eq. 10
                     loss.backward()
                     total_loss += loss.detach()
+                    total_nll += nll.detach()
                 values = compute_values(value_model, part)  # (n, R)
                 vf_loss, vf_stats = value_loss(
                     args,
@@ -538,6 +539,7 @@ def main(args: Args) -> dict:
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             vf_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
+            # One optimizer holds both networks, so a bad gradient of either skips both.
             if torch.isfinite(grad_norm) and torch.isfinite(vf_norm):
                 optimizer.step()
             else:
@@ -577,6 +579,7 @@ def main(args: Args) -> dict:
         }
         if trains_policy:
             metrics["policy/loss"] = total_loss / updates_per_step
+            metrics["policy/nll_loss"] = total_nll / updates_per_step
         if model.device.type == "cuda":
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
@@ -591,7 +594,7 @@ def main(args: Args) -> dict:
                 "answer": example["answer"],
                 "completions": completions[group],
                 "rewards": response_rewards[group].tolist(),
-                "right": (right[group] == 1).tolist(),
+                "right": is_right[group].tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "values": unpadded(old_values[group], response_mask[group]),
                 "ended": ended[group].tolist(),
@@ -1383,8 +1386,8 @@ def check_args(args):
     for name in (*names, "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
-    if args.value_warmup_steps >= args.num_steps:
-        raise ValueError("--value-warmup-steps must be below --num-steps, to train the policy, too")
+    if not 0 <= args.value_warmup_steps < args.num_steps:  # the policy is trained, too
+        raise ValueError("--value-warmup-steps must be at least 0 and below --num-steps")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):

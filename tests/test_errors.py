@@ -109,10 +109,15 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be positive"):
             script.check_args(args)
     # A return with a negative beta would contain the log-probability of the response.
-    for name in sorted(names & {"beta", "max_calls"}):
+    # 0 switches a correction or a cap off, and a negative number would do the same in silence.
+    for name in sorted(names & {"beta", "max_calls", "rollout_correction", "sequence_cap"}):
         args = tiny_args(script, tmp_path, **{name: -1})
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must not be negative"):
             script.check_args(args)
+    for name, too_small in (("staleness", 0), ("lora_rank", 0), ("value_warmup_steps", -1)):
+        if name in names:
+            with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be at least"):
+                script.check_args(tiny_args(script, tmp_path, **{name: too_small}))
     if "teacher_rate" in names:  # beyond 1 the teacher runs away
         with pytest.raises(ValueError, match="--teacher-rate must be from 0 to 1"):
             script.check_args(tiny_args(script, tmp_path, teacher_rate=1.1))
@@ -139,8 +144,8 @@ def test_a_temperature_that_vllm_would_replace(tmp_path):
 def test_dapo_refuses_a_penalty_for_every_response(tmp_path):
     """Its default, 60 tokens, is longer than short responses: one token would lose 0.48."""
     script = __import__("dapo")
-    for tokens in (32, 60):
-        with pytest.raises(ValueError, match="--overlong-cache must be less than"):
+    for tokens in (-1, 32, 60):
+        with pytest.raises(ValueError, match="--overlong-cache must be at least 0 and less than"):
             script.check_args(tiny_args(script, tmp_path, max_new_tokens=32, overlong_cache=tokens))
     script.check_args(tiny_args(script, tmp_path, max_new_tokens=32, overlong_cache=31))
 

@@ -61,6 +61,7 @@ EOS_IDS = torch.tensor([EOS])
         ("3*1.15-3.45", "0"),
         ("0*-1.0", "0"),
         ("123456789*987654321", "121932631112635269"),
+        ("+5--3", "8"),
         ("-1e30+1", "-999999999999999999999999999999"),
         ("1e20", "1" + "0" * 20),
     ],
@@ -95,6 +96,8 @@ HOSTILE = [
     "1\0",
     "not 1",
     "1e300*1e300",
+    # 500 digits and a sign. Without its last character the answer would be a tenth of the value.
+    "-1e308*9e191",
     "1e999",
     "1+1\ud800",
     # If run_tool cut this text to MAX_CHARS characters, it would compute another sum.

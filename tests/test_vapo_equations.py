@@ -148,38 +148,37 @@ def test_lambdas_of_a_shape_that_would_broadcast_are_refused():
 # ---- the language-modelling loss on right responses
 
 
-def test_lm_loss_by_hand():
+def test_nll_loss_by_hand():
     # The first response (2 tokens) and the third (1 token) are right: -(-1 - 2 - 6) / 3 = 3.
     mask = torch.tensor([[True, True], [True, True], [True, False]])
     logprobs = torch.tensor([[-1.0, -2.0], [-4.0, -5.0], [-6.0, math.nan]], dtype=torch.float64)
     logprobs.requires_grad_()
     is_right = torch.tensor([True, False, True])
-    loss = vapo.lm_loss(vapo.Args(lm_coef=0.1), logprobs, is_right, mask, 3)
+    loss = vapo.nll_loss(logprobs, is_right, mask, 3)
     loss.backward()
-    assert loss.item() == pytest.approx(0.3)
-    expected = torch.tensor([[-0.1, -0.1], [0.0, 0.0], [-0.1, 0.0]]).double() / 3
+    assert loss.item() == pytest.approx(3.0)
+    expected = torch.tensor([[-1.0, -1.0], [0.0, 0.0], [-1.0, 0.0]]).double() / 3
     assert torch.allclose(logprobs.grad, expected)
 
 
-def test_slices_of_the_lm_loss_add_up_to_a_slow_sum():
+def test_slices_of_the_nll_loss_add_up_to_a_slow_sum():
     mask, (logprobs,) = ragged(5, 1)
     is_right = torch.tensor([True, False, True, True, False])
     tokens = sum(int(row.sum()) for row, right in zip(mask, is_right, strict=True) if right)
     total = 0.0
     for row, right in zip(counted(logprobs, mask), is_right.tolist(), strict=True):
         total -= math.fsum(row) * right
-    args = vapo.Args(lm_coef=0.3)
     parts = [
-        vapo.lm_loss(args, logprobs[i], is_right[i], mask[i], tokens) for i in ([0], [4, 1], [2, 3])
+        vapo.nll_loss(logprobs[i], is_right[i], mask[i], tokens) for i in ([0], [4, 1], [2, 3])
     ]
-    assert sum(parts).item() == pytest.approx(0.3 * total / tokens)
+    assert sum(parts).item() == pytest.approx(total / tokens)
 
 
-def test_where_no_response_is_right_there_is_no_lm_loss():
+def test_where_no_response_is_right_there_is_no_nll_loss():
     mask, (logprobs,) = ragged(6, 1)
     logprobs.requires_grad_()
     wrong = torch.zeros(5, dtype=torch.bool)
-    loss = vapo.lm_loss(vapo.Args(), logprobs, wrong, mask, wrong.sum())
+    loss = vapo.nll_loss(logprobs, wrong, mask, wrong.sum())
     loss.backward()
     assert loss.item() == 0 and (logprobs.grad == 0).all()
 
@@ -235,7 +234,7 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
 
 
 def test_a_run_in_which_the_policy_never_moves_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--value-warmup-steps must be below --num-steps"):
+    with pytest.raises(ValueError, match="--value-warmup-steps must be at least 0 and below --num-steps"):
         run(tmp_path, num_steps=1, value_warmup_steps=1)
 
 

@@ -9,20 +9,27 @@ from pathlib import Path
 from scripts import ROOT, SCRIPTS
 
 
+def last_commit(name: str) -> str:
+    """The text of a file at the top of the repository, in the last commit."""
+    command = ["git", "show", f"HEAD:./{name}"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+def merge(child: Path, base: str, parent: Path) -> bool:
+    """Merge the changes from base to parent into child. False: with conflict markers."""
+    with tempfile.TemporaryDirectory() as folder:
+        before = Path(folder, "before")
+        before.write_text(base, encoding="utf-8")
+        return (
+            subprocess.run(["git", "merge-file", "--diff3", child, before, parent]).returncode == 0
+        )
+
+
 def carry_scripts() -> bool:
     """Merge the changes of grpo.py since the last commit into all other scripts. True: without a conflict."""
-    command = ["git", "show", "HEAD:./grpo.py"]
-    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    in_conflict = []
-    with tempfile.TemporaryDirectory() as folder:
-        base = Path(folder, "before")
-        base.write_text(shown.stdout, encoding="utf-8")
-        for name in SCRIPTS:
-            if name == "grpo":
-                continue
-            merge = ["git", "merge-file", "--diff3", f"{name}.py", base, "grpo.py"]
-            if subprocess.run(merge, cwd=ROOT).returncode != 0:
-                in_conflict.append(f"{name}.py")
+    base = last_commit("grpo.py")
+    others = [ROOT / f"{name}.py" for name in SCRIPTS if name != "grpo"]
+    in_conflict = [path.name for path in others if not merge(path, base, ROOT / "grpo.py")]
     if in_conflict:
         print(f"resolve the conflicts in {', '.join(in_conflict)}, and then run --write")
     return not in_conflict
@@ -38,22 +45,23 @@ def write_patch(name: str, child: str) -> None:
 
 
 def carry_patches() -> None:
-    """Make all patches again, against their current parents.
+    """Merge the changes of the parents since the last commit into the patches.
 
-    Each patch is applied with any fuzz, and written so that it needs none. If a parent changed the same lines as a
-    patch, the patch stays, NAME.py gets the lines that `patch` could place, and NAME.py.rej the others.
+    If a parent changed the same lines as a patch, the patch stays, and NAME.py gets the whole script with conflict
+    markers.
     """
     for path in sorted((ROOT / "variants").glob("*.diff")):
-        first_line = path.read_text(encoding="utf-8").split("\n", 1)[0]
-        parent = first_line.split()[1]
+        parent = path.read_text(encoding="utf-8").split()[1]
+        base = last_commit(parent)
         with tempfile.TemporaryDirectory() as folder:
             child = Path(folder, f"{path.stem}.py")
-            command = ["patch", "--fuzz=3", "-o", child, ROOT / parent, path]
-            if subprocess.run(command, capture_output=True).returncode == 0:
+            before = Path(folder, parent)
+            before.write_text(base, encoding="utf-8")
+            command = ["patch", "--fuzz=0", "-o", child, before, path]
+            if subprocess.run(command, capture_output=True).returncode != 0:
+                continue  # it isn't the patch of the last commit any more
+            if merge(child, base, ROOT / parent):
                 write_patch(path.stem, child.read_text(encoding="utf-8"))
-                continue
-            for left in Path(folder).iterdir():
-                (ROOT / left.name).write_bytes(left.read_bytes())
-        print(
-            f"merge {path.stem}.py and {path.stem}.py.rej by hand, and run --patch {path.stem}.py"
-        )
+            else:
+                (ROOT / child.name).write_bytes(child.read_bytes())
+                print(f"resolve the conflicts in {child.name}, and then run --patch {child.name}")
