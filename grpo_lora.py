@@ -61,7 +61,6 @@ import datasets
 import torch
 import torch.nn.functional as F
 import tyro
-import wandb
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -320,11 +319,12 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    pack_of: list[int] | None = None  # in a micro-batch: each sequence's pack (response_states)
+    pack_of: list[int] | None = None  # set by micro_batches: the pack of each sequence
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
-        return Rollout(*[tensor[indices] for tensor in self[:-1]], pack_of)
+        *tensors, _ = self  # the packs of a micro-batch are its own
+        return Rollout(*[tensor[indices] for tensor in tensors], pack_of)
 
 
 def main(args: Args) -> dict:
@@ -383,9 +383,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The trainer computes the old ones again, because the sampler rounds differently. It takes
-        # the micro-batches of the updates: bf16's rounding depends on the micro-batch, and before
-        # the first update every ratio must be exactly 1.
+        # The sampler rounds differently, so the trainer computes the old log-probabilities again.
+        # In bf16 its own rounding depends on the micro-batch. So it takes the micro-batches of the
+        # updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -502,8 +502,6 @@ def main(args: Args) -> dict:
     merge_adapters(args, model)
     model.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
-    if args.track:
-        wandb.finish()
     accuracy = metrics["eval/accuracy"]
     print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
     return metrics
@@ -512,12 +510,11 @@ def main(args: Args) -> dict:
 # ==== sampling and log-probabilities ====
 # A first reading may stop here. The rest makes the loop fast, or prepares it.
 
-# The sampler's cache of keys and values has a column for each token. When it is full, it grows by
-# this many columns, and the finished responses are dropped. If it grows by more, attention reads
-# more empty columns. If it grows by less, the cache is copied more often, and on a GPU the graph is
-# recorded more often. I haven't measured the number for a GPU. It has to be a multiple of 16:
-# generate looks at `finished` every 16 tokens there. So it has just looked when the cache grows,
-# and at least one row is unfinished.
+# The sampler's cache of keys and values has a column for each token. When it is full, the finished
+# responses are dropped, and it grows by this many columns. With more, attention reads more empty
+# columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded again more
+# often. I haven't measured the number for a GPU. There it must be a multiple of 16: generate looks
+# at `finished` every 16 tokens. So it has just seen an unfinished row when the cache grows.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
@@ -543,8 +540,8 @@ class Decoding:
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
-            # both. This call selects the rows of the state alone.
+            # A layer has a recurrent state, keys and values (rows, heads, columns, size), or both.
+            # layer.reorder_cache would select the rows of both. But keys and values also grow.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -659,19 +656,23 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
-    # A cache that is no longer than the window needs one mask. With a longer one, a model with
-    # layer_types takes a mask for each type. In any other model all layers have the window.
-    masks = bias
+    # All layers take one mask, unless the cache is longer than the window, and the model has
+    # layer_types. Then the mask is a dict, with one for each type.
+    mask = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
         is_outside = columns <= next_column - window  # (columns,) bool: outside the window
-        masks = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        mask = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
         if getattr(config, "layer_types", None):
-            masks = {"sliding_attention": masks, "full_attention": bias}
-            masks |= {"linear_attention": None, "conv": None}  # these take no mask
+            mask = {
+                "sliding_attention": mask,
+                "full_attention": bias,
+                "linear_attention": None,  # this type and the next take no mask
+                "conv": None,
+            }
     outputs = model(
         decoding.token[:, None],
-        attention_mask=masks,
+        attention_mask=mask,
         position_ids=decoding.position[:, None],
         past_key_values=decoding.cache,
         use_cache=True,
@@ -687,55 +688,55 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    # Samples of a prompt are packed into one row: the prompt once, and then the responses. A token
-    # sees the prompt and its own response, so each response is computed as if it were alone. Below
-    # is a pack of prompt q with responses of 3 and 4 tokens, a and b. x marks what the last a and b
-    # in it see:
+    # Samples of a prompt are packed into one row: the prompt once, and then each response without
+    # its last token, which predicts nothing. A token sees the prompt and its own response, so each
+    # response is computed as if it were alone. Here is a pack of prompt q, response a of 3 tokens,
+    # and response b of 4. x marks what the last a and the last b in the row see:
     #
     #                q q q a a b b b
     #             a  x x x x x
     #             b  x x x     x x x
     #      position  0 1 2 3 4 3 4 5
-    #
-    # The last token of a response predicts nothing, so it's left out.
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
     packs = []  # lists of (token, position, owner); the owner is i or PROMPT
     places = []  # T pairs: the pack and the column from which a response token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        if pack_of[i] == len(packs):
+        row = pack_of[i]
+        if row == len(packs):  # the first sequence of a pack; packs are numbered in order
             packs.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
-        pack = packs[pack_of[i]]
-        # The first token of the response is predicted at the prompt's last token.
-        places.append((pack_of[i], len(prompt) - 1))
-        # A token goes into column len(pack), and the next token is predicted there.
+        pack = packs[row]
+        # The prompt's last token predicts the first token of the response.
+        places.append((row, len(prompt) - 1))
         for position, token in enumerate(response[:-1], start=len(prompt)):
-            places.append((pack_of[i], len(pack)))
+            places.append((row, len(pack)))  # the column of this token, which predicts the next one
             pack.append((token, position, i))
 
-    # Pad on the right, where no token sees the padding. Without a mask the padding's positions have
-    # to keep rising: transformers takes positions that start again for the start of another text.
+    # Pad on the right, where no token sees the padding. With a mask its position is 0, because a
+    # pack may have more columns than the model has positions. Without one the positions go on
+    # rising: transformers takes positions that start again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
         for column in range(len(pack), length):
             pack.append((0, 0 if shares else column, PROMPT))
     device = rollout.prompt_ids.device
-    ids, positions, owner = torch.tensor(packs, device=device).unbind(2)  # (packs, length) each
+    ids, positions, owners = torch.tensor(packs, device=device).unbind(2)  # (packs, length) each
     bias = None  # each token sees all before it: attention needs no mask, and is fastest
     if shares:
-        query, key = owner[:, :, None], owner[:, None, :]  # (packs, length, 1), (packs, 1, length)
-        is_visible = ((key == PROMPT) | (key == query)).tril()  # (packs, length, length) bool
+        is_prompt = owners[:, None, :] == PROMPT  # (packs, 1, length) bool
+        is_own = owners[:, None, :] == owners[:, :, None]  # (packs, length, length) bool
+        is_visible = (is_prompt | is_own).tril()  # (packs, length, length) bool
         bias = torch.where(is_visible, 0.0, hidden_bias(model.dtype)).to(model.dtype)[:, None]
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
         outputs = model.base_model(
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
-    pack, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
+    row, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
     # Indexing would do, too, but its backward pass adds up gradients in an order that varies.
-    return F.embedding(pack * length + column, outputs.last_hidden_state.flatten(0, 1))
+    return F.embedding(row * length + column, outputs.last_hidden_state.flatten(0, 1))
 
 
 def unpadded(ids, mask):
@@ -764,7 +765,7 @@ def compute_logprobs(model, rollout, temperature):
     """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
     hidden = response_states(model, rollout)  # (T, D)
     targets = rollout.response_ids[rollout.response_mask]  # (T,)
-    head = model.get_output_embeddings()
+    vocabulary_size = model.get_output_embeddings().weight.shape[0]
 
     def chunk_logprobs(chunk_hidden, chunk_targets):
         logits = compute_logits(model, chunk_hidden).div_(temperature)  # (chunk, V) float32
@@ -772,7 +773,7 @@ def compute_logprobs(model, rollout, temperature):
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
     # time, and the backward pass computes them again.
-    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // head.weight.shape[0])
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // vocabulary_size)
     logprobs = []
     for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
         logprobs.append(
@@ -786,8 +787,8 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, updates):
     """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    updates is a list of minibatches, each a tensor of sequence indices (n,), such as main's
-    first_pass. Each one is split into the same micro-batches as in its update.
+    updates is a list of minibatches, each a tensor of sequence indices (n,). Each one is split into
+    the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in updates:
@@ -835,17 +836,17 @@ def make_packs(args, model, rollout, sequences):
     max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
-        pack = packs[-1] if packs else None
-        if (
-            not shares
-            or pack is None
-            or pack.prompt != prompts[i]
-            or pack.length + response_lengths[i] > min(PACK_LENGTH * len(prompts[i]), max_length)
-        ):
-            pack = Pack(prompts[i], len(prompts[i]))
-            packs.append(pack)
-        pack.length += response_lengths[i]
-        pack.members.append(i)
+        limit = min(PACK_LENGTH * len(prompts[i]), max_length)
+        fits = (
+            shares
+            and packs
+            and packs[-1].prompt == prompts[i]
+            and packs[-1].length + response_lengths[i] <= limit
+        )
+        if not fits:
+            packs.append(Pack(prompts[i], len(prompts[i])))
+        packs[-1].length += response_lengths[i]
+        packs[-1].members.append(i)
     return sorted(packs, key=lambda pack: -pack.length)
 
 
@@ -953,12 +954,8 @@ def apply_rewards(completions, examples):
 
 
 # ==== data and model ====
-def load_data(args, tokenizer):
-    """The train and the test split, each a list of examples.
-
-    An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
-    the data set, for the rewards.
-    """
+def load_splits(args):
+    """The rows of --dataset: a dict or DatasetDict of train and test."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
@@ -972,17 +969,28 @@ def load_data(args, tokenizer):
         raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
-    if "test" not in splits:
-        print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
-        rows = splits["train"]
-        questions = [str(question) for question in rows[args.question_column]]
-        distinct = list(dict.fromkeys(questions))  # in the order of the rows
-        # Equal questions are in the same split.
-        held_out = set(distinct[len(distinct) * 9 // 10 :])
-        splits = {"train": [], "test": []}
-        for row, question in zip(rows, questions, strict=True):
-            split = "test" if question in held_out else "train"
-            splits[split].append(row)
+    if "test" in splits:
+        return splits
+    print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
+    rows = splits["train"]
+    questions = [str(question) for question in rows[args.question_column]]
+    distinct = list(dict.fromkeys(questions))  # in the order of the rows
+    # Equal questions are in the same split.
+    held_out = set(distinct[len(distinct) * 9 // 10 :])
+    splits = {"train": [], "test": []}
+    for row, question in zip(rows, questions, strict=True):
+        split = "test" if question in held_out else "train"
+        splits[split].append(row)
+    return splits
+
+
+def load_data(args, tokenizer):
+    """The train and the test split, each a list of examples.
+
+    An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
+    the data set, for the rewards.
+    """
+    splits = load_splits(args)
     data = {}
     for split in ("train", "test"):
         examples = []
@@ -1170,8 +1178,10 @@ def load_config(args, name):
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
     for kind in (config.model_type, text_config.model_type):
-        if kind in UNSUPPORTED or getattr(config, "alibi", False):
+        if kind in UNSUPPORTED:
             raise ValueError(f"{name}: not supported, because of its family, {kind}")
+    if getattr(config, "alibi", False):  # some Falcon models
+        raise ValueError(f"{name}: not supported, because of its ALiBi")
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key or "jitter" in key):
@@ -1261,6 +1271,8 @@ def make_run(args, run_dir):
 def open_logs(args, run_dir, resume):
     """The run's open files metrics.jsonl and samples.jsonl; with --track, also start W&B."""
     if args.track:
+        import wandb  # here, so that only a tracked run needs it
+
         wandb.init(
             id=run_dir.name,
             name=run_dir.name,
@@ -1277,6 +1289,8 @@ def log_metrics(args, file, metrics):
     """Write the metrics as one line, and with --track to W&B."""
     print(json.dumps(metrics), file=file)
     if args.track:
+        import wandb
+
         wandb.log(metrics, step=metrics["step"])
 
 
@@ -1346,8 +1360,12 @@ def save_checkpoint(args, run_dir, trained, state, metrics):
 
 def load_checkpoint(args, run_dir, trained):
     """Load the run's checkpoint into the trained parts, and return its state and metrics."""
-    if not (run_dir / SCRIPT.name).exists():
-        raise ValueError(f"--run-name {args.run_name}: a run of another script has this name")
+    copied = run_dir / SCRIPT.name  # the script with which the run began
+    if not copied.exists() or copied.read_bytes() != SCRIPT.read_bytes():
+        raise ValueError(
+            f"--run-name {args.run_name}: this run began with another script, or with another "
+            f"version of {SCRIPT.name}; its copy is in {run_dir}"
+        )
     saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     others = []  # the flags that differ from those of the saved run
     for name, value in vars(args).items():

@@ -223,7 +223,7 @@ REFUSED = {
     "BLOOM": ("bloom", {}, "its family, bloom"),
     "DeepSeek V3.2": ("deepseek_v32", MLA, "its family, deepseek_v32"),
     "Falcon Mamba": ("falcon_mamba", {}, "its family, falcon_mamba"),
-    "Falcon, ALiBi": ("falcon", dict(alibi=True), "its family, falcon"),
+    "Falcon, ALiBi": ("falcon", dict(alibi=True), "its ALiBi"),
     "Llama 4": ("llama4_text", dict(attention_chunk_size=64), "its family, llama4_text"),
     "Mamba": ("mamba", {}, "its family, mamba"),
     "Mamba 2": ("mamba2", dict(num_heads=8), "its family, mamba2"),

@@ -695,6 +695,14 @@ def test_track_without_a_network(run, offline):
 
 
 @pytest.mark.scripts("grpo")
+def test_only_a_tracked_run_needs_wandb(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it weren't installed
+    run("one", num_steps=1)
+    with pytest.raises(ImportError):
+        run("two", num_steps=1, track=True)
+
+
+@pytest.mark.scripts("grpo")
 def test_a_tracked_run_goes_on_in_its_wandb_run(run, watch, offline, monkeypatch):
     """A new run never writes into another W&B run of its name. A run that goes on never begins another W&B run."""
     init, asked = wandb.init, []

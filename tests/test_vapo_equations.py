@@ -234,7 +234,9 @@ def test_in_the_warm_up_the_policy_stays_and_the_values_learn(tmp_path, monkeypa
 
 
 def test_a_run_in_which_the_policy_never_moves_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--value-warmup-steps must be at least 0 and below --num-steps"):
+    with pytest.raises(
+        ValueError, match="--value-warmup-steps must be at least 0 and below --num-steps"
+    ):
         run(tmp_path, num_steps=1, value_warmup_steps=1)
 
 

@@ -59,7 +59,7 @@ def carry_patches() -> None:
             before.write_text(base, encoding="utf-8")
             command = ["patch", "--fuzz=0", "-o", child, before, path]
             if subprocess.run(command, capture_output=True).returncode != 0:
-                continue  # it isn't the patch of the last commit any more
+                continue  # --patch has just made it, against the current parent
             if merge(child, base, ROOT / parent):
                 write_patch(path.stem, child.read_text(encoding="utf-8"))
             else:
