@@ -1,12 +1,12 @@
 """docs/real-model.md: runs of a real chat model, their records, tables and pictures.
 
     python benchmark/real_model.py FOLDER grpo:1 rloo:1 trl_grpo:1    these runs of these seeds, one after another
-    python benchmark/real_model.py FOLDER --all                       all runs of the page that have no record yet
+    python benchmark/real_model.py FOLDER --all --data DATA           all runs of the page that have no record yet
     python benchmark/real_model.py --draw                             write the tables and the pictures
 
-FOLDER holds SmolLM2-135M-Instruct. On two cores a run takes about ten minutes. If the program is stopped, the same
-command goes on: a run from its last checkpoint, a run of TRL from its beginning. benchmark/records/real-model.jsonl
-gets one line for each finished run.
+FOLDER holds SmolLM2-135M-Instruct, and DATA the folders svamp and gsm8k. On two cores a run takes ten minutes or more.
+If the program is stopped, the same command goes on: a run from its last checkpoint, a run of TRL from its beginning.
+benchmark/records/real-model.jsonl gets one line for each finished run.
 """
 
 import argparse
@@ -17,17 +17,23 @@ import sys
 import time
 from pathlib import Path
 
-from records import FOLDER, ROOT, provenance, read, read_run, time_command
+import numpy as np
+from pictures import digest, draw_band, panels, save, smooth
+from records import FOLDER, ROOT, fill, provenance, read, read_run, table, time_command
 
 RECORDS = FOLDER / "real-model.jsonl"
+PAGE = ROOT / "docs" / "real-model.md"
+PICTURES = ROOT / "docs" / "real-model"
 RUNS_DIR = ROOT / "runs" / "real-model"
 
+ON_CPU = "--no-gradient-checkpointing --device cpu"
 # Arithmetic in words. The only reward is 1 if the last number of a response is right.
 REWARD = "REWARDS = [lenient_accuracy_reward]\n"
-TASK = (
-    "--dataset assets/arithmetic --no-examples --max-new-tokens 32 --num-steps 40 --warmup-updates 3 "
-    "--eval-every 10 --eval-size 200 --no-gradient-checkpointing --save-every 10 --device cpu"
+ARITHMETIC = (
+    f"{ON_CPU} --dataset assets/arithmetic --no-examples --max-new-tokens 32 --warmup-updates 3 "
+    "--eval-every 10 --eval-size 200 --save-every 10"
 )
+TASK = f"{ARITHMETIC} --num-steps 40"
 # 32 responses a step, in groups of eight or one for each prompt.
 GROUPS = f"{TASK} --num-prompts 4 --num-generations 8"
 SINGLE = f"{TASK} --num-prompts 32 --num-generations 1"
@@ -68,13 +74,32 @@ RUNS = {
     "lora_rank_1": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 1", REWARD),
     "lora_rank_64": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 64", REWARD),
     "lora_slow": ("grpo_lora", f"{GROUPS} --learning-rate 1e-5", REWARD),
+    # grpo.py with twice the batch, and on word problems.
+    "grpo_64": ("grpo", f"{ARITHMETIC} --num-steps 60 --num-prompts 8", REWARD),
+    "svamp": (
+        "grpo",
+        f"{ON_CPU} --dataset svamp --num-prompts 4 --max-new-tokens 64 --num-steps 20 --warmup-updates 3 "
+        "--beta 0 --eval-every 0 --eval-size 60",
+        None,
+    ),
+    "gsm8k": (
+        "grpo",
+        f"{ON_CPU} --dataset gsm8k --num-prompts 4 --max-new-tokens 150 --num-steps 6 --warmup-updates 3 "
+        "--beta 0 --eval-every 0 --eval-size 30",
+        None,
+    ),
     # TRL's trainers with the same model, data, reward, batch, learning rate and KL.
     "trl_grpo": ("trl_grpo", GROUPS, REWARD),
     "trl_rloo": ("trl_rloo", GROUPS, REWARD),
 }
-SEEDS = {name: (1, 2, 3) if name in ("grpo", "rloo") else (1,) for name in RUNS}
+THREE_SEEDS = ("grpo", "rloo", "grpo_64")
+SEEDS = {name: (1, 2, 3) if name in THREE_SEEDS else (1,) for name in RUNS}
+# The runs that one picture and one table compare.
+COMPARED = ["grpo", "dr_grpo", "dapo", "gspo", "grpo_lora", "rloo", "reinforce_baseline", "remax"]
+COMPARED += ["ppo_rlhf", "vapo", "trl_grpo", "trl_rloo"]
 
 KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
+KEPT += ["rollout/format_reward"]
 KEPT += ["rollout/logprob_gap", "rollout/logprob_gap_max", "policy/entropy", "policy/clip_frac"]
 KEPT += ["policy/approx_kl", "kl/ref", "value/explained_var", "time/rollout_s", "time/update_s"]
 
@@ -120,9 +145,11 @@ def last_number_curve(samples: list[dict], num_steps: int) -> list[float]:
     return [round(sum(values) / len(values), 4) for values in right]
 
 
-def run(name: str, seed: int, model: str) -> dict:
+def run(name: str, seed: int, model: str, data: str) -> dict:
     """Make or finish one run, and return its record."""
     script, flags, rewards = RUNS[name]
+    if name in ("svamp", "gsm8k"):
+        flags = flags.replace(f"--dataset {name}", f"--dataset {data}/{name}")
     folder = RUNS_DIR / f"{name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.json"
@@ -134,8 +161,9 @@ def run(name: str, seed: int, model: str) -> dict:
     else:
         copy = folder / f"{script}.py"
         lines = (ROOT / f"{script}.py").read_text(encoding="utf-8").splitlines(keepends=True)
-        changed = [rewards if line.startswith("REWARDS =") else line for line in lines]
-        text = "".join(changed)
+        if rewards:
+            lines = [rewards if line.startswith("REWARDS =") else line for line in lines]
+        text = "".join(lines)
         if rewards is ANYWHERE:
             text = text.replace("import os\n", "import os\nimport re\n", 1)
         copy.write_text(text, encoding="utf-8")
@@ -259,12 +287,149 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
     trainer.train()
 
 
+def label(name: str) -> str:
+    """The name of a run in the picture and in the table."""
+    trainers = {"trl_grpo": "GRPOTrainer of TRL", "trl_rloo": "RLOOTrainer of TRL"}
+    return trainers.get(name, f"{name}.py")
+
+
+def step_seconds(record: dict) -> np.ndarray:
+    return np.add(record["curves"]["time/rollout_s"], record["curves"]["time/update_s"])
+
+
+def before_and_after(record: dict, name: str, digits: int) -> str:
+    """An evaluation's value before and after training; a dash if the run didn't compute it."""
+    values = [x.get(name) for x in record["eval"].values()]
+    if values[0] is None:
+        return "-"
+    return f"{values[0]:.{digits}f} → {values[-1]:.{digits}f}"
+
+
+def single_runs_table(records: list[dict]) -> str:
+    """grpo.py with 64 samples a step on arithmetic, and its runs on word problems."""
+    rows = []
+    for record in sorted(records, key=lambda x: (list(RUNS).index(x["name"]), x["seed"])):
+        if record["name"] not in ("grpo_64", "svamp", "gsm8k"):
+            continue
+        seconds = step_seconds(record)
+        right = before_and_after(record, "eval/accuracy", 3)
+        lenient = before_and_after(record, "eval/accuracy_lenient", 3)
+        if lenient == "-":  # the reward of this run is the lenient one
+            right, lenient = lenient, right
+        task = "arithmetic" if record["name"] == "grpo_64" else record["name"]
+        row = [task, str(record["seed"]), str(len(seconds)), right, lenient]
+        row.append(before_and_after(record, "eval/format_reward", 2))
+        row.append(before_and_after(record, "eval/eos_frac", 2))
+        row.append(before_and_after(record, "eval/response_len", 0))
+        row.append(f"{seconds[0]:.0f} → {np.mean(seconds[-5:]):.0f}")
+        row.append(f"{seconds.sum() / 60:.0f}")
+        rows.append([*row, f"{record['peak_mem_gb']:.1f}"])
+    header = ["task", "seed", "steps", "right", "right, lenient", "format", "ended", "tokens"]
+    return table([*header, "seconds a step", "minutes", "GB"], rows)
+
+
+def compared_table(records: list[dict]) -> str:
+    """Each algorithm after 40 steps: the mean of its seeds."""
+    rows = []
+    for name in COMPARED:
+        mine = [record for record in records if record["name"] == name]
+        if not mine:
+            continue
+
+        def last_five(key: str, digits: int, mine=mine) -> str:
+            if key not in mine[0]["curves"]:
+                return "-"
+            return f"{np.mean([record['curves'][key][-5:] for record in mine]):.{digits}f}"
+
+        greedy = [[x["eval/accuracy"] for x in record["eval"].values()] for record in mine]
+        row = [label(name), str(len(mine))]
+        row += [f"{value:.2f}" for value in np.mean(greedy, 0)[1:]]
+        row += [last_five("rollout/accuracy", 2), last_five("rollout/response_len", 0)]
+        row += [last_five("kl/ref", 2), last_five("policy/entropy", 2)]
+        row.append(f"{np.median([step_seconds(record) for record in mine]):.0f}")
+        rows.append([*row, f"{np.mean([record['peak_mem_gb'] for record in mine]):.1f}"])
+    header = ["", "seeds", "10", "20", "30", "40", "sampled", "tokens", "KL", "entropy"]
+    return table([*header, "seconds a step", "GB"], rows)
+
+
+def samples_block(record: dict) -> str:
+    """The first samples of the first and of the last step, as a code block."""
+    lines = ["```\n"]
+    for step, shown in record["samples"].items():
+        lines.append(f"step {step}\n")
+        for prompt, answer, completions in shown:
+            question = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+            lines.append(f"  {question}  ({answer})\n")
+            lines += [f"      {completion!r}\n" for completion in completions]
+    return "".join([*lines, "```\n"])
+
+
+def draw_three_seeds(records: list[dict]) -> None:
+    """Three panels over the steps of grpo.py with 64 samples: right answers, length, and entropy."""
+    runs = [record for record in records if record["name"] == "grpo_64"]
+    figure, axes = panels(1, 3, figsize=(13, 3.6))
+    panel = {
+        "rollout/accuracy": "share of right answers",
+        "rollout/response_len": "tokens",
+        "policy/entropy": "nats",
+    }
+    for ax, (name, unit) in zip(axes[0], panel.items(), strict=True):
+        curves = np.array([smooth(record["curves"][name]) for record in runs])
+        steps = np.arange(1, curves.shape[1] + 1)
+        draw_band(ax, steps, curves, "tab:blue", "samples (running mean of 5 steps)")
+        title = "right answers" if name == "rollout/accuracy" else name
+        ax.set(xlabel="step", ylabel=unit, title=title)
+    across = [int(step) for step in runs[0]["eval"]]
+    greedy = np.array([[x["eval/accuracy"] for x in record["eval"].values()] for record in runs])
+    draw_band(axes[0][0], across, greedy, "tab:orange", "held out, greedy")
+    axes[0][0].legend(fontsize=10)
+    save(figure, PICTURES / "curves.svg", digest(runs))
+
+
+def draw_compared(records: list[dict]) -> None:
+    """Each algorithm over 40 steps: greedy accuracy on held-out questions, and length of the samples."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = panels(1, 2, figsize=(13, 4.6))
+    colors = plt.get_cmap("tab10").colors
+    drawn = []
+    for name in COMPARED:
+        mine = [record for record in records if record["name"] == name]
+        if not mine:
+            continue
+        drawn += mine
+        # A trainer of TRL has the color of its algorithm, and a dashed line.
+        of = name.removeprefix("trl_")
+        style = dict(color=colors[COMPARED.index(of) % 10], linestyle="--" if of != name else "-")
+        greedy = np.mean([[x["eval/accuracy"] for x in r["eval"].values()] for r in mine], 0)
+        across = [int(step) for step in mine[0]["eval"]]
+        axes[0][0].plot(across, greedy, label=label(name), marker="o", markersize=3, **style)
+        lengths = np.mean([smooth(r["curves"]["rollout/response_len"]) for r in mine], 0)
+        axes[0][1].plot(np.arange(1, len(lengths) + 1), lengths, **style)
+    axes[0][0].set(xlabel="step", title="held out, greedy", ylabel="share of right answers")
+    axes[0][1].set(xlabel="step", title="length of the samples", ylabel="tokens")
+    figure.legend(loc="outside right center", fontsize=10)
+    save(figure, PICTURES / "algorithms.svg", digest(drawn))
+
+
+def write_page() -> None:
+    records = read(RECORDS)
+    draw_three_seeds(records)
+    draw_compared(records)
+    fill(PAGE, "results", single_runs_table(records))
+    fill(PAGE, "algorithms", compared_table(records))
+    first = next(x for x in records if x["name"] == "grpo_64" and x["seed"] == 1)
+    fill(PAGE, "samples", samples_block(first))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", nargs="?", help="the model's folder")
     parser.add_argument("runs", nargs="*", help="name:seed of each run")
+    parser.add_argument("--data", default=".", help="the folder with svamp and gsm8k")
+    parser.add_argument("--draw", action="store_true", help="only write tables and pictures")
     parser.add_argument("--all", action="store_true", help="all runs that have no record yet")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -274,11 +439,13 @@ def main() -> None:
         return
     if args.all:
         jobs = [(name, seed) for name in RUNS for seed in SEEDS[name]]
+    if args.draw:
+        write_page()
     for job in jobs:
         done = {(record["name"], record["seed"]) for record in read(RECORDS)}
         if args.all and job in done:
             continue
-        record = run(*job, args.model)
+        record = run(*job, args.model, args.data)
         with RECORDS.open("a", encoding="utf-8") as file:
             print(json.dumps(record), file=file)
         print(job, {step: x["eval/accuracy"] for step, x in record["eval"].items()}, flush=True)

@@ -4,8 +4,7 @@
     python tools/siblings.py vapo                only for these scripts
     python tools/siblings.py --carry             merge what changed in grpo.py since the last commit into all scripts,
                                                  and then --write
-    python tools/siblings.py --write             write the patches in variants/, docs/diffs/, the table in
-                                                 CONTRIBUTING.md and the diff in README.md
+    python tools/siblings.py --write             write the patches in variants/, docs/diffs/ and the diff in README.md
     python tools/siblings.py --patch cispo.py    write variants/cispo.diff from the whole script
 
 Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend.
@@ -119,19 +118,27 @@ def lesson() -> str:
 
 
 def table() -> str:
-    """The table of CONTRIBUTING.md: the size of each script and the changed lines."""
+    """docs/diffs/README.md: the size of each script and the changed lines."""
     rows = [
-        "| script | parent | kB | lines removed | lines added |",
+        "# What each script changes",
+        "",
+        "<!-- made by python tools/siblings.py --write -->",
+        "",
+        "A removed line is one that only the parent has, and an added line is one that only the child has, without the",
+        "docstring. The links show these lines.",
+        "",
+        "| script | diff to its parent | kB | lines removed | lines added |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name in SCRIPTS:
         size = f"{len(read_script(name).encode()) / 1000:.0f}"
         if name in CHILDREN:
             removed, added = changed_lines(name)
-            rows.append(f"| {name}.py | {parent_of(name)}.py | {size} | {removed} | {added} |")
+            diff = f"[{parent_of(name)}.py]({name}.md)"
+            rows.append(f"| {name}.py | {diff} | {size} | {removed} | {added} |")
         else:
             rows.append(f"| {name}.py | - | {size} | - | - |")
-    return "\n".join(rows)
+    return "\n".join(rows) + "\n"
 
 
 def replace_between(page: str, start: str, text: str, end: str) -> None:
@@ -201,12 +208,12 @@ def diff_page(child: str) -> str:
 
 
 def write_pages() -> None:
-    replace_between("CONTRIBUTING.md", "<!-- changed -->", table(), "<!-- end changed -->")
+    folder = ROOT / "docs" / "diffs"
+    folder.mkdir(exist_ok=True)
+    (folder / "README.md").write_text(table(), encoding="utf-8")
     replace_between("README.md", "```diff", lesson(), "```")
     for child in CHILDREN:
-        path = ROOT / "docs" / "diffs" / f"{child}.md"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(diff_page(child), encoding="utf-8")
+        (folder / f"{child}.md").write_text(diff_page(child), encoding="utf-8")
 
 
 def main() -> None:
