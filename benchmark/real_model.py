@@ -68,6 +68,7 @@ RUNS = {
     "vapo": ("vapo", f"{GROUPS} --value-warmup-steps 5", REWARD),
     "grpo_vllm": ("grpo_vllm", GROUPS, REWARD),
     # Lessons.
+    "rloo_norm_1000": ("rloo", f"{GROUPS} --max-grad-norm 1000", REWARD),
     "four_passes": ("grpo", f"{GROUPS} --num-iterations 4", REWARD),
     "four_passes_unclipped": ("grpo", f"{GROUPS} --num-iterations 4 --clip-eps 1e9", REWARD),
     "anywhere": ("grpo", GROUPS, ANYWHERE),
@@ -322,7 +323,7 @@ def single_runs_table(records: list[dict]) -> str:
         row.append(before_and_after(record, "eval/eos_frac", 2))
         row.append(before_and_after(record, "eval/response_len", 0))
         row.append(f"{seconds[0]:.0f} → {np.mean(seconds[-5:]):.0f}")
-        row.append(f"{seconds.sum() / 60:.0f}")
+        row.append(f"{record.get('seconds', seconds.sum()) / 60:.0f}")
         rows.append([*row, f"{record['peak_mem_gb']:.1f}"])
     header = ["task", "seed", "steps", "right", "right, lenient", "format", "ended", "tokens"]
     return table([*header, "seconds a step", "minutes", "GB"], rows)
