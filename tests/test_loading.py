@@ -549,17 +549,15 @@ def tiny_chat(tmp_path_factory):
     return folder
 
 
+# These have a load_data, examples or a sampler of their own.
+@pytest.mark.scripts("grpo", "ppo_rlhf", "self_distill", "grpo_tools", "grpo_vllm")
 def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     """The recipe's data, tokenizer, template and prompt: one step whose sampler and trainer agree."""
     skip_without_engine(script)
     given = dict(model=str(tiny_chat), dataset=str(REAL / "gsm8k"), device="cpu")
     given |= dict(runs_dir=str(tmp_path), run_name="run") | SMALL
-    own = dict(teacher=str(tiny_chat), reward_model=None, baseline="none", overlong_cache=2)
-    for name, value in own.items():
-        if hasattr(script.Args(), name):
-            given[name] = value
-    if script.__name__ == "vapo":
-        given |= dict(num_steps=2, value_warmup_steps=1)
+    if script.__name__ == "ppo_rlhf":
+        given |= dict(reward_model=None)
     if script.__name__ == "self_distill":
         given |= dict(context_column="answer", max_teacher_tokens=1000)
     metrics = script.main(script.Args(**given))

@@ -88,8 +88,9 @@ def test_every_flag_in_it_exists():
     pages = [ROOT / "docs" / f"{name}.md" for name in ("train", "metrics")]
     # Alone or with a value in a code span; a longer span is a command.
     spans = [re.findall(r"`--([a-z-]+)[^`]*`", x.read_text(encoding="utf-8")) for x in pages]
-    of_vllm = {"dtype", "generation-config", "max-lora-rank"}
-    used = set(re.findall(r"--([a-z][a-z-]+)", README)).union(*spans) - of_vllm
+    of_others = {"dtype", "generation-config", "max-lora-rank"}  # vLLM's
+    of_others |= {"no-project", "with-requirements"}  # uv's
+    used = set(re.findall(r"--([a-z][a-z-]+)", README)).union(*spans) - of_others
     assert len(used) > 25 and used <= flags
 
 
