@@ -101,8 +101,8 @@ EXAMPLES = [
     ),
 ]
 
-# The engine of main, while main runs: load_engine puts it here, and engine_shutdown ends it. So
-# main needs no try block around its whole text.
+# The engine of main, while main runs: load_engine puts it here, and engine_shutdown, the decorator
+# of main, takes it out. A try block in main would indent all of main.
 ENGINES = []
 
 
@@ -305,7 +305,7 @@ class Rollout(NamedTuple):
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
-        *tensors, _ = self  # the packs of a micro-batch are its own
+        *tensors, _ = self  # pack_of isn't kept: it numbers the packs of one micro-batch
         return Rollout(*[tensor[indices] for tensor in tensors], pack_of)
 
 
@@ -380,9 +380,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The engine rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 its own rounding depends on the micro-batch. So it takes the micro-batches of the
-        # updates: then every ratio is exactly 1 before the first update.
+        # The engine rounds differently, so the trainer computes the old log-probabilities again. In
+        # bf16 its rounding depends on which sequences are together. So both use the micro-batches
+        # of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -523,8 +523,8 @@ def main(args: Args) -> dict:
 # prompt saves. I measured models with D = 64, 576 and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
-# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
-# computes a gradient of the whole head. So larger chunks are faster, but need more memory.
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
+# writes a gradient as large as the head. So few large chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
@@ -624,9 +624,10 @@ def response_states(model, rollout):
             places.append((row, len(pack)))  # the column of this token, which predicts the next one
             pack.append((token, position, i))
 
-    # Pad on the right, where no token sees the padding. With a mask its position is 0, because a
-    # pack may have more columns than the model has positions. Without one the positions go on
-    # rising: transformers takes positions that start again for the start of another text.
+    # Pad on the right, where no token sees the padding. If there is a mask, the padding has
+    # position 0, because a pack may have more columns than the model has positions. If there is
+    # none, its positions continue those of the row: transformers would take a position that starts
+    # again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -645,9 +646,10 @@ def response_states(model, rollout):
         outputs = model.base_model(
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
-    row, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Indexing would do, too, but its backward pass adds up gradients in an order that varies.
-    return F.embedding(row * length + column, outputs.last_hidden_state.flatten(0, 1))
+    rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
+    # This selects the states. The backward pass of indexing adds up gradients in an order that
+    # varies.
+    return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
 def unpadded(ids, mask):
@@ -741,9 +743,11 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
+    # Of the whole rollout, so that all minibatches decide alike.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
+    # families don't need this limit, and it does no harm.
     max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
@@ -768,8 +772,8 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # Most models apply their window in the mask, and the mask of a pack leaves it out. So no
-    # sequence may be longer than the window.
+    # Most models apply their window in the mask that transformers makes. A pack brings a mask of
+    # its own, without a window. So no sequence may be longer than the window.
     return is_attention and takes_positions and longest <= window_of(model)
 
 

@@ -277,7 +277,7 @@ class Rollout(NamedTuple):
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
-        *tensors, _ = self  # the packs of a micro-batch are its own
+        *tensors, _ = self  # pack_of isn't kept: it numbers the packs of one micro-batch
         return Rollout(*[tensor[indices] for tensor in tensors], pack_of)
 
 
@@ -335,8 +335,8 @@ def main(args: Args) -> dict:
 
         # ---- 2. old and reference log-probabilities
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 its own rounding depends on the micro-batch. So it takes the micro-batches of the
-        # updates: then every ratio is exactly 1 before the first update.
+        # In bf16 its rounding depends on which sequences are together. So both use the
+        # micro-batches of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
@@ -474,16 +474,17 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
 # columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded again more
-# often. I haven't measured the number for a GPU. There it must be a multiple of 16: generate looks
-# at `finished` every 16 tokens. So it has just seen an unfinished row when the cache grows.
+# often. On a GPU the number must be a multiple of 16, because generate looks at `finished` every 16
+# tokens: then it looks right before the cache grows, and at least one row is left to keep. I
+# haven't measured the number for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
 # prompt saves. I measured models with D = 64, 576 and 2048: 3 or 4 is among the best for each.
 PACK_LENGTH = 4
 PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
-# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk also
-# computes a gradient of the whole head. So larger chunks are faster, but need more memory.
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
+# writes a gradient as large as the head. So few large chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
@@ -533,7 +534,9 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,): which of N
+    # Which of the N sequences each row samples. At first row i samples sequence i, and is a copy of
+    # the row of its prompt, i // num_samples.
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
     decoding.keep(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
@@ -617,8 +620,9 @@ def decode(model, decoding):
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
     bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
-    # All layers take one mask, unless the cache is longer than the window, and the model has
-    # layer_types. Then the mask is a dict, with one for each type.
+    # Until the cache is longer than the window, one mask serves all layers. After that, a model
+    # without layer_types has the window in all layers: one mask again. A model with layer_types
+    # takes a dict, with a mask for each type.
     mask = bias
     if window and bias.shape[3] > window:
         columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
@@ -674,9 +678,10 @@ def response_states(model, rollout):
             places.append((row, len(pack)))  # the column of this token, which predicts the next one
             pack.append((token, position, i))
 
-    # Pad on the right, where no token sees the padding. With a mask its position is 0, because a
-    # pack may have more columns than the model has positions. Without one the positions go on
-    # rising: transformers takes positions that start again for the start of another text.
+    # Pad on the right, where no token sees the padding. If there is a mask, the padding has
+    # position 0, because a pack may have more columns than the model has positions. If there is
+    # none, its positions continue those of the row: transformers would take a position that starts
+    # again for the start of another text.
     shares = len(packs) < len(prompts)
     length = max(len(pack) for pack in packs)
     for pack in packs:
@@ -695,9 +700,10 @@ def response_states(model, rollout):
         outputs = model.base_model(
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
-    row, column = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # Indexing would do, too, but its backward pass adds up gradients in an order that varies.
-    return F.embedding(row * length + column, outputs.last_hidden_state.flatten(0, 1))
+    rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
+    # This selects the states. The backward pass of indexing adds up gradients in an order that
+    # varies.
+    return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
 def unpadded(ids, mask):
@@ -791,9 +797,11 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
+    # Of the whole rollout, so that all minibatches decide alike.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
-    # GPT-Neo and Doge apply their window to the columns of a row, so it limits the row.
+    # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
+    # families don't need this limit, and it does no harm.
     max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):
@@ -818,8 +826,8 @@ def can_share(model, longest):
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
     # A model that takes no positions, such as MPT, counts the columns of a row.
     takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # Most models apply their window in the mask, and the mask of a pack leaves it out. So no
-    # sequence may be longer than the window.
+    # Most models apply their window in the mask that transformers makes. A pack brings a mask of
+    # its own, without a window. So no sequence may be longer than the window.
     return is_attention and takes_positions and longest <= window_of(model)
 
 
