@@ -1,6 +1,6 @@
 """docs/train.md: its commands are accepted, its numbers are the programs', and its examples run.
 
-Of benchmark/records/external it checks the README's command and memory.
+Of docs/reproduce.md it checks the command and its memory.
 """
 
 import json
@@ -21,8 +21,7 @@ import grpo
 import grpo_lora
 
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-EXTERNAL = ROOT / "benchmark" / "records" / "external"
-CURVE = (EXTERNAL / "README.md").read_text(encoding="utf-8")
+CURVE = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
 TINY = dict(num_steps=1, num_prompts=2, num_generations=2, eval_size=2, device="cpu")
