@@ -22,7 +22,6 @@ from transformers import (
 )
 
 import distill
-import grpo
 
 full_vocabulary = load_patched("full_vocabulary")
 
@@ -150,15 +149,6 @@ def test_the_full_vocabulary_loss_by_hand():
     kl = torch.tensor([[1.0, 2.0, 6.0], [4.0, 8.0, 0.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
     assert full_vocabulary.full_vocabulary_loss(kl, mask, num_seqs=4).item() == (3 + 6) / 4
-
-
-def test_the_log_probabilities_are_grpos(doubled):
-    model = tiny(1, 11, 8, True)
-    mask = torch.ones(2, 3, dtype=torch.bool)
-    responses = torch.tensor([[5, 6, 2], [7, 8, 2]])
-    rollout = make_rollout(torch.tensor([[3], [4]]), mask[:, :1], responses, mask)
-    both = [x.compute_logprobs(model, rollout, 0.9) for x in (distill, grpo)]
-    assert torch.equal(*both)
 
 
 def test_the_kl_is_computed_in_chunks(monkeypatch):

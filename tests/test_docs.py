@@ -24,10 +24,7 @@ from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, parent_of
 import grpo
 
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
-PAGES += [
-    ROOT / "variants" / "README.md",
-    ROOT / "benchmark" / "records" / "external" / "README.md",
-]
+PAGES += [ROOT / "variants" / "README.md"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])

@@ -1,5 +1,6 @@
-"""Every script's loss, and the advantages of the scripts with rewards per response, by hand and by slow loops.
+"""Every loss, and the advantages of the scripts with rewards per response, by hand and by slow loops.
 
+An equation whose text is the same in several scripts, as test_siblings.py checks, is tested in the first of them.
 Also: KL terms, dynamic sampling, the overlong penalty, minibatches and slices, masked slots and refused shapes.
 What other scripts add is in test_child_equations.py, test_ppo_equations.py, test_vapo_equations.py and others.
 """
@@ -11,18 +12,20 @@ import math
 import pytest
 import torch
 from scripts import SCRIPTS
+from siblings import parts
 
 import dapo
 import distill
 import dr_grpo
 import grpo
-import grpo_process
 import ppo_rlhf
 import reinforce_baseline
 import remax
 import rloo
-import self_distill
 import vapo
+
+# The first script with each loss.
+LOSSES = list({parts(name)["policy_loss"]: name for name in reversed(SCRIPTS)}.values())[::-1]
 
 
 def make_args(script, **fields):
@@ -33,15 +36,7 @@ def make_args(script, **fields):
 
 
 # These scripts have one advantage per token, (n, R). The others have one per sequence, (n, 1).
-PER_TOKEN = (
-    "ppo_rlhf",
-    "vapo",
-    "grpo_process",
-    "grpo_offpolicy",
-    "grpo_vllm",
-    "distill",
-    "self_distill",
-)
+PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "grpo_offpolicy", "distill")
 
 
 def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
@@ -94,23 +89,11 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
         length = int(mask[i].sum())
         weight = {
             "reinforce_baseline": 1 / num_seqs,
-            "rloo": 1 / num_seqs,
-            "remax": 1 / num_seqs,
-            "grpo": 1 / (num_seqs * max(1, length)),
-            "gspo": 1 / (num_seqs * max(1, length)),
-            "grpo_offpolicy": 1 / (num_seqs * max(1, length)),
-            "grpo_vllm": 1 / (num_seqs * max(1, length)),
-            "grpo_process": 1 / (num_seqs * max(1, length)),
-            "grpo_multigpu": 1 / (num_seqs * max(1, length)),
-            "grpo_lora": 1 / (num_seqs * max(1, length)),
-            "distill": 1 / (num_seqs * max(1, length)),
-            "self_distill": 1 / (num_seqs * max(1, length)),
-            "grpo_tools": 1 / (num_seqs * max(1, length)),
             "dr_grpo": 1 / (num_seqs * 10),
             "dapo": 1 / num_tokens,
             "ppo_rlhf": 1 / num_tokens,
             "vapo": 1 / num_tokens,
-        }[name]
+        }.get(name, 1 / (num_seqs * max(1, length)))
         for t in range(length):
             ratio, advantage = math.exp(logprobs[i][t] - old[i][t]), advantages[i][t]
             if name == "gspo":
@@ -122,24 +105,14 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
                 "vapo": (0.8, 1.28),
                 "gspo": (0.9997, 1.0004),
             }.get(name, (0.8, 1.2))
-            if name in ("reinforce_baseline", "rloo", "remax"):
+            if name == "reinforce_baseline":
                 objective = advantage * logprobs[i][t]
             elif advantage > 0:
                 objective = advantage * min(ratio, high)
             else:
-                dual_clip = 3.0 if name in ("grpo_offpolicy", "grpo_vllm") else math.inf
+                dual_clip = 3.0 if name == "grpo_offpolicy" else math.inf
                 objective = advantage * min(max(ratio, low), dual_clip)
-            if name in (
-                "grpo",
-                "dr_grpo",
-                "gspo",
-                "grpo_offpolicy",
-                "grpo_vllm",
-                "grpo_process",
-                "grpo_multigpu",
-                "grpo_lora",
-                "grpo_tools",
-            ):
+            if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process"):
                 upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
                 objective -= beta * (upside - math.log(upside) - 1)
             total -= objective * weight
@@ -149,41 +122,32 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
 # ---- advantages
 
 
-def test_advantages_by_hand():
-    # Rewards 1, 0, 0, 1: mean 0.5, Bessel's std sqrt(4 * 0.25 / 3) = 0.57735.
-    advantages = grpo.compute_advantages(torch.tensor([[1.0, 0.0, 0.0, 1.0]], dtype=torch.float64))
-    expected = 0.5 / (math.sqrt(1 / 3) + 1e-4)
-    assert advantages.tolist()[0] == pytest.approx(
-        [expected, -expected, -expected, expected], abs=1e-12
-    )
-
-
 @pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1.4, 1 / 3, -7.7])
 @pytest.mark.parametrize("G", [2, 3, 7, 8])
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
 def test_equal_rewards_give_nearly_zero(member, reward, G):
     # In float32 the mean of equal rewards can be off by an ulp. A division by a tiny std would make this error large.
     assert advantages_of(member, torch.full((2, G), reward)).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
 def test_advantages_stay_within_their_group(member):
     rewards = torch.tensor([[0.0, 1.0, 0.5], [10.0, 20.0, 30.0]])
     together = advantages_of(member, rewards)
     apart = torch.cat([advantages_of(member, row[None]) for row in rewards])
     assert torch.equal(together, apart)
     assert together.mean(1).abs().max() < 1e-6
-    if member in (grpo, dapo, grpo_process):
+    if member is grpo:
         assert torch.allclose(together.std(1), torch.ones(2), atol=1e-3)
 
 
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo, dapo])
+@pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo])
 def test_advantages_refuse_a_flat_vector(member):
     with pytest.raises(AssertionError):
         advantages_of(member, torch.rand(8))
 
 
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo, grpo_process])
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
 def test_a_group_of_one_is_refused(member):
     # A group of one has no other samples and no std: the advantage would be 0 or NaN.
     with pytest.raises(AssertionError):
@@ -199,7 +163,6 @@ def test_a_group_of_one_is_refused(member):
         (rloo, [8 / 3, -4 / 3, -4 / 3, 0.0]),
         (dr_grpo, [2.0, -1.0, -1.0, 0.0]),
         (grpo, [x / (math.sqrt(2) + 1e-4) for x in (2.0, -1.0, -1.0, 0.0)]),
-        (dapo, [x / (math.sqrt(2) + 1e-4) for x in (2.0, -1.0, -1.0, 0.0)]),
     ],
 )
 def test_advantages_of_each_script_by_hand(member, expected):
@@ -212,7 +175,7 @@ def random_rewards(seed, B=4, G=5):
     return torch.randn(B, G, generator=generator, dtype=torch.float64)  # (B, G)
 
 
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo, dapo])
+@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages_against_a_slow_loop(member, seed):
     rewards = random_rewards(seed).tolist()
@@ -226,22 +189,8 @@ def test_advantages_against_a_slow_loop(member, seed):
                 rloo: x - math.fsum(others) / len(others),
                 dr_grpo: x - mean,
                 grpo: (x - mean) / (std + 1e-4),
-                dapo: (x - mean) / (std + 1e-4),
             }[member]
             assert row[i] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize("G", [2, 3, 8])
-def test_rloo_is_the_centred_reward_times_g_over_g_minus_1(G):
-    rewards = random_rewards(0, 3, G)
-    expected = G / (G - 1) * (rewards - rewards.mean(1, keepdim=True))
-    assert torch.allclose(advantages_of(rloo, rewards), expected, atol=1e-12)
-
-
-def test_grpo_is_dr_grpo_over_the_std():
-    rewards = random_rewards(1)
-    expected = advantages_of(dr_grpo, rewards) / (rewards.std(1, keepdim=True) + 1e-4)
-    assert torch.allclose(advantages_of(grpo, rewards), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("baseline", [0.0, 0.7, torch.tensor(0.7, dtype=torch.float64)])
@@ -262,26 +211,26 @@ def test_a_batch_of_one_sample_per_prompt_has_advantages_under_reinforce():
 # ---- the return and the baseline, if the KL is part of the reward
 
 
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
-def test_returns_by_hand(member):
+def test_returns_by_hand():
+    script = reinforce_baseline
     # The log-ratios of the counted tokens add up to a KL of 1 - 3 = -2 and 2 + 0.5 = 2.5.
     # The return is the reward minus half of the KL.
     old = torch.tensor([[-1.0, -1.0, 9.0], [-1.0, -0.5, math.nan]], dtype=torch.float64)
     ref = torch.tensor([[-2.0, 2.0, 5.0], [-3.0, -1.0, 1.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, False], [True, True, False]])
     rewards = torch.tensor([[1.0, 4.0]], dtype=torch.float64)
-    returns = member.compute_returns(make_args(member, beta=0.5), rewards, old, ref, mask)
+    returns = script.compute_returns(make_args(script, beta=0.5), rewards, old, ref, mask)
     assert returns.tolist() == [[1.0 - 0.5 * -2.0, 4.0 - 0.5 * 2.5]]
     assert torch.equal(
-        member.compute_returns(make_args(member, beta=0.0), rewards, old, ref, mask), rewards
+        script.compute_returns(make_args(script, beta=0.0), rewards, old, ref, mask), rewards
     )
 
 
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
-def test_returns_against_a_slow_loop(member):
+def test_returns_against_a_slow_loop():
+    script = reinforce_baseline
     _, old, ref, _, mask = ragged_batch(3)
     rewards = random_rewards(4, 3, 2)
-    returns = member.compute_returns(make_args(member, beta=0.3), rewards, old, ref, mask)
+    returns = script.compute_returns(make_args(script, beta=0.3), rewards, old, ref, mask)
     for i, (reward, result) in enumerate(
         zip(rewards.flatten().tolist(), returns.flatten().tolist(), strict=True)
     ):
@@ -356,14 +305,6 @@ def test_overlong_penalty_by_hand(length, penalty, dtype):
     result = dapo.overlong_penalty(args, torch.tensor([length], dtype=dtype))
     assert result.shape == (1,) and result.is_floating_point()
     assert result.item() == pytest.approx(penalty, abs=1e-6)
-
-
-def test_overlong_penalty_never_rewards_and_keeps_the_order():
-    args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
-    penalties = dapo.overlong_penalty(args, torch.arange(1, 130))
-    # The penalty of a short answer is exactly 0.
-    assert (penalties[:80] == 0).all()
-    assert (penalties[80:99].diff() < 0).all() and (penalties[99:] == -1).all()
 
 
 def test_without_a_cache_there_is_no_penalty():
@@ -449,14 +390,14 @@ def test_kl_term_by_hand(member):
     assert logprobs.grad.item() == pytest.approx(0.1 * (1 - 0.5))
 
 
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
-def test_where_the_kl_is_in_the_reward_the_loss_has_none(member):
+def test_where_the_kl_is_in_the_reward_the_loss_has_none():
+    script = reinforce_baseline
     logprobs, old, ref, advantages, mask = ragged_batch(0)
     results = []
     for reference in (None, ref):
-        args = make_args(member, beta=0.5)
+        args = make_args(script, beta=0.5)
         loss, stats = loss_of(
-            member, args, logprobs, old, reference, advantages, mask, 6, int(mask.sum())
+            script, args, logprobs, old, reference, advantages, mask, 6, int(mask.sum())
         )
         results.append((loss.item(), *torch.autograd.grad(loss, logprobs)[0].flatten().tolist()))
     assert results[0] == results[1]
@@ -464,7 +405,7 @@ def test_where_the_kl_is_in_the_reward_the_loss_has_none(member):
     assert stats["kl/ref"].item() == pytest.approx((upside - upside.log() - 1).sum().item())
 
 
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo])
+@pytest.mark.parametrize("member", [reinforce_baseline, grpo, dr_grpo])
 def test_k3_estimates_the_kl_from_policy_to_reference(member):
     # The expectation of k3 under the policy is KL(pi || ref), not KL(ref || pi).
     policy, reference = (
@@ -481,10 +422,7 @@ def test_k3_estimates_the_kl_from_policy_to_reference(member):
     assert expectation == pytest.approx((policy * (policy / reference).log()).sum().item())
 
 
-HAS_K3 = [name for name in SCRIPTS if name not in ("dapo", "ppo_rlhf", "vapo")]
-
-
-@pytest.mark.scripts(*HAS_K3)
+@pytest.mark.scripts(*[name for name in LOSSES if name not in ("dapo", "ppo_rlhf", "vapo")])
 @pytest.mark.parametrize("difference", [1e-3, -1e-4, 1e-5])
 def test_k3_keeps_its_digits_where_the_policies_are_close(script, difference):
     """In float32, exp(x) - x - 1 is 5 % off at 1e-3, and 0 below 1e-4."""
@@ -521,8 +459,8 @@ def test_means_by_hand(member, expected):
     assert loss.item() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
-def test_reinforce_by_hand(member):
+def test_reinforce_by_hand():
+    script = reinforce_baseline
     # A = 2 on two tokens of -0.5 and A = -1 on four of -0.25: -(2 * -1 + -1 * -1) / 2.
     # The loss doesn't divide by the lengths.
     logprobs = torch.tensor(
@@ -531,13 +469,14 @@ def test_reinforce_by_hand(member):
     mask = torch.tensor([[True, True, False, False], [True] * 4])
     advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64)
     loss, _ = loss_of(
-        member, make_args(member), logprobs, logprobs.detach(), None, advantages, mask, 2, 6
+        script, make_args(script), logprobs, logprobs.detach(), None, advantages, mask, 2, 6
     )
     loss.backward()
     assert loss.item() == pytest.approx(0.5)
     assert logprobs.grad.tolist() == [[-1.0, -1.0, 0.0, 0.0], [0.5] * 4]
 
 
+@pytest.mark.scripts(*LOSSES)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
@@ -595,12 +534,12 @@ def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(me
     assert torch.allclose(logprobs.grad, expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo])
-def test_reinforce_knows_no_ratio(member):
+def test_reinforce_knows_no_ratio():
+    script = reinforce_baseline
     # REINFORCE neither clips nor reweights: the gradient is -A / num_seqs, whichever policy sampled.
     logprobs, old, _, advantages, mask = ragged_batch(2)
     loss, _ = loss_of(
-        member, make_args(member), logprobs, old, None, advantages, mask, 6, int(mask.sum())
+        script, make_args(script), logprobs, old, None, advantages, mask, 6, int(mask.sum())
     )
     loss.backward()
     expected = (-advantages / 6).expand(mask.shape).masked_fill(~mask, 0.0)
@@ -646,23 +585,6 @@ def test_scripts_agree_where_they_must(seed):
     )
 
 
-def test_at_unequal_lengths_dapo_and_dr_grpo_are_not_grpo():
-    # All three scripts get the same sequences and advantages, with ratios of 1. Only GRPO weighs a token by 1/|o|.
-    mask = torch.tensor([[True, False, False, False], [True] * 4])
-    gradients = {}
-    for script in (grpo, dr_grpo, dapo):
-        logprobs = torch.zeros(2, 4, dtype=torch.float64, requires_grad=True)
-        args = make_args(script, beta=0.0, max_new_tokens=8)
-        loss, _ = loss_of(
-            script, args, logprobs, logprobs.detach(), None, torch.ones(2, 1), mask, 2, 5
-        )
-        loss.backward()
-        gradients[script] = (logprobs.grad[0, 0].item(), logprobs.grad[1, 3].item())
-    assert gradients[grpo] == pytest.approx((-1 / 2, -1 / 8))
-    assert gradients[dr_grpo] == pytest.approx((-1 / 16, -1 / 16))
-    assert gradients[dapo] == pytest.approx((-1 / 5, -1 / 5))
-
-
 @pytest.mark.scripts("grpo", "reinforce_baseline")
 @pytest.mark.parametrize(("count", "sizes"), [(1, [7]), (3, [3, 2, 2]), (9, [1] * 7 + [0, 0])])
 def test_minibatches_are_even_shares_of_what_was_sampled(script, count, sizes):
@@ -671,6 +593,7 @@ def test_minibatches_are_even_shares_of_what_was_sampled(script, count, sizes):
     assert sorted(torch.cat(shares).tolist()) == list(range(7))
 
 
+@pytest.mark.scripts(*LOSSES)
 def test_slices_add_up_to_the_minibatch(script):
     # micro_batch_tokens cuts a minibatch into slices. This must not change the loss, the gradient or the sums.
     logprobs, old, ref, advantages, mask = ragged_batch(3)
@@ -700,6 +623,7 @@ def test_slices_add_up_to_the_minibatch(script):
     )
 
 
+@pytest.mark.scripts(*LOSSES)
 def test_stats_are_sums_over_tokens_that_count(script):
     logprobs = torch.tensor([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]], dtype=torch.float64)
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
@@ -719,6 +643,7 @@ def test_stats_are_sums_over_tokens_that_count(script):
     assert stats["policy/entropy"].item() == pytest.approx(-(0.5 - 0.5 + 0.1 - 0.1 + 0.0))
 
 
+@pytest.mark.scripts(*LOSSES)
 def test_shapes_that_would_broadcast_silently_are_refused(script):
     values, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
     good = (3, 3) if script.__name__ in PER_TOKEN else (3, 1)
@@ -739,6 +664,7 @@ def test_shapes_that_would_broadcast_silently_are_refused(script):
         )
 
 
+@pytest.mark.scripts(*LOSSES)
 def test_a_fully_masked_sequence_counts_nothing(script):
     logprobs, old, _, advantages, mask = ragged_batch(5)
     mask = mask.clone()
@@ -750,6 +676,7 @@ def test_a_fully_masked_sequence_counts_nothing(script):
     assert (logprobs.grad[2] == 0).all()
 
 
+@pytest.mark.scripts(*LOSSES)
 def test_inputs_are_not_modified(script):
     logprobs, old, ref, advantages, mask = ragged_batch(6)
     before = [tensor.detach().clone() for tensor in (logprobs, old, ref, advantages, mask)]
@@ -766,8 +693,8 @@ def test_inputs_are_not_modified(script):
     )
     rewards = torch.rand(2, 4)
     rewards_before = rewards.clone()
-    # These scripts compute advantages from log-probabilities.
-    if script in (distill, self_distill):
+    # distill.py computes advantages from log-probabilities.
+    if script is distill:
         script.compute_advantages(old, ref)
     elif script not in (ppo_rlhf, vapo):
         advantages_of(script, rewards)

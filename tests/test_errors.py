@@ -492,15 +492,6 @@ def test_a_run_of_another_script_is_refused(script, tmp_path):
     assert contents(tmp_path) == before
 
 
-def test_gspo_refuses_a_run_of_grpo(finished):
-    import gspo
-
-    before = contents(finished)
-    with pytest.raises(ValueError, match="this run began with another script"):
-        gspo.main(tiny_args(gspo, finished, run_name="a"))
-    assert contents(finished) == before
-
-
 @pytest.mark.parametrize("content", [b"", b"PK"], ids=["empty", "cut"])
 def test_a_checkpoint_that_cannot_be_read(finished, tmp_path, content):
     run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")

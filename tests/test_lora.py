@@ -1,6 +1,5 @@
 """grpo_lora.py: the adapters' computation, the layers that have adapters, and the files for other libraries."""
 
-import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -229,15 +228,3 @@ def test_a_model_without_linear_layers_is_refused(tmp_path):
     with pytest.raises(ValueError, match="empty parameter list"):
         run(tmp_path, model=str(tmp_path / "gpt2"), max_new_tokens=32)
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_learning_rate_is_higher_than_the_parents():
-    """The docstring says three times higher, and ten times for the bundled model, as docs/lessons.md has it."""
-    import grpo
-
-    assert grpo_lora.Args().learning_rate == pytest.approx(3 * grpo.Args().learning_rate)
-    assert grpo_lora.BUNDLED.learning_rate == pytest.approx(10 * grpo.BUNDLED.learning_rate)
-    assert {field.name for field in dataclasses.fields(grpo_lora.Args)} >= {
-        "lora_rank",
-        "lora_alpha",
-    }

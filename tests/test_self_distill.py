@@ -1,5 +1,6 @@
-"""self_distill.py and variants/sdpo_context.diff: the advantage, how the teacher moves, and what it alone reads.
+"""self_distill.py and variants/sdpo_context.diff: how the teacher moves, and what it alone reads.
 
+test_distill.py has the equations, whose text both scripts share.
 Also: agreement with TRL (if it is installed), what is refused, and the bundled hints.
 """
 
@@ -14,7 +15,6 @@ from patched import load_patched
 from test_distill import doubled, random_logits, tiny  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import distill
 import self_distill
 
 HINTED = ROOT / "assets" / "hints"
@@ -37,30 +37,6 @@ def make_rollout(prompts, responses, script=self_distill):
 
 
 # ---- the equations
-
-
-def test_the_advantage_by_hand():
-    """The student's probabilities of two tokens are 0.5 and 0.1. With the context they are 0.25 and 0.4."""
-    logprobs, teacher_logprobs = torch.tensor([[[0.5, 0.1]], [[0.25, 0.4]]]).double().log()
-    advantages = self_distill.compute_advantages(logprobs, teacher_logprobs)
-    assert advantages.tolist()[0] == pytest.approx([-math.log(2), math.log(4)])
-
-
-def test_the_equations_are_distills():
-    """The two scripts differ only in who the teacher is and what it reads."""
-    logprobs, old, ref = [random_logits(seed, 4, 6, 11).log_softmax(2) for seed in (1, 2, 3)]
-    mask = torch.arange(6) < torch.tensor([6, 1, 3, 0])[:, None]  # (4, 6)
-    results = []
-    for script in (self_distill, distill):
-        drawn = logprobs[:, :, 0].clone().requires_grad_()
-        args = script.Args(clip_eps=0.1)
-        advantages = script.compute_advantages(old[:, :, 0], ref[:, :, 0])
-        given = drawn, old[:, :, 0], ref[:, :, 0], advantages, mask
-        loss, stats = script.policy_loss(args, *given, num_seqs=4)
-        gradient = torch.autograd.grad(loss, drawn)[0]
-        results.append((loss.detach(), gradient, *stats.values()))
-    for mine, theirs in zip(*results, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_the_teacher_moves_by_the_rate(doubled):  # noqa: F811

@@ -59,14 +59,6 @@ def test_the_weights_of_the_deltas_add_up_to_alpha_times_the_length(alpha, lengt
     assert total == pytest.approx(alpha * length, rel=1e-4)
 
 
-def test_lambda_depends_on_nothing_but_the_length():
-    mask = torch.tensor([[True] * 5 + [False] * 3, [True] * 8, [True] * 5 + [False] * 3])
-    first, second, third = vapo.adaptive_lambda(vapo.Args(gae_alpha=0.5), mask).tolist()
-    wider = torch.cat([mask, torch.zeros(3, 9, dtype=torch.bool)], 1)
-    assert first == third == pytest.approx(0.6) and second == pytest.approx(0.75)
-    assert vapo.adaptive_lambda(vapo.Args(gae_alpha=0.5), wider).tolist() == [first, second, third]
-
-
 # ---- Decoupled GAE
 
 
