@@ -365,9 +365,8 @@ def samples_block(record: dict) -> str:
     return "".join([*lines, "```\n"])
 
 
-def draw_three_seeds(records: list[dict]) -> None:
+def draw_three_seeds(runs: list[dict]) -> None:
     """Three panels over the steps of grpo.py with 64 samples: right answers, length, and entropy."""
-    runs = [record for record in records if record["name"] == "grpo_64"]
     figure, axes = panels(1, 3, figsize=(13, 3.6))
     panel = {
         "rollout/accuracy": "share of right answers",
@@ -393,12 +392,10 @@ def draw_compared(records: list[dict]) -> None:
 
     figure, axes = panels(1, 2, figsize=(13, 4.6))
     colors = plt.get_cmap("tab10").colors
-    drawn = []
     for name in COMPARED:
         mine = [record for record in records if record["name"] == name]
         if not mine:
             continue
-        drawn += mine
         # A trainer of TRL has the color of its algorithm, and a dashed line.
         of = name.removeprefix("trl_")
         style = dict(color=colors[COMPARED.index(of) % 10], linestyle="--" if of != name else "-")
@@ -410,17 +407,34 @@ def draw_compared(records: list[dict]) -> None:
     axes[0][0].set(xlabel="step", title="held out, greedy", ylabel="share of right answers")
     axes[0][1].set(xlabel="step", title="length of the samples", ylabel="tokens")
     figure.legend(loc="outside right center", fontsize=10)
-    save(figure, PICTURES / "algorithms.svg", digest(drawn))
+    save(figure, PICTURES / "algorithms.svg", digest(records))
+
+
+def blocks() -> dict[str, str]:
+    """The page's generated texts, by the name of their place."""
+    records = read(RECORDS)
+    first = next(x for x in records if x["name"] == "grpo_64" and x["seed"] == 1)
+    return {
+        "results": single_runs_table(records),
+        "algorithms": compared_table(records),
+        "samples": samples_block(first),
+    }
+
+
+def drawn() -> dict[str, list[dict]]:
+    """The records that each picture shows."""
+    records = read(RECORDS)
+    return {
+        "curves": [record for record in records if record["name"] == "grpo_64"],
+        "algorithms": [record for record in records if record["name"] in COMPARED],
+    }
 
 
 def write_page() -> None:
-    records = read(RECORDS)
-    draw_three_seeds(records)
-    draw_compared(records)
-    fill(PAGE, "results", single_runs_table(records))
-    fill(PAGE, "algorithms", compared_table(records))
-    first = next(x for x in records if x["name"] == "grpo_64" and x["seed"] == 1)
-    fill(PAGE, "samples", samples_block(first))
+    draw_three_seeds(drawn()["curves"])
+    draw_compared(drawn()["algorithms"])
+    for name, text in blocks().items():
+        fill(PAGE, name, text)
 
 
 def main() -> None:

@@ -244,6 +244,18 @@ def test_the_judge_behind_http(monkeypatch):
         judged.apply_rewards(["a", "b"], batch)
 
 
+def test_the_page_on_the_real_model_states_what_is_recorded():
+    """Tables, samples and pictures of docs/real-model.md are those of the records."""
+    import real_model
+
+    page = real_model.PAGE.read_text(encoding="utf-8")
+    for name, text in real_model.blocks().items():
+        assert f"<!-- {name} -->\n{text}<!-- end {name} -->\n" in page, name
+    for name, records in real_model.drawn().items():
+        picture = (real_model.PICTURES / f"{name}.svg").read_text(encoding="utf-8")
+        assert real_model.digest(records) in picture, f"{name}: the picture shows other records"
+
+
 def test_the_lessons_state_what_is_recorded():
     """Pictures and tables of docs/lessons.md and docs/metrics.md are those of the records, from a clean tree."""
     import lessons
