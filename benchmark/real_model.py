@@ -102,7 +102,14 @@ COMPARED += ["ppo_rlhf", "vapo", "trl_grpo", "trl_rloo"]
 KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
 KEPT += ["rollout/format_reward"]
 KEPT += ["rollout/logprob_gap", "rollout/logprob_gap_max", "policy/entropy", "policy/clip_frac"]
-KEPT += ["policy/approx_kl", "kl/ref", "value/explained_var", "time/rollout_s", "time/update_s"]
+KEPT += [
+    "optim/grad_norm",
+    "policy/approx_kl",
+    "kl/ref",
+    "value/explained_var",
+    "time/rollout_s",
+    "time/update_s",
+]
 
 
 def record_of(name: str, seed: int, run: Path) -> dict:
