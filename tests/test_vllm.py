@@ -19,7 +19,7 @@ import torch
 import transformers
 from conftest import ROOT, SMALL_MODEL, SMALL_TASK, small_flags, small_recipe
 from scripts import can_sample
-from test_whole_step import COMMON, double, reference
+from test_whole_step import ALGORITHMS, COMMON, double, reference
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -161,7 +161,8 @@ def test_whole_steps(given, truncated, in_double, monkeypatch, tmp_path):
     for number, step in enumerate(steps, start=1):
         step["samples"] = [sample for sample in samples if sample["step"] == number]
     fields = json.loads((folder / "args.json").read_text())
-    [network], expected = reference("grpo_offpolicy", SimpleNamespace(**fields, staleness=1), steps)
+    args = SimpleNamespace(**fields, staleness=1)
+    networks, expected = reference(ALGORITHMS["grpo_offpolicy"], args, steps)
     for metrics, of_reference in zip(read_metrics(folder)[1:], expected, strict=True):
         assert {key: metrics[key] for key in of_reference} == pytest.approx(
             of_reference, rel=1e-6, abs=1e-9
@@ -169,7 +170,7 @@ def test_whole_steps(given, truncated, in_double, monkeypatch, tmp_path):
     assert any(metrics["rollout/truncated_frac"] > 0 for metrics in expected) == truncated
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
     start = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float64).state_dict()
-    for name, weights in network.state_dict().items():
+    for name, weights in networks["model"].state_dict().items():
         torch.testing.assert_close(saved[name], weights, rtol=1e-6, atol=1e-8)
     assert max((saved[name] - start[name]).abs().max() for name in start) > 1e-4
     # The gap is large only if the engine's weights are stale, or rounded.

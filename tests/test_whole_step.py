@@ -2,27 +2,31 @@
 
 All scripts but grpo_tools.py (test_grpo_tools.py) and grpo_vllm.py (test_vllm.py), and nine patches.
 
-main runs in float64. The test records its samples, its rewards and the sequences of each minibatch. The reference
+main runs in float64. The test records its samples and the sequences of each minibatch. The function `reference`
 computes everything else from these records, one sequence and one token at a time: log-probabilities (by a plain
-forward pass), returns, advantages, losses, clipped gradients, torch's Adam and the schedule. The reference must
-produce the same weights and the same metrics as main.
+forward pass), rewards, advantages, losses, clipped gradients, torch's Adam and the schedule. It must produce the same
+weights and the same metrics as main.
+
+`reference` knows no algorithm. ALGORITHMS gives it the functions of each script and patch, in one section per script.
 """
 
 import dataclasses
 import json
 import math
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, small_recipe
+from conftest import ROOT, small_recipe
 from patched import load_patched
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-import grpo_process
 from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
@@ -38,7 +42,14 @@ COMMON |= dict(
     num_iterations=1, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=2
 )
 COMMON |= dict(
-    clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2, device="cpu", eval_size=2, seed=5
+    clip_eps=0.1,
+    clip_eps_low=0.1,
+    clip_eps_high=0.15,
+    beta=0.2,
+    device="cpu",
+    eval_size=2,
+    seed=5,
+    save_every=2,
 )
 # The sampler's weights are up to two steps old.
 STALE = dict(staleness=3, num_steps=3, num_minibatches=6, beta=0.0)
@@ -70,22 +81,9 @@ CASES = [
             seed=1,
         ),
     ),
-    (
-        "ppo_rlhf",
-        dict(gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3, num_iterations=2),
-    ),
-    (
-        "ppo_rlhf",
-        dict(reward_model=None, value_learning_rate=3e-3, num_minibatches=1),
-    ),
-    (
-        "ppo_rlhf",
-        dict(
-            value_init="policy",
-            value_learning_rate=3e-3,
-            beta=0.0,
-        ),
-    ),
+    ("ppo_rlhf", dict(gamma=0.98, gae_lambda=0.9, value_learning_rate=3e-3, num_iterations=2)),
+    ("ppo_rlhf", dict(reward_model=None, value_learning_rate=3e-3, num_minibatches=1)),
+    ("ppo_rlhf", dict(value_init="policy", value_learning_rate=3e-3, beta=0.0)),
     # Lambda is 0 in some responses. The policy doesn't change in the first step and changes in the second.
     (
         "vapo",
@@ -101,12 +99,7 @@ CASES = [
     ),
     (
         "vapo",
-        dict(
-            value_warmup_steps=0,
-            gae_alpha=1.0,
-            num_minibatches=3,
-            value_learning_rate=3e-3,
-        ),
+        dict(value_warmup_steps=0, gae_alpha=1.0, num_minibatches=3, value_learning_rate=3e-3),
     ),
     ("gspo", dict(clip_eps_low=0.01, clip_eps_high=0.015, num_iterations=2)),
     ("gspo", dict(clip_eps_low=3e-4, clip_eps_high=4e-4, beta=0.0)),
@@ -123,10 +116,7 @@ CASES = [
             seed=1,
         ),
     ),
-    (
-        "grpo_offpolicy",
-        dict(staleness=2, num_steps=3, num_minibatches=1),
-    ),
+    ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_minibatches=1)),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", dict(num_iterations=2)),
     ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
@@ -144,14 +134,9 @@ CASES = [
     ("opsm", dict(STALE, opsm_delta=0.01, num_iterations=2)),
     ("kimi_kl", dict(STALE, num_minibatches=2, kl_tau=0.1, num_iterations=2)),
 ]
-CRITICS = ("ppo_rlhf", "vapo")
-DISTILLERS = ("distill", "self_distill")
-# The patches of variants/ that are compared here, and the scripts that they change.
-PATCHES = {"full_vocabulary": "distill", "sdpo_context": "self_distill"}
-PATCHES |= {"copg": "rloo", "p3o": "rloo", "clip_cov": "grpo"}
-PATCHES |= dict.fromkeys(("geo_mask", "icepop", "opsm", "kimi_kl"), "grpo_offpolicy")
-RENEWING = ("copg", "p3o", "clip_cov")  # they compute the advantages before each update
-LEAVING_OUT = ("p3o", "clip_cov", "geo_mask", "icepop", "opsm")  # and these leave out some
+# The patches of variants/ that are compared here.
+PATCHES = ["full_vocabulary", "sdpo_context", "copg", "p3o", "clip_cov"]
+PATCHES += ["geo_mask", "icepop", "opsm", "kimi_kl"]
 
 
 def norm(layer, hidden):
@@ -183,7 +168,7 @@ def double(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
-def run(script, monkeypatch, tmp_path, given):
+def run_main(script, monkeypatch, tmp_path, given):
     """Run main. Return its args, each step's records and the checkpoint.
 
     The records of a step are its sequences (prompt, response), minibatches, samples and metrics.
@@ -197,6 +182,7 @@ def run(script, monkeypatch, tmp_path, given):
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
     steps, generate, minibatches = [], script.generate, script.minibatches
     micro_batches, shared = script.micro_batches, []
+    save_checkpoint, saved = script.save_checkpoint, []
     # Prompts are short here. So that many samples share a row, it may be longer than usual.
     monkeypatch.setattr(script, "PACK_LENGTH", 10)
 
@@ -228,10 +214,18 @@ def run(script, monkeypatch, tmp_path, given):
         shared.extend(len(rows) - len(set(part.pack_of)) for rows, part in batches)
         return batches
 
+    def recorded_save_checkpoint(*call):
+        save_checkpoint(*call)
+        saved.append((len(steps), call[3]["step"], call[4]["step"]))
+
+    monkeypatch.setattr(script, "save_checkpoint", recorded_save_checkpoint)
     monkeypatch.setattr(script, "micro_batches", recorded_micro_batches)
     monkeypatch.setattr(script, "generate", recorded_generate)
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
     script.main(args)
+    # A checkpoint follows every second step and the last step, and says which step it follows.
+    due = [n for n in range(1, args.num_steps + 1) if n % 2 == 0 or n == args.num_steps]
+    assert saved == [(n, n, n) for n in due]
     # A small minibatch may have no two samples of a prompt.
     assert sum(shared) > 0 or args.num_generations == 1 or args.num_minibatches > 2
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()][1:]
@@ -251,6 +245,20 @@ def run(script, monkeypatch, tmp_path, given):
     return args, steps, torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
 
 
+# ---- the reference: the same for all scripts
+
+
+def load(name):
+    """The language model of this name, in float64."""
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64).eval()
+
+
+def load_classifier(name):
+    """The network of this name with a head of one label, in float64."""
+    kind = AutoModelForSequenceClassification
+    return kind.from_pretrained(name, num_labels=1, dtype=torch.float64).eval()
+
+
 def logprobs_of(model, sequence, temperature):
     """Log-probability of each response token (|o|,), from a plain forward pass of one sequence without padding."""
     prompt, response = sequence
@@ -265,6 +273,480 @@ def outputs_of(network, sequence):
         0, len(prompt) - 1 :
     ]
     return network.score(hidden)[:, 0]
+
+
+def mean(numbers):
+    return math.fsum(numbers) / len(numbers)
+
+
+def std(numbers):
+    """The standard deviation with Bessel's correction."""
+    center = mean(numbers)
+    return math.sqrt(math.fsum((x - center) ** 2 for x in numbers) / (len(numbers) - 1))
+
+
+def clip_gradients(model, limit):
+    """Scale all gradients so that their norm is at most the limit. Return the norm before scaling."""
+    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters()))
+    for parameter in model.parameters():
+        parameter.grad *= min(1.0, limit / (norm + 1e-6))
+    return norm
+
+
+def rate(args, update, num_updates):
+    """The learning rate of this update (counted from 0), divided by the peak rate."""
+    if update < 0:
+        return 0.0
+    if update < args.warmup_updates:
+        return (update + 1) / args.warmup_updates
+    if args.lr_schedule == "constant_with_warmup":
+        return 1.0
+    done = (update - args.warmup_updates) / (num_updates - args.warmup_updates)
+    return (1 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1 - done
+
+
+class Response:
+    """A response o. Its lists have a number for each of its tokens.
+
+    The algorithm sets `advantages`. `A` has the advantages of one update: the same, unless `renew` changes them.
+    """
+
+    def __init__(self, run, sequence, text, answer):
+        self.run, self.sequence, self.text, self.answer = run, sequence, text, answer
+        self.prompt, self.tokens = sequence
+        self.length = len(self.tokens)
+        self.ended = self.tokens[-1] == EOS
+        self.is_right = accuracy_reward([text], [answer]) == [1.0]
+        self.counted = range(self.length)  # the tokens that have a loss
+        self.told = sequence  # what the reference reads
+        with torch.no_grad():
+            self.old = logprobs_of(run.policy, sequence, run.args.temperature).tolist()
+
+    @cached_property
+    def ref(self):
+        """The log-probabilities of the reference."""
+        with torch.no_grad():
+            return logprobs_of(self.run.reference, self.told, self.run.args.temperature).tolist()
+
+    @cached_property
+    def sampled(self):
+        """The log-probabilities of the engine, unless the test has recorded them."""
+        with torch.no_grad():
+            return logprobs_of(self.run.engine, self.sequence, self.run.args.temperature).tolist()
+
+
+@dataclass
+class Algorithm:
+    """What distinguishes a script. run is a Run, groups are lists of Responses, o is one of them, t a token's index."""
+
+    # (run, groups): sets the advantages of each response. Returns metrics of the rollout.
+    advantages: Callable
+    # (run, batch, o, t): the part of token t of o in the loss of the minibatch `batch`.
+    loss: Callable
+    # (run, o, t) each: metrics, whose means over all tokens are logged.
+    metrics: tuple
+    # (args): how far the clip range reaches below and above 1.
+    bounds: Callable
+    # (run, o): the reward of a response.
+    reward: Callable = lambda run, o: rule_reward(o)
+    # (o): the advantages in samples.jsonl: one number for each response, or a list for its tokens.
+    logged: Callable = lambda o: o.advantages[0]
+    # (args): the policy before the first step.
+    policy: Callable = lambda args: load(args.model)
+    # (run): loads more networks.
+    prepare: Callable = lambda run: None
+    # (run, groups): the responses on which the step trains.
+    kept: Callable = lambda run, groups: sum(groups, [])
+    # (run, groups, batch): changes the advantages A before an update, or computes what only this loss needs.
+    renew: Callable = lambda run, groups, batch: None
+    # (run, number of the step): changes other networks after a step. Returns metrics of the updates, if there are any.
+    after: Callable = lambda run, number: None
+
+
+class Learner:
+    """A network that is trained: the policy, or a critic's value network.
+
+    read(run, o) computes what the loss needs of the network. The names are those under which the loss and the norm of
+    the gradient are logged. In the first `waits` steps the network doesn't learn.
+    """
+
+    def __init__(self, args, network, peak, read, loss, metrics, names=()):
+        self.args, self.network, self.peak, self.names = args, network, peak, names
+        self.read, self.loss, self.metrics = read, loss, metrics
+        self.waits, self.history = 0, []
+        self.optimizer = torch.optim.Adam(network.parameters())
+
+    def set_rate(self, update, per_step):
+        """The schedule begins when the network begins to learn."""
+        start, end = self.waits * per_step, self.args.num_steps * per_step
+        self.lr = self.peak * rate(self.args, update - start, end - start)
+        self.optimizer.param_groups[0]["lr"] = self.lr
+
+    def update(self, total):
+        """Minimize the loss of a minibatch, which is None if the minibatch is empty."""
+        if total is None:
+            self.history.append((0.0, 0.0))
+            return
+        self.optimizer.zero_grad()
+        # If every token is clipped, the loss has no gradient. The zero term adds one.
+        (total + 0.0 * sum(p.sum() for p in self.network.parameters())).backward()
+        self.history.append((total.item(), clip_gradients(self.network, self.args.max_grad_norm)))
+        self.optimizer.step()
+
+    def report(self, per_step):
+        """The means over the last step's updates."""
+        means = [math.fsum(x) / per_step for x in zip(*self.history[-per_step:], strict=True)]
+        return dict(zip(self.names, means, strict=False))
+
+
+class Run:
+    """The networks of a run, and what a step leaves to the next one."""
+
+    def __init__(self, algorithm, args):
+        self.algorithm, self.args = algorithm, args
+        self.tokenizer = AutoTokenizer.from_pretrained(args.model)
+        self.low, self.high = algorithm.bounds(args)
+        self.policy, self.reference = algorithm.policy(args), load(args.model)
+        given = args.learning_rate, read_logprobs, algorithm.loss, algorithm.metrics
+        self.learners = [Learner(args, self.policy, *given, ("policy/loss", "optim/grad_norm"))]
+        self.saved = {"model": self.policy}  # name in the checkpoint -> network
+        self.counts = defaultdict(int)  # name of a metric -> its sum over the steps
+        self.seen = defaultdict(set)  # what must be True in some places and False in others
+        algorithm.prepare(self)
+
+
+def read_logprobs(run, o):
+    """The policy's log-probabilities, as a tensor with gradient and as numbers."""
+    o.logprobs = logprobs_of(run.policy, o.sequence, run.args.temperature)
+    o.now = o.logprobs.tolist()
+
+
+def text_of(run, tokens):
+    """The text without the EOS token."""
+    return run.tokenizer.decode([token for token in tokens if token != EOS])
+
+
+def rule_reward(o):
+    given = [o.text], [o.answer]
+    return accuracy_reward(*given)[0] + format_reward(*given)[0]
+
+
+def read_rollout(run, step):
+    """The groups of responses of a step."""
+    run.greedy, groups = step["greedy"], []
+    sequences = iter(step["sequences"])
+    for sample in step["samples"]:
+        group = []
+        for text, reward in zip(sample["completions"], sample["rewards"], strict=True):
+            o = Response(run, next(sequences), text, sample["answer"])
+            assert o.prompt == run.tokenizer(sample["prompt"]).input_ids
+            assert o.text == text_of(run, o.tokens)
+            o.reward = run.algorithm.reward(run, o)
+            assert o.reward == pytest.approx(reward, abs=1e-9)
+            o.sample, o.number = sample, len(group)  # its place in the group
+            group.append(o)
+        groups.append(group)
+    assert next(sequences, None) is None
+    if "sampled" in step:
+        for o, logprobs in zip(sum(groups, []), step["sampled"], strict=True):
+            o.sampled = logprobs
+    return groups
+
+
+def rollout_metrics(run, step, responses):
+    """The metrics that all scripts log of their samples."""
+    generated = step["sequences"] + step["greedy"]
+    run.counts["step"] += 1
+    run.counts["episodes"] += len(generated)
+    run.counts["tokens"] += sum(len(tokens) for _, tokens in generated)
+    return {
+        "rollout/reward_mean": mean([o.reward for o in responses]),
+        "rollout/reward_std": std([o.reward for o in responses]),
+        "rollout/accuracy": mean([o.is_right for o in responses]),
+        "rollout/response_len": mean([o.length for o in responses]),
+        "rollout/eos_frac": mean([o.ended for o in responses]),
+    }
+
+
+def divide(args, kept, numbers):
+    """The minibatches as lists of responses. Each pass takes every kept response once, and divides them evenly.
+
+    numbers are the recorded minibatches: the places of their responses among those that are kept.
+    """
+    parts, passes = args.num_minibatches, getattr(args, "num_iterations", 1)
+    assert len(numbers) == passes * parts
+    for k in range(passes):
+        one_pass = numbers[k * parts : (k + 1) * parts]
+        assert sorted(sum(one_pass, [])) == list(range(len(kept)))
+        assert max(map(len, one_pass)) - min(map(len, one_pass)) <= 1
+    return [[kept[i] for i in part] for part in numbers]
+
+
+def reference(algorithm, args, steps):
+    """The networks after all steps (name in the checkpoint -> network), and the metrics of each step."""
+    run, all_metrics = Run(algorithm, args), []
+    for number, step in enumerate(steps, start=1):
+        # ---- rollout
+        groups = read_rollout(run, step)
+        responses = sum(groups, [])
+        metrics = rollout_metrics(run, step, responses) | algorithm.advantages(run, groups)
+        # ---- updates
+        updates = divide(args, algorithm.kept(run, groups), step["minibatches"])
+        learners = [learner for learner in run.learners if number > learner.waits]
+        values = defaultdict(list)  # name of a metric -> its value for each token
+        for update, batch in enumerate(updates, start=(number - 1) * len(updates)):
+            for learner in run.learners:
+                learner.set_rate(update, len(updates))
+            for o in batch:
+                o.A = o.advantages
+                for learner in learners:
+                    learner.read(run, o)
+            algorithm.renew(run, groups, batch)
+            for learner in learners:
+                total = torch.zeros(()) if batch else None
+                for o in batch:
+                    for t in o.counted:
+                        total = total + learner.loss(run, batch, o, t)
+                        for metric in learner.metrics:
+                            for name, value in metric(run, o, t).items():
+                                values[name].append(value)
+                learner.update(total)
+        metrics |= algorithm.after(run, number) or {}
+        # ---- log
+        metrics |= run.counts | {name: mean(x) for name, x in values.items()}
+        metrics |= {"optim/lr": run.learners[0].lr, "optim/grad_norm": 0.0}
+        for learner in learners:
+            metrics |= learner.report(len(updates))
+        all_metrics.append(metrics)
+        for o in responses:
+            logged = o.sample["advantages"][o.number]
+            assert logged == pytest.approx(algorithm.logged(o), rel=1e-6, abs=1e-9)
+    for what, happened in run.seen.items():
+        assert happened == {True, False}, what
+    for learner in run.learners[1:]:
+        norms = [norm for _, norm in learner.history]
+        assert max(norms) > args.max_grad_norm, "some gradient must be clipped"
+    return run.saved, all_metrics
+
+
+# ---- what several scripts have in common
+
+
+def one_bound(args):
+    return args.clip_eps, args.clip_eps
+
+
+def two_bounds(args):
+    return args.clip_eps_low, args.clip_eps_high
+
+
+def for_the_metrics_alone(args):
+    """A script that clips no ratio counts the ratios outside of 0.8 .. 1.2."""
+    return 0.2, 0.2
+
+
+def clipped(run, ratio, advantage):
+    """The loss of a token, -min(ratio A, clip(ratio) A), before it is averaged. PPO, Eq. 7."""
+    if advantage > 0 and ratio >= 1 + run.high:
+        return -advantage * (1 + run.high)
+    if advantage <= 0 and ratio <= 1 - run.low:
+        return -advantage * (1 - run.low)
+    return -advantage * ratio
+
+
+def ratio_of(o, t):
+    return (o.logprobs[t] - o.old[t]).exp()
+
+
+def k3(ref, logprob):
+    return math.exp(ref - logprob) - (ref - logprob) - 1
+
+
+def kl_penalty(run, o, t):
+    """beta times the KL to the reference at a token, DeepSeekMath, Eq. 4."""
+    if run.args.beta == 0:
+        return 0.0  # there is no reference
+    upside = o.ref[t] - o.logprobs[t]
+    return run.args.beta * (upside.exp() - upside - 1)
+
+
+def tokens_of(batch):
+    """The number of tokens in a minibatch."""
+    return sum(o.length for o in batch)
+
+
+def mean_over_tokens(run, batch, o, t):
+    """PPO's clipped loss. All tokens of the minibatch have the same weight."""
+    return clipped(run, ratio_of(o, t), o.A[t]) / tokens_of(batch)
+
+
+def drift(run, o, t):
+    """Metrics of the log-probabilities."""
+    return {"policy/approx_kl": 0.5 * (o.now[t] - o.old[t]) ** 2, "policy/entropy": -o.now[t]}
+
+
+def outside(run, ratio):
+    """Metrics of the clip range, whether or not the loss clips this ratio."""
+    below, above = ratio < 1 - run.low, ratio > 1 + run.high
+    return {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below or above,
+    }
+
+
+def ratios(run, o, t):
+    ratio = math.exp(o.now[t] - o.old[t])
+    return outside(run, ratio) | {"policy/ratio_mean": ratio}
+
+
+def kl_to_reference(run, o, t):
+    return {"kl/ref": k3(o.ref[t], o.now[t])} if run.args.beta > 0 else {}
+
+
+def zero_std(groups):
+    """The share of the groups whose rewards are all equal."""
+    equal = [all(o.reward == group[0].reward for o in group) for group in groups]
+    return {"rollout/zero_std_frac": mean(equal)}
+
+
+# ---- reinforce_baseline.py
+
+
+def return_of(run, o, logprobs):
+    """U = r - beta sum_t (log pi - log pi_ref)."""
+    kl = math.fsum(p - q for p, q in zip(logprobs, o.ref, strict=True))
+    return o.reward - run.args.beta * kl
+
+
+def reinforce_advantages(run, groups):
+    """U - b, with one baseline b for all responses of the step."""
+    responses = sum(groups, [])
+    returns = [return_of(run, o, o.old) for o in responses]
+    before = run.counts.get("rollout/return_average", mean(returns))
+    run.counts["rollout/return_average"] = 0.9 * before + 0.1 * mean(returns)
+    baselines = {"batch_mean": mean(returns), "moving_average": before, "none": 0.0}
+    for o, value in zip(responses, returns, strict=True):
+        o.advantages = [value - baselines[run.args.baseline]] * o.length
+    return zero_std([responses])
+
+
+def reinforce_loss(run, batch, o, t):
+    """The sum over the tokens, and the mean over the responses."""
+    return -o.A[t] * o.logprobs[t] / len(batch)
+
+
+ALGORITHMS = {}
+ALGORITHMS["reinforce_baseline"] = Algorithm(
+    advantages=reinforce_advantages,
+    loss=reinforce_loss,
+    metrics=(drift, ratios, kl_to_reference),
+    bounds=for_the_metrics_alone,
+)
+
+# ---- rloo.py, and copg and p3o
+
+
+def leave_one_out(returns):
+    """Each return minus the mean of the others."""
+    total = math.fsum(returns)
+    return [own - (total - own) / (len(returns) - 1) for own in returns]
+
+
+def rloo_advantages(run, groups):
+    for group in groups:
+        returns = [return_of(run, o, o.old) for o in group]
+        for o, advantage in zip(group, leave_one_out(returns), strict=True):
+            o.advantages = [advantage] * o.length
+    return zero_std(groups)
+
+
+def current(run, o, batch):
+    """The log-probabilities of any response, before an update with this minibatch."""
+    if o in batch:
+        return o.now
+    with torch.no_grad():
+        return logprobs_of(run.policy, o.sequence, run.args.temperature).tolist()
+
+
+def copg_renew(run, groups, batch):
+    """The returns are those of the current policy."""
+    for group in groups:
+        returns = [return_of(run, o, current(run, o, batch)) for o in group]
+        for o, advantage in zip(group, leave_one_out(returns), strict=True):
+            o.A = [advantage] * o.length
+
+
+def p3o_renew(run, groups, batch):
+    """The mean of D_ij over the other responses. A pair that is clipped counts as 0."""
+    for group in groups:
+        returns = [return_of(run, o, o.old) for o in group]
+        moved = [math.fsum(current(run, o, batch)) - math.fsum(o.old) for o in group]
+        for i, o in enumerate(group):
+            total = 0.0
+            for j in range(len(group)):
+                gain, gained = returns[i] - returns[j], moved[i] - moved[j]
+                left_out = (gained if gain > 0 else -gained) > run.args.clip_eps
+                run.seen["p3o leaves out a pair"].add(left_out)
+                total += 0.0 if left_out else gain * math.exp(moved[i] + moved[j])
+            o.A = [total / (len(group) - 1)] * o.length
+
+
+ALGORITHMS["rloo"] = Algorithm(
+    advantages=rloo_advantages,
+    loss=reinforce_loss,
+    metrics=(drift, ratios, kl_to_reference),
+    bounds=for_the_metrics_alone,
+)
+of_the_last_update = dict(logged=lambda o: o.A[0])
+ALGORITHMS["copg"] = dataclasses.replace(ALGORITHMS["rloo"], renew=copg_renew, **of_the_last_update)
+ALGORITHMS["p3o"] = dataclasses.replace(ALGORITHMS["rloo"], renew=p3o_renew, **of_the_last_update)
+
+# ---- remax.py
+
+
+def remax_advantages(run, groups):
+    """U minus the reward of the greedy response to the same prompt."""
+    greedy_rewards, equal = [], []
+    for (prompt, tokens), group in zip(run.greedy, groups, strict=True):
+        assert prompt == group[0].prompt
+        logits = run.policy(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        assert logits.argmax(1).tolist() == tokens
+        text = text_of(run, tokens)
+        greedy = rule_reward(SimpleNamespace(text=text, answer=group[0].answer))
+        for o in group:
+            o.advantages = [return_of(run, o, o.old) - greedy] * o.length
+        greedy_rewards.append(greedy)
+        equal.append(all(o.reward == greedy for o in group))
+    return {
+        "rollout/greedy_reward": mean(greedy_rewards),
+        "rollout/zero_std_frac": mean(equal),
+    }
+
+
+ALGORITHMS["remax"] = Algorithm(
+    advantages=remax_advantages,
+    loss=reinforce_loss,
+    metrics=(drift, ratios, kl_to_reference),
+    bounds=for_the_metrics_alone,
+)
+
+# ---- grpo.py, grpo_multigpu.py, grpo_lora.py, and clip_cov
+
+
+def grpo_advantages(run, groups):
+    """(r - mean) / std, over the group."""
+    for group in groups:
+        rewards = [o.reward for o in group]
+        for o in group:
+            o.advantages = [(o.reward - mean(rewards)) / (std(rewards) + 1e-4)] * o.length
+    return zero_std(groups)
+
+
+def grpo_loss(run, batch, o, t):
+    """The mean over the tokens of a response, and then over the responses."""
+    token_loss = clipped(run, ratio_of(o, t), o.A[t]) + kl_penalty(run, o, t)
+    return token_loss / o.length / len(batch)
 
 
 class WithAdapters(torch.nn.ParameterList):
@@ -290,127 +772,321 @@ class WithAdapters(torch.nn.ParameterList):
         return functional_call(base, weights, (ids,))
 
 
-def reverse_kl_of(model, teacher, sequence, teacher_sequence, temperature):
-    """KL of the model to the teacher before each response token (|o|,), one token of the vocabulary at a time."""
-    rows = []
-    for network, (prompt, response) in ((model, sequence), (teacher, teacher_sequence)):
-        logits = network(torch.tensor([prompt + response])).logits
-        rows.append(logits[0, len(prompt) - 1 : -1] / temperature)
-    p, q = [row.softmax(1) for row in rows]  # (|o|, V) each
-    return sum(p[:, v] * (p[:, v] / q[:, v].detach()).log() for v in range(p.shape[1]))
+def clip_cov_renew(run, groups, batch):
+    """Tokens whose covariance lies between two bounds have no advantage. All of them, because the share is 1."""
+    mean_logprob = math.fsum(sum((o.now for o in batch), [])) / tokens_of(batch)
+    mean_advantage = math.fsum(sum((o.advantages for o in batch), [])) / tokens_of(batch)
+    for o in batch:
+        o.A = []
+        for logprob, advantage in zip(o.now, o.advantages, strict=True):
+            covariance = (logprob - mean_logprob) * (advantage - mean_advantage)
+            left_out = run.args.cov_low < covariance < run.args.cov_high
+            run.seen["clip_cov leaves out a token"].add(left_out)
+            o.A.append(0.0 if left_out else advantage)
 
 
-def contexts_of(args, sample):
-    """For each response of self_distill.py's sample, the context that its teacher reads."""
-    if hasattr(args, "context_column"):
-        return [sample["answer"]] * args.num_generations
-    contexts = []
-    for i in range(args.num_generations):
-        right = [
-            text
-            for j, text in enumerate(sample["completions"])
-            if j != i and accuracy_reward([text], [sample["answer"]]) == [1.0]
-        ]
-        contexts.append(right[0] if right else "")
-    return contexts
+ALGORITHMS["grpo"] = ALGORITHMS["grpo_multigpu"] = Algorithm(
+    advantages=grpo_advantages,
+    loss=grpo_loss,
+    metrics=(drift, ratios, kl_to_reference),
+    bounds=one_bound,
+)
+ALGORITHMS["grpo_lora"] = dataclasses.replace(
+    ALGORITHMS["grpo"], policy=lambda args: WithAdapters(load(args.model), args)
+)
+ALGORITHMS["clip_cov"] = dataclasses.replace(ALGORITHMS["grpo"], renew=clip_cov_renew)
+
+# ---- dr_grpo.py
 
 
-def k3(ref, logprob):
-    return math.exp(ref - logprob) - (ref - logprob) - 1
+def dr_grpo_advantages(run, groups):
+    """r - mean, over the group."""
+    for group in groups:
+        for o in group:
+            o.advantages = [o.reward - mean([other.reward for other in group])] * o.length
+    return zero_std(groups)
 
 
-def clip_gradients(model, limit):
-    """Scale all gradients so that their norm is at most the limit. Return the norm before scaling."""
-    norm = math.sqrt(sum(float((p.grad**2).sum()) for p in model.parameters()))
-    for parameter in model.parameters():
-        parameter.grad *= min(1.0, limit / (norm + 1e-6))
-    return norm
+def dr_grpo_loss(run, batch, o, t):
+    """The sum over the tokens of a response divided by a constant, and the mean over the responses."""
+    token_loss = clipped(run, ratio_of(o, t), o.A[t]) + kl_penalty(run, o, t)
+    return token_loss / run.args.max_new_tokens / len(batch)
 
 
-def rate(args, update, per_rollout, pretraining=0):
-    """The learning rate of this update (counted from 0), divided by the peak rate.
+ALGORITHMS["dr_grpo"] = Algorithm(
+    advantages=dr_grpo_advantages,
+    loss=dr_grpo_loss,
+    metrics=(drift, ratios, kl_to_reference),
+    bounds=one_bound,
+)
 
-    vapo.py doesn't train the policy in the first steps, the pretraining. The policy's schedule begins after them.
-    """
-    update -= pretraining * per_rollout
-    if update < 0:
-        return 0.0
-    if update < args.warmup_updates:
-        return (update + 1) / args.warmup_updates
-    if args.lr_schedule == "constant_with_warmup":
-        return 1.0
-    total = (args.num_steps - pretraining) * per_rollout
-    done = (update - args.warmup_updates) / (total - args.warmup_updates)
-    return (1 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1 - done
+# ---- dapo.py
 
 
-def rewards_of_the_greedy(model, step, args, tokenizer):
-    """For each sample of remax.py, the reward of the greedy response to the same prompt."""
-    rewards = []
-    for (prompt, response), sample in zip(step["greedy"], step["samples"], strict=True):
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        assert logits.argmax(1).tolist() == response
-        text = [tokenizer.decode(response, skip_special_tokens=True)]
-        reward = (
-            accuracy_reward(text, [sample["answer"]])[0]
-            + format_reward(text, [sample["answer"]])[0]
-        )
-        rewards += [reward] * args.num_generations
-    return rewards
+def dapo_reward(run, o):
+    """The rules, and the punishment of a response that comes close to the limit. DAPO, Eq. 13."""
+    start = run.args.max_new_tokens - run.args.overlong_cache
+    run.seen["dapo punishes a length"].add(o.length > start)
+    return rule_reward(o) - max(0, o.length - start) / run.args.overlong_cache
 
 
-def process_advantages(step, G, tokenizer):
-    """Each token's advantage in grpo_process.py, from the steps in the samples file."""
-    advantages, sequences = [], iter(step["sequences"])
-    for sample in step["samples"]:
-        expected = grpo_process.step_rewards(sample["completions"], [sample["answer"]] * G)
-        assert sample["steps"] == [[list(x) for x in steps] for steps in expected]
-        flat = [reward for steps in sample["steps"] for _, reward in steps]
-        mean = math.fsum(flat) / len(flat)
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in flat) / (len(flat) - 1))
-        for text, steps in zip(sample["completions"], sample["steps"], strict=True):
-            *column_steps, (last_end, last_reward) = steps
-            assert last_end == len(text)
-            _, response = next(sequences)
-            row = []
-            for t in range(len(response)):
-                start = len(tokenizer.decode(response[:t], skip_special_tokens=True))
-                # Every token, including EOS, counts the last step's reward.
-                rewards = [last_reward]
-                if start < len(text):
-                    rewards += [reward for end, reward in column_steps if start < end]
-                row.append(math.fsum((reward - mean) / (std + 1e-4) for reward in rewards))
-            advantages.append(row)
-    return advantages
+def dapo_kept(run, groups):
+    """The first mixed groups. If no group is mixed, the first ones."""
+    B, G = run.args.num_prompts, run.args.num_generations
+    run.counts["batches"] += len(groups) // B
+    mixed = [group for group in groups if 0 < sum(o.is_right for o in group) < G]
+    # It samples until there are enough of them. Before the last batch there were too few.
+    assert len(mixed) >= B or len(groups) == (1 + run.args.max_resample) * B
+    assert sum(group in mixed for group in groups[:-B]) < B
+    return sum(mixed[:B] or groups[:B], [])
 
 
-def group_advantages(name, returns, G, args, memory):
-    """One advantage per sequence from one return per sequence, in group order."""
-    if name == "reinforce_baseline":
-        mean = math.fsum(returns) / len(returns)
-        before = memory.get("average", mean)
-        memory["average"] = 0.9 * before + 0.1 * mean
-        baseline = {"batch_mean": mean, "moving_average": before, "none": 0.0}[args.baseline]
-        return [value - baseline for value in returns]
-    advantages = []
-    for start in range(0, len(returns), G):
-        group = returns[start : start + G]
-        mean = math.fsum(group) / G
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (G - 1))
-        divisor = {"rloo": (G - 1) / G, "dr_grpo": 1.0}.get(name, std + 1e-4)
-        advantages += [(x - mean) / divisor for x in group]
-    return advantages
+ALGORITHMS["dapo"] = Algorithm(
+    reward=dapo_reward,
+    advantages=grpo_advantages,
+    kept=dapo_kept,
+    loss=mean_over_tokens,
+    metrics=(drift, ratios),
+    bounds=two_bounds,
+)
+
+# ---- gspo.py
 
 
-def whitened(rows):
-    """The rows, shifted to mean 0 and scaled to variance 1 over all numbers."""
-    flat = [x for row in rows for x in row]
-    mean = math.fsum(flat) / len(flat)
-    variance = math.fsum((x - mean) ** 2 for x in flat) / len(flat)
-    return [[(x - mean) / math.sqrt(variance + 1e-8) for x in row] for row in rows]
+def sequence_ratio(o):
+    """The geometric mean of the ratios of a response."""
+    return (o.logprobs - torch.tensor(o.old)).mean().exp()
+
+
+def gspo_loss(run, batch, o, t):
+    """The ratio of the response stands at each of its tokens."""
+    token_loss = clipped(run, sequence_ratio(o), o.A[t]) + kl_penalty(run, o, t)
+    return token_loss / o.length / len(batch)
+
+
+def gspo_ratios(run, o, t):
+    """The clip fractions count each response once, at its first token."""
+    ratio = sequence_ratio(o).item()
+    return {"policy/ratio_mean": ratio} | (outside(run, ratio) if t == 0 else {})
+
+
+ALGORITHMS["gspo"] = Algorithm(
+    advantages=grpo_advantages,
+    loss=gspo_loss,
+    metrics=(drift, gspo_ratios, kl_to_reference),
+    bounds=two_bounds,
+)
+
+# ---- grpo_offpolicy.py (and grpo_vllm.py, in test_vllm.py), and geo_mask, icepop, opsm and kimi_kl
+
+
+def load_engine(run):
+    run.engine = run.saved["engine"] = load(run.args.model)
+
+
+def refresh_engine(run, number):
+    """The engine gets the policy's weights every few steps."""
+    if number % run.args.staleness == 0:
+        run.engine.load_state_dict(run.policy.state_dict())
+
+
+def compare_with_engine(responses):
+    """o.to_engine: the log of pi_old / pi_s at each token."""
+    for o in responses:
+        o.to_engine = [p - q for p, q in zip(o.old, o.sampled, strict=True)]
+    return {"rollout/logprob_gap": mean([abs(x) for o in responses for x in o.to_engine])}
+
+
+def offpolicy_advantages(run, groups):
+    """GRPO's advantages. A token's weight is pi_old / pi_s, up to a limit."""
+    responses, limit = sum(groups, []), run.args.rollout_correction or math.inf
+    metrics = grpo_advantages(run, groups) | compare_with_engine(responses)
+    truncated = []
+    for o in responses:
+        raw = [math.exp(x) for x in o.to_engine]
+        o.weights = [min(x, limit) if limit < math.inf else 1.0 for x in raw]
+        truncated += [x > limit for x in raw]
+    return metrics | {"rollout/truncated_frac": mean(truncated)}
+
+
+def weigh(run, groups, batch):
+    for o in batch:
+        o.A = [weight * a for weight, a in zip(o.weights, o.advantages, strict=True)]
+
+
+def offpolicy_loss(run, batch, o, t):
+    """GRPO's loss. If the advantage is negative, the ratio counts as at most c, the dual clip."""
+    ratio = ratio_of(o, t)
+    if is_dual_clipped(run, ratio, o.A[t]):
+        surrogate_loss = -o.A[t] * run.args.dual_clip
+    else:
+        surrogate_loss = clipped(run, ratio, o.A[t])
+    return (surrogate_loss + kl_penalty(run, o, t)) / o.length / len(batch)
+
+
+def is_dual_clipped(run, ratio, advantage):
+    return bool(advantage < 0 and ratio > run.args.dual_clip)
+
+
+def dual_clips(run, o, t):
+    ratio = math.exp(o.now[t] - o.old[t])
+    return {"policy/dual_clip_frac": is_dual_clipped(run, ratio, o.A[t])}
+
+
+def geo_mask_advantages(run, groups):
+    """A response has no weight if the geometric mean of its pi_old / pi_s is outside of the bounds."""
+    metrics, left_out = offpolicy_advantages(run, groups), []
+    for o in sum(groups, []):
+        left_out.append(not run.args.geo_low <= math.exp(mean(o.to_engine)) <= run.args.geo_high)
+        o.weights = [0.0] * o.length if left_out[-1] else o.weights
+    run.seen["geo_mask leaves out a response"].update(left_out)
+    return metrics | {"rollout/masked_frac": mean(left_out)}
+
+
+def icepop_advantages(run, groups):
+    """A token has no weight if its pi_old / pi_s is outside of the bounds. No weight is truncated."""
+    responses, left_out = sum(groups, []), []
+    metrics = grpo_advantages(run, groups) | compare_with_engine(responses)
+    for o in responses:
+        o.weights = []
+        for raw in map(math.exp, o.to_engine):
+            left_out.append(not run.args.icepop_low <= raw <= run.args.icepop_high)
+            o.weights.append(0.0 if left_out[-1] else raw)
+    run.seen["icepop leaves out a token"].update(left_out)
+    return metrics | {"rollout/masked_frac": mean(left_out)}
+
+
+def opsm_renew(run, groups, batch):
+    """A bad response is left out if the current policy is too far from the engine. DeepSeek-V3.2, Eq. 9."""
+    weigh(run, groups, batch)
+    for o in batch:
+        distance = (math.fsum(o.sampled) - math.fsum(o.now)) / o.length
+        o.is_left_out = o.advantages[0] < 0 and distance > run.args.opsm_delta
+        o.A = [0.0] * o.length if o.is_left_out else o.A
+        run.seen["opsm leaves out a response"].add(o.is_left_out)
+
+
+def opsm_masks(run, o, t):
+    return {"policy/masked_frac": o.is_left_out}
+
+
+def kimi_loss(run, batch, o, t):
+    """The loss of grpo_offpolicy.py, and tau log^2 (pi / pi_s)."""
+    penalty = run.args.kl_tau * (o.logprobs[t] - o.sampled[t]) ** 2
+    return offpolicy_loss(run, batch, o, t) + penalty / o.length / len(batch)
+
+
+def kl_to_sampler(run, o, t):
+    return {"kl/sampler": 0.5 * (o.now[t] - o.sampled[t]) ** 2}
+
+
+OFFPOLICY = ALGORITHMS["grpo_offpolicy"] = Algorithm(
+    prepare=load_engine,
+    advantages=offpolicy_advantages,
+    renew=weigh,
+    loss=offpolicy_loss,
+    metrics=(drift, ratios, kl_to_reference, dual_clips),
+    bounds=one_bound,
+    after=refresh_engine,
+)
+ALGORITHMS["geo_mask"] = dataclasses.replace(OFFPOLICY, advantages=geo_mask_advantages)
+ALGORITHMS["icepop"] = dataclasses.replace(OFFPOLICY, advantages=icepop_advantages)
+ALGORITHMS["opsm"] = dataclasses.replace(
+    OFFPOLICY, renew=opsm_renew, metrics=(*OFFPOLICY.metrics, opsm_masks)
+)
+ALGORITHMS["kimi_kl"] = dataclasses.replace(
+    OFFPOLICY, loss=kimi_loss, metrics=(*OFFPOLICY.metrics, kl_to_sampler)
+)
+
+# ---- grpo_process.py
+
+
+def column_steps(text, answer):
+    """Where each step of a response ends, and its reward. The columns' sums are steps, and the whole response."""
+    before, tag, after = text.partition("<think>")
+    start = len(before + tag) if tag else 0
+    thought, closed, _ = text[start:].partition("</think>")
+    steps = []
+    if closed and thought and set(thought) <= set("0123456789+=,"):
+        for place, column in enumerate(thought.split(",")):
+            digits, _, total = column.partition("=")
+            terms = digits.split("+")
+            is_sum = len(terms) > 1 and all(len(term) == 1 for term in terms)
+            is_true = is_sum and "=" not in total and total == str(sum(map(int, terms)))
+            is_right = is_true and place < len(answer) and total[-1] == answer[-1 - place]
+            steps.append([start + len(column), float(is_right)])
+            start += len(column) + 1
+    return [*steps, [len(text), float(accuracy_reward([text], [answer])[0])]]
+
+
+def process_advantages(run, groups):
+    """A token's advantage is the sum over the steps that end with it or after it. DeepSeekMath 4.1.3."""
+    counts, means, equal = [], [], []
+    for group in groups:
+        steps = [column_steps(o.text, o.answer) for o in group]
+        assert group[0].sample["steps"] == steps
+        rewards = [reward for own in steps for _, reward in own]
+        for o, own in zip(group, steps, strict=True):
+            o.advantages = []
+            for t in range(o.length):
+                start = len(text_of(run, o.tokens[:t]))
+                # The last step is the whole response, with the EOS token.
+                ahead = [reward for end, reward in own[:-1] if start < end] + [own[-1][1]]
+                normalized = [(x - mean(rewards)) / (std(rewards) + 1e-4) for x in ahead]
+                o.advantages.append(math.fsum(normalized))
+            run.seen["grpo_process.py finds only one step"].add(len(own) == 1)
+        counts += [len(own) for own in steps]
+        means += rewards
+        equal.append(len(set(rewards)) == 1)
+    return {
+        "rollout/steps": mean(counts),
+        "rollout/step_reward": mean(means),
+        "rollout/zero_std_frac": mean(equal),
+    }
+
+
+ALGORITHMS["grpo_process"] = Algorithm(
+    advantages=process_advantages,
+    logged=lambda o: o.advantages,
+    loss=grpo_loss,
+    metrics=(drift, ratios, kl_to_reference),
+    bounds=one_bound,
+)
+
+# ---- ppo_rlhf.py
+
+
+def add_critic(run, network):
+    """Train a value network, too."""
+    given = run.args.value_learning_rate, read_values, value_loss, (value_metrics,)
+    run.learners.append(Learner(run.args, network, *given))
+    run.value_model = run.saved["value_model"] = network
+
+
+def policy_with_zeros(args):
+    """The policy with a head of zeros."""
+    network = load_classifier(args.model)
+    network.score.weight.data.zero_()
+    return network
+
+
+def ppo_prepare(run):
+    run.judge = load_classifier(run.args.reward_model) if run.args.reward_model else None
+    if run.judge and run.args.value_init == "reward_model":
+        add_critic(run, load_classifier(run.args.reward_model))
+    else:
+        add_critic(run, policy_with_zeros(run.args))
+
+
+def ppo_reward(run, o):
+    """The judge's score of the whole response, or the rules. A cut response costs a penalty."""
+    with torch.no_grad():
+        score = outputs_of(run.judge, o.sequence)[-1].item() if run.judge else rule_reward(o)
+    return score if o.ended else score - run.args.missing_eos_penalty
 
 
 def gae(rewards, values, gamma, lambda_):
+    """A_t = sum_k (gamma lambda)^(k - t) delta_k. PPO, Eq. 11 and 12."""
     T = len(rewards)
     delta = [
         rewards[t] + (gamma * values[t + 1] if t + 1 < T else 0.0) - values[t] for t in range(T)
@@ -420,480 +1096,250 @@ def gae(rewards, values, gamma, lambda_):
     ]
 
 
-def token_loss(name, args, logprob, logratio, advantage):
-    """The loss of one token as a tensor with gradient, before averaging and without the KL."""
-    if name in ("reinforce_baseline", "rloo", "remax"):
-        return -advantage * logprob
-    ratio = logratio.exp()
-    low, high = bounds_of(args)
-    if advantage > 0:
-        objective = advantage * ratio if ratio < 1 + high else torch.tensor(advantage * (1 + high))
-    else:
-        objective = advantage * ratio if ratio > 1 - low else torch.tensor(advantage * (1 - low))
-        if ratio > getattr(args, "dual_clip", math.inf):
-            objective = torch.tensor(advantage * args.dual_clip)
-    return -objective
+def read_old_values(run, responses):
+    with torch.no_grad():
+        for o in responses:
+            o.old_values = outputs_of(run.value_model, o.sequence)[:-1].tolist()
 
 
-def bounds_of(args):
-    """The distances of the clip range's bounds from 1. Scripts that don't clip get 0.2."""
-    if hasattr(args, "clip_eps_low"):
-        return args.clip_eps_low, args.clip_eps_high
-    return (getattr(args, "clip_eps", 0.2),) * 2
+def whiten(responses):
+    """Shift the advantages to mean 0 and scale them to variance 1, over all tokens."""
+    flat = [x for o in responses for x in o.advantages]
+    variance = mean([(x - mean(flat)) ** 2 for x in flat])
+    for o in responses:
+        o.advantages = [(x - mean(flat)) / math.sqrt(variance + 1e-8) for x in o.advantages]
 
 
-def weight(name, args, minibatch, length, counted):
-    """The factor of a token's loss."""
-    tokens = sum(counted)
+def explained_variance(responses):
+    returns = [x for o in responses for x in o.returns]
+    values = [x for o in responses for x in o.old_values]
+    errors = [x - y for x, y in zip(returns, values, strict=True)]
+    return {"value/explained_var": 1 - (std(errors) / std(returns)) ** 2}
+
+
+def ppo_advantages(run, groups):
+    """A token's reward is -beta (log pi_old - log pi_ref), and at the last token also the response's reward."""
+    args, responses = run.args, sum(groups, [])
+    read_old_values(run, responses)
+    kls = []
+    for o in responses:
+        kl = [p - q for p, q in zip(o.old, o.ref, strict=True)]
+        rewards = [-args.beta * x for x in kl]
+        rewards[-1] += o.reward
+        o.advantages = gae(rewards, o.old_values, args.gamma, args.gae_lambda)
+        o.returns = [a + v for a, v in zip(o.advantages, o.old_values, strict=True)]
+        kls.append(math.fsum(kl))
+    whiten(responses)
+    return explained_variance(responses) | ({"kl/response": mean(kls)} if args.beta > 0 else {})
+
+
+def read_values(run, o):
+    o.values = outputs_of(run.value_model, o.sequence)[:-1]
+
+
+def value_errors(run, o, t, value):
+    """The squared error of a value, and that of the value clipped to the old one's neighbourhood."""
+    low = o.old_values[t] - run.args.value_clip_eps
+    high = o.old_values[t] + run.args.value_clip_eps
+    near = min(max(value, low), high)
+    return (value - o.returns[t]) ** 2, (near - o.returns[t]) ** 2
+
+
+def value_loss(run, batch, o, t):
+    """Half of the larger error, and the mean over all tokens of the minibatch."""
+    return 0.5 * max(value_errors(run, o, t, o.values[t])) / tokens_of(batch)
+
+
+def value_metrics(run, o, t):
+    error, clipped_error = value_errors(run, o, t, o.values[t].item())
     return {
-        "reinforce_baseline": 1 / len(minibatch),
-        "rloo": 1 / len(minibatch),
-        "remax": 1 / len(minibatch),
-        "grpo": 1 / (len(minibatch) * length),
-        "gspo": 1 / (len(minibatch) * length),
-        "grpo_offpolicy": 1 / (len(minibatch) * length),
-        "grpo_process": 1 / (len(minibatch) * length),
-        "distill": 1 / (len(minibatch) * length),
-        "self_distill": 1 / (len(minibatch) * length),
-        "dr_grpo": 1 / (len(minibatch) * args.max_new_tokens),
-        "dapo": 1 / max(1, tokens),
-        "ppo_rlhf": 1 / max(1, tokens),
-        "vapo": 1 / max(1, tokens),
-    }[name]
+        "value/loss": 0.5 * max(error, clipped_error),
+        "value/clip_frac": clipped_error > error,
+    }
 
 
-def renewed_advantages(patch, args, minibatch, rewards, advantages, memory, *logprobs):
-    """The advantages per token that copg, p3o and clip_cov compute before an update.
+ALGORITHMS["ppo_rlhf"] = Algorithm(
+    prepare=ppo_prepare,
+    reward=ppo_reward,
+    advantages=ppo_advantages,
+    logged=lambda o: o.advantages,
+    loss=mean_over_tokens,
+    metrics=(drift, ratios),
+    bounds=one_bound,
+)
 
-    The last three arguments are the log-probabilities of the old policy, of the reference and of the current policy.
-    """
-    old, ref, current = logprobs
-    G = args.num_generations
-    if patch == "clip_cov":
-        places = [(i, t) for i in minibatch for t in range(len(old[i]))]
-        mean_logprob = math.fsum(current[i][t] for i, t in places) / len(places)
-        mean_advantage = math.fsum(advantages[i][t] for i, t in places) / len(places)
-        kept = [list(row) for row in advantages]
-        for i, t in places:
-            covariance = (current[i][t] - mean_logprob) * (advantages[i][t] - mean_advantage)
-            left_out = args.cov_low < covariance < args.cov_high
-            kept[i][t] = 0.0 if left_out else kept[i][t]
-            memory["left_out"].add(left_out)
-        return kept
-    of_return = current if patch == "copg" else old
-    returns = [
-        reward - args.beta * (math.fsum(row) - math.fsum(ref_row))
-        for reward, row, ref_row in zip(rewards, of_return, ref, strict=True)
-    ]
-    if patch == "copg":
-        per_sequence = group_advantages("rloo", returns, G, args, memory)
-    else:
-        moved = [math.fsum(x) - math.fsum(y) for x, y in zip(current, old, strict=True)]
-        per_sequence = []
-        for i in range(len(returns)):
-            total = 0.0
-            for j in range(i - i % G, i - i % G + G):
-                gain, gained = returns[i] - returns[j], moved[i] - moved[j]
-                left_out = gained > args.clip_eps if gain > 0 else -gained > args.clip_eps
-                total += 0.0 if left_out else gain * math.exp(moved[i] + moved[j])
-                memory["left_out"].add(left_out)
-            per_sequence.append(total / (G - 1))
-    return [[a] * len(row) for a, row in zip(per_sequence, old, strict=True)]
+# ---- vapo.py
 
 
-def reference(name, args, steps, patch=None):
-    """The weights after all steps, and each step's metrics, computed from its tokens and rewards.
+def vapo_prepare(run):
+    """In the first steps the value network alone is trained."""
+    add_critic(run, policy_with_zeros(run.args))
+    run.nll = 0.0  # L_NLL, summed over a step's updates
+    run.learners[0].waits = run.args.value_warmup_steps
 
-    With a patch, name is the script that the patch changes.
-    """
-    load = dict(dtype=torch.float64)
-    model, ref_model, sampler = [
-        AutoModelForCausalLM.from_pretrained(args.model, **load).eval() for _ in range(3)
-    ]
-    if hasattr(args, "lora_rank"):
-        model = WithAdapters(model, args)
-    if name == "distill":
-        ref_model = AutoModelForCausalLM.from_pretrained(args.teacher, **load).eval()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    networks, rates = [model], [args.learning_rate]
-    if name in CRITICS:
-        judge = args.model
-        if name == "ppo_rlhf" and args.reward_model and args.value_init == "reward_model":
-            judge = args.reward_model
-        value_model = AutoModelForSequenceClassification.from_pretrained(
-            judge, num_labels=1, **load
-        ).eval()
-        if judge == args.model:
-            value_model.score.weight.data.zero_()
-        networks, rates = [model, value_model], [args.learning_rate, args.value_learning_rate]
-    # Every update sets the learning rate.
-    optimizers = [torch.optim.Adam(n.parameters(), lr=1.0) for n in networks]
-    G, memory, all_metrics = args.num_generations, {"left_out": set()}, []
-    beta = getattr(args, "beta", 0.0)
-    per_rollout = getattr(args, "num_iterations", 1) * args.num_minibatches
-    # p3o's --clip-eps bounds no token's ratio.
-    planned, (low, high) = 0, (0.2, 0.2) if patch == "p3o" else bounds_of(args)
-    for number_of_step, step in enumerate(steps, start=1):
-        sampled_now = step["sequences"] + step["greedy"]
-        memory["episodes"] = memory.get("episodes", 0) + len(sampled_now)
-        memory["tokens"] = memory.get("tokens", 0) + sum(len(x) for _, x in sampled_now)
-        if name == "remax":
-            greedy_rewards = rewards_of_the_greedy(model, step, args, tokenizer)
-        sequences = step["sequences"]
-        lengths = [len(response) for _, response in sequences]
-        told = sequences  # what the reference reads
-        if name == "self_distill":
-            contexts = [text for sample in step["samples"] for text in contexts_of(args, sample)]
-            logged = []
-            for sample in step["samples"]:
-                logged += sample["contexts"] if patch else [sample["context"]] * G
-            assert contexts == logged
-            questions = [sample["prompt"] for sample in step["samples"] for _ in range(G)]
-            told = [
-                (tokenizer(f"{context}\n{question}" if context else question).input_ids, response)
-                for context, question, (_, response) in zip(
-                    contexts, questions, sequences, strict=True
-                )
-            ]
-            memory.setdefault("told", set()).update(map(bool, contexts))
-        ended = [response[-1] == EOS for _, response in sequences]
-        rewards = [reward for sample in step["samples"] for reward in sample["rewards"]]
-        with torch.no_grad():
-            old = [logprobs_of(model, s, args.temperature).tolist() for s in sequences]
-            ref = [logprobs_of(ref_model, s, args.temperature).tolist() for s in told]
-        kl = [
-            math.fsum(p - q for p, q in zip(*pair, strict=True))
-            for pair in zip(old, ref, strict=True)
-        ]
-        metrics = {
-            "rollout/reward_mean": math.fsum(rewards) / len(rewards),
-            "rollout/eos_frac": sum(ended) / len(ended),
-        }
-        metrics |= {"rollout/response_len": sum(lengths) / len(lengths), "tokens": memory["tokens"]}
-        metrics["episodes"] = memory["episodes"]
 
-        # ---- advantages per token
-        if name in CRITICS:
-            with torch.no_grad():
-                old_values = [outputs_of(value_model, s)[:-1].tolist() for s in sequences]
-            token_rewards = [
-                [-beta * (p - q) for p, q in zip(*pair, strict=True)]
-                for pair in zip(old, ref, strict=True)
-            ]
-            for row, reward in zip(token_rewards, rewards, strict=True):
-                row[-1] += reward
-            pairs = list(zip(token_rewards, old_values, strict=True))
-            if name == "vapo":
-                lambdas = [max(0.0, 1 - 1 / (args.gae_alpha * n)) for n in lengths]
-                metrics["rollout/lambda"] = math.fsum(lambdas) / len(lambdas)
-                memory.setdefault("lambdas", set()).update(lambdas)
+def vapo_advantages(run, groups):
+    """Each response has its lambda. The value network learns the plain returns."""
+    args, responses = run.args, sum(groups, [])
+    read_old_values(run, responses)
+    lambdas = [max(0.0, 1 - 1 / (args.gae_alpha * o.length)) for o in responses]
+    for o, lambda_ in zip(responses, lambdas, strict=True):
+        rewards = [0.0] * (o.length - 1) + [o.reward]
+        o.advantages = gae(rewards, o.old_values, args.gamma, lambda_)
+        o.returns = [args.gamma ** (o.length - 1 - t) * o.reward for t in range(o.length)]
+        run.seen["a response of vapo.py is right"].add(o.is_right)
+        if args.gae_alpha < 1:  # otherwise the formula is never negative
+            run.seen["lambda is 0"].add(lambda_ == 0)
+    whiten(responses)
+    return explained_variance(responses) | {"rollout/lambda": mean(lambdas)}
+
+
+def vapo_loss(run, batch, o, t):
+    """PPO's loss, and mu times the mean of -log pi over the tokens of the right responses. VAPO, Eq. 10."""
+    loss = mean_over_tokens(run, batch, o, t)
+    if o.is_right:
+        nll = -o.logprobs[t] / tokens_of([other for other in batch if other.is_right])
+        run.nll += nll.item()
+        loss = loss + run.args.lm_coef * nll
+    return loss
+
+
+def vapo_metrics(run, number):
+    """The mean of L_NLL over a step's updates, once the policy is trained."""
+    nll, run.nll = run.nll / (run.args.num_iterations * run.args.num_minibatches), 0.0
+    return {"policy/nll_loss": nll} if number > run.args.value_warmup_steps else {}
+
+
+ALGORITHMS["vapo"] = Algorithm(
+    prepare=vapo_prepare,
+    advantages=vapo_advantages,
+    logged=lambda o: o.advantages,
+    loss=vapo_loss,
+    metrics=(drift, ratios),
+    bounds=two_bounds,
+    after=vapo_metrics,
+)
+
+# ---- distill.py, and full_vocabulary
+
+
+def load_teacher(run):
+    run.reference = load(run.args.teacher)
+
+
+def gains(o):
+    """By how much the teacher finds each token more probable."""
+    return [q - p for p, q in zip(o.old, o.ref, strict=True)]
+
+
+def distill_advantages(run, groups):
+    for o in sum(groups, []):
+        o.advantages = gains(o)
+    return zero_std(groups)
+
+
+def distill_loss(run, batch, o, t):
+    """GRPO's loss without the KL."""
+    return clipped(run, ratio_of(o, t), o.A[t]) / o.length / len(batch)
+
+
+def kl_to_teacher(run, o, t):
+    return {"kl/ref": k3(o.ref[t], o.now[t])}
+
+
+def read_reverse_kl(run, groups, batch):
+    """o.kl: the KL of the policy to the teacher at each token, one token of the vocabulary at a time."""
+    for o in batch:
+        rows = []
+        for network in (run.policy, run.reference):
+            logits = network(torch.tensor([o.prompt + o.tokens])).logits
+            rows.append(logits[0, len(o.prompt) - 1 : -1] / run.args.temperature)
+        p, q = [row.softmax(1) for row in rows]  # (|o|, V) each
+        o.kl = sum(p[:, v] * (p[:, v] / q[:, v].detach()).log() for v in range(p.shape[1]))
+
+
+def reverse_kl_loss(run, batch, o, t):
+    return o.kl[t] / o.length / len(batch)
+
+
+ALGORITHMS["distill"] = Algorithm(
+    prepare=load_teacher,
+    advantages=distill_advantages,
+    logged=lambda o: o.advantages,
+    loss=distill_loss,
+    metrics=(drift, ratios, kl_to_teacher),
+    bounds=one_bound,
+)
+ALGORITHMS["full_vocabulary"] = dataclasses.replace(
+    ALGORITHMS["distill"], renew=read_reverse_kl, loss=reverse_kl_loss
+)
+
+# ---- self_distill.py, and sdpo_context
+
+
+def save_teacher(run):
+    """The teacher starts as the policy."""
+    run.saved["teacher"] = run.reference
+
+
+def move_teacher(run, number):
+    r = run.args.teacher_rate
+    pairs = zip(run.reference.parameters(), run.policy.parameters(), strict=True)
+    for teacher_weight, policy_weight in pairs:
+        teacher_weight.data = (1 - r) * teacher_weight.data + r * policy_weight.data
+
+
+def answer_as_context(run, o, group):
+    """--context-column is the answer."""
+    assert o.sample["context"] == o.answer != ""
+    return o.answer
+
+
+def right_response_as_context(run, o, group):
+    """The first right one among the other responses of the group, or nothing."""
+    right = [other.text for other in group if other.is_right and other is not o]
+    context = right[0] if right else ""
+    assert o.sample["contexts"][o.number] == context
+    run.seen["sdpo_context finds no context"].add(context == "")
+    return context
+
+
+def self_distill_advantages(run, groups, context_of=answer_as_context):
+    """distill.py's, with a teacher that reads the context before the question. No context, no loss."""
+    found = []
+    for group in groups:
+        for o in group:
+            context = context_of(run, o, group)
+            found.append(context != "")
+            if context:
+                o.told = run.tokenizer(f"{context}\n{o.sample['prompt']}").input_ids, o.tokens
+                o.advantages = gains(o)
             else:
-                lambdas = [args.gae_lambda] * len(pairs)
-            raw = [gae(*pair, args.gamma, x) for pair, x in zip(pairs, lambdas, strict=True)]
-            targets = [gae(*pair, args.gamma, 1.0) for pair in pairs] if name == "vapo" else raw
-            returns = [
-                [a + v for a, v in zip(*pair, strict=True)]
-                for pair in zip(targets, old_values, strict=True)
-            ]
-            advantages = whitened(raw)
-            flat = torch.tensor([x for row in returns for x in row])
-            errors = flat - torch.tensor([x for row in old_values for x in row])
-            metrics["value/explained_var"] = float(1 - errors.var() / flat.var())
-            if beta > 0:
-                metrics["kl/response"] = math.fsum(kl) / len(kl)
-        else:
-            k1 = name in ("reinforce_baseline", "rloo", "remax")
-            returns = [
-                reward - beta * value * k1 for reward, value in zip(rewards, kl, strict=True)
-            ]
-            if name == "remax":
-                per_sequence = [a - b for a, b in zip(returns, greedy_rewards, strict=True)]
-                metrics["rollout/greedy_reward"] = math.fsum(greedy_rewards) / len(greedy_rewards)
-                equal = [a == b for a, b in zip(rewards, greedy_rewards, strict=True)]
-                equal = [all(equal[k : k + G]) for k in range(0, len(equal), G)]
-                metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
-            elif name in DISTILLERS:
-                # Other values replace these below.
-                per_sequence = returns
-            else:
-                per_sequence = group_advantages(name, returns, G, args, memory)
-            advantages = [[a] * length for a, length in zip(per_sequence, lengths, strict=True)]
-        if name in DISTILLERS:
-            advantages = [
-                [q - p for p, q in zip(*pair, strict=True)] for pair in zip(old, ref, strict=True)
-            ]
-            if name == "self_distill":
-                for i, context in enumerate(contexts):
-                    advantages[i] = advantages[i] if context else [0.0] * lengths[i]
-                metrics["rollout/context_frac"] = sum(map(bool, contexts)) / len(contexts)
-            logged = [row for sample in step["samples"] for row in sample["advantages"]]
-            assert logged == [pytest.approx(row, abs=1e-9) for row in advantages]
-        if name == "grpo_process":
-            advantages = process_advantages(step, G, tokenizer)
-            flat, equal = [], []
-            for sample in step["samples"]:
-                group_rewards = [reward for steps in sample["steps"] for _, reward in steps]
-                flat += group_rewards
-                equal.append(len(set(group_rewards)) == 1)
-                memory.setdefault("steps", set()).update(map(len, sample["steps"]))
-            metrics["rollout/step_reward"] = math.fsum(flat) / len(flat)
-            metrics["rollout/steps"] = len(flat) / len(sequences)
-            metrics["rollout/zero_std_frac"] = sum(equal) / len(equal)
-        if name == "grpo_offpolicy":
-            # The script multiplies each token's advantage by the token's weight.
-            # A test of vLLM records what the engine said. Otherwise the sampler computes it here.
-            sampled = step.get("sampled")
-            if sampled is None:
-                with torch.no_grad():
-                    rows = [logprobs_of(sampler, s, args.temperature) for s in sequences]
-                sampled = [row.tolist() for row in rows]
-            cap = getattr(args, "rollout_correction", 0.0)  # icepop has none
-            gaps, truncated, weighted, masked = [], [], [], []
-            for i, length in enumerate(lengths):
-                logratios = [p - q for p, q in zip(old[i], sampled[i], strict=True)]
-                geometric_mean = math.exp(math.fsum(logratios) / length)
-                in_bounds = patch != "geo_mask" or args.geo_low <= geometric_mean <= args.geo_high
-                if patch == "geo_mask":
-                    masked.append(not in_bounds)
-                weighted.append([])
-                for t in range(length):
-                    raw_weight = math.exp(logratios[t])
-                    sampler_weight = min(raw_weight, cap) if cap > 0 else 1.0
-                    if patch == "icepop":
-                        in_bounds = args.icepop_low <= raw_weight <= args.icepop_high
-                        sampler_weight = raw_weight
-                        masked.append(not in_bounds)
-                    weighted[i].append(advantages[i][t] * sampler_weight * in_bounds)
-                    gaps.append(abs(logratios[t]))
-                    truncated.append(raw_weight > cap > 0)
-            advantages = weighted
-            metrics["rollout/logprob_gap"] = math.fsum(gaps) / len(gaps)
-            if patch != "icepop":
-                metrics["rollout/truncated_frac"] = sum(truncated) / len(truncated)
-            if masked:
-                metrics["rollout/masked_frac"] = sum(masked) / len(masked)
-                memory["left_out"].update(masked)
+                o.counted, o.advantages = range(0), [0.0] * o.length
+    return zero_std(groups) | {"rollout/context_frac": mean(found)}
 
-        # ---- the sequences in the minibatches and the tokens that count
-        kept, counted = list(range(len(sequences))), lengths
-        # The policy doesn't change in these steps.
-        fixed = number_of_step <= getattr(args, "value_warmup_steps", 0)
-        is_right = [
-            x == 1
-            for sample in step["samples"]
-            for x in accuracy_reward(sample["completions"], [sample["answer"]] * G)
-        ]
-        memory.setdefault("right", set()).update(is_right)
-        if name == "dapo":
-            groups = [sample["completions"] for sample in step["samples"]]
-            answers = [[sample["answer"]] * G for sample in step["samples"]]
-            right = [sum(accuracy_reward(*pair)) for pair in zip(groups, answers, strict=True)]
-            mixed = [k for k, number in enumerate(right) if 0 < number < G][: args.num_prompts]
-            kept = [G * k + j for k in mixed or range(args.num_prompts) for j in range(G)]
-            assert (
-                len(mixed) == args.num_prompts
-                or len(groups) == (1 + args.max_resample) * args.num_prompts
-            )
-            # The minibatches index the kept sequences. This converts them to indices of all sequences.
-            step["minibatches"] = [[kept[i] for i in part] for part in step["minibatches"]]
-            memory["batches"] = memory.get("batches", 0) + len(groups) // args.num_prompts
-            metrics["batches"] = memory["batches"]
-        if name == "self_distill":
-            counted = [n if context else 0 for n, context in zip(lengths, contexts, strict=True)]
-        iterations = getattr(args, "num_iterations", 1)
-        # With fewer sequences than minibatches, the last ones are empty.
-        parts = args.num_minibatches
-        assert len(step["minibatches"]) == iterations * parts
-        for k in range(iterations):
-            one_pass = step["minibatches"][k * parts : (k + 1) * parts]
-            assert sorted(sum(one_pass, [])) == kept
-            assert max(map(len, one_pass)) - min(map(len, one_pass)) <= 1
 
-        # ---- updates
-        sums, losses, norms = (
-            dict.fromkeys(
-                (
-                    "low",
-                    "high",
-                    "kl2",
-                    "ratio",
-                    "entropy",
-                    "k3",
-                    "value",
-                    "vclip",
-                    "n",
-                    "dual",
-                    "clips",
-                    "masked",
-                    "sampler",
-                ),
-                0.0,
-            ),
-            [],
-            [],
-        )
-        for number, minibatch in enumerate(step["minibatches"]):
-            total = torch.zeros(())
-            used = advantages
-            if patch in RENEWING:
-                with torch.no_grad():
-                    rows = [logprobs_of(model, s, args.temperature) for s in sequences]
-                given = rewards, advantages, memory, old, ref, [row.tolist() for row in rows]
-                used = renewed_advantages(patch, args, minibatch, *given)
-            for i in minibatch:
-                if counted[i] == 0:
-                    continue
-                logprobs = logprobs_of(model, sequences[i], args.temperature)
-                row = used[i]
-                if patch == "opsm":
-                    distance = (math.fsum(sampled[i]) - logprobs.sum().item()) / lengths[i]
-                    left_out = row[0] < 0 and distance > args.opsm_delta
-                    row = [0.0] * lengths[i] if left_out else row
-                    sums["masked"] += left_out * lengths[i]
-                    memory["left_out"].add(left_out)
-                if patch == "full_vocabulary":
-                    kls = reverse_kl_of(model, ref_model, sequences[i], told[i], args.temperature)
-                scale = weight(name, args, minibatch, lengths[i], [counted[j] for j in minibatch])
-                # The sequence's mean log-ratio.
-                mean = (logprobs - torch.tensor(old[i])).mean()
-                for t in range(lengths[i]):
-                    logratio = mean if name == "gspo" else logprobs[t] - old[i][t]
-                    total = total + scale * (
-                        kls[t]
-                        if patch == "full_vocabulary"
-                        else token_loss(name, args, logprobs[t], logratio, row[t])
-                    )
-                    if patch == "kimi_kl":
-                        to_sampler = logprobs[t] - sampled[i][t]
-                        total = total + scale * args.kl_tau * to_sampler**2
-                        sums["sampler"] += 0.5 * to_sampler.item() ** 2
-                    if (
-                        name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process")
-                        and args.beta > 0
-                    ):
-                        upside = ref[i][t] - logprobs[t]
-                        total = total + scale * args.beta * (upside.exp() - upside - 1)
-                    ratio = math.exp(logratio.item())
-                    # In gspo.py a sequence has one ratio, so the test counts this ratio once.
-                    if name != "gspo" or t == 0:
-                        sums["low"] += ratio < 1 - low
-                        sums["high"] += ratio > 1 + high
-                        sums["clips"] += 1
-                    sums["dual"] += ratio > getattr(args, "dual_clip", math.inf) and row[t] < 0
-                    sums["kl2"] += 0.5 * (logprobs[t].item() - old[i][t]) ** 2
-                    sums["ratio"] += ratio
-                    sums["entropy"] -= logprobs[t].item()
-                    sums["k3"] += k3(ref[i][t], logprobs[t].item())
-                    sums["n"] += 1
-            right = [i for i in minibatch if name == "vapo" and is_right[i]]
-            for i in right:
-                logprobs = logprobs_of(model, sequences[i], args.temperature)
-                share = args.lm_coef / sum(lengths[j] for j in right)
-                total = total - share * logprobs.sum()
-            value_total = torch.zeros(())
-            for i in minibatch if name in CRITICS else []:
-                values = outputs_of(value_model, sequences[i])
-                for t in range(lengths[i]):
-                    near = min(
-                        max(values[t], old_values[i][t] - args.value_clip_eps),
-                        old_values[i][t] + args.value_clip_eps,
-                    )
-                    errors = (values[t] - returns[i][t]) ** 2, (near - returns[i][t]) ** 2
-                    value_total = value_total + 0.5 * max(errors)
-                    sums["vclip"] += bool(errors[1] > errors[0])
-            tokens = sum(counted[i] for i in minibatch)
-            pretraining = getattr(args, "value_warmup_steps", 0)
-            factors = [
-                rate(args, planned + number, per_rollout, pretraining),
-                rate(args, planned + number, per_rollout),  # of the critic
-            ]
-            metrics["optim/lr"] = args.learning_rate * factors[0]
-            memory.setdefault("emptied", set()).add(tokens == 0)
-            if tokens == 0:
-                continue
-            losses.append(total.item())
-            for optimizer, peak, factor in zip(optimizers, rates, factors, strict=False):
-                optimizer.zero_grad()
-                optimizer.param_groups[0]["lr"] = peak * factor
-            if fixed:
-                norms.append(0.0)
-            else:
-                # If every token is clipped, the loss has no gradient. The zero term adds one.
-                (total + 0.0 * sum(p.sum() for p in model.parameters())).backward()
-                norms.append(clip_gradients(model, args.max_grad_norm))
-            if name in CRITICS:
-                sums["value"] += value_total.item()
-                value_total = value_total + 0.0 * sum(p.sum() for p in value_model.parameters())
-                (value_total / tokens).backward()
-                memory.setdefault("value_norms", []).append(
-                    clip_gradients(value_model, args.max_grad_norm)
-                )
-            for optimizer in optimizers:
-                optimizer.step()
-        planned += per_rollout
-        count = max(1, sums["n"])
-        metrics |= {
-            "policy/loss": math.fsum(losses) / per_rollout,
-            "optim/grad_norm": math.fsum(norms) / per_rollout,
-        }
-        clips = max(1, sums["clips"])
-        metrics |= {
-            "policy/clip_frac_low": sums["low"] / clips,
-            "policy/clip_frac_high": sums["high"] / clips,
-        }
-        metrics |= {
-            "policy/clip_frac": (sums["low"] + sums["high"]) / clips,
-            "policy/approx_kl": sums["kl2"] / count,
-        }
-        if patch == "opsm":
-            metrics["policy/masked_frac"] = sums["masked"] / count
-        if patch == "kimi_kl":
-            metrics["kl/sampler"] = sums["sampler"] / count
-        if patch in RENEWING[:2]:
-            logged = [a for sample in step["samples"] for a in sample["advantages"]]
-            assert logged == pytest.approx([row[0] for row in used], abs=1e-9)
-        if name == "grpo_offpolicy":
-            metrics["policy/dual_clip_frac"] = sums["dual"] / count
-            # Every `staleness` steps the sampler gets the model's weights.
-            if number_of_step % args.staleness == 0:
-                sampler.load_state_dict(model.state_dict())
-        metrics |= {
-            "policy/ratio_mean": sums["ratio"] / count,
-            "policy/entropy": sums["entropy"] / count,
-        }
-        if name == "self_distill":
-            weights = zip(ref_model.parameters(), model.parameters(), strict=True)
-            for teacher_weight, policy_weight in weights:
-                r = args.teacher_rate
-                teacher_weight.data = (1 - r) * teacher_weight.data + r * policy_weight.data
-        if name in DISTILLERS or (beta > 0 and name not in CRITICS):
-            metrics["kl/ref"] = sums["k3"] / count
-        if name in CRITICS:
-            metrics |= {
-                "value/loss": sums["value"] / count,
-                "value/clip_frac": sums["vclip"] / count,
-            }
-        if fixed:  # then the policy has no loss
-            metrics = {key: x for key, x in metrics.items() if not key.startswith("policy/")}
-            assert not any(key.startswith("policy/") for key in step["metrics"])
-        all_metrics.append(metrics)
-    if name in CRITICS:
-        assert max(memory["value_norms"]) > args.max_grad_norm, "some gradient must be clipped"
-    if name == "vapo" and args.value_warmup_steps > 0:
-        assert min(memory["lambdas"]) == 0 < max(memory["lambdas"])
-    if name == "vapo":
-        assert memory["right"] == {True, False}, "some responses must be right and some wrong"
-    if name == "grpo_process" and args.beta > 0:
-        assert len(memory["steps"]) > 1, "the responses must have different numbers of steps"
-    if patch in LEAVING_OUT:
-        assert memory["left_out"] == {True, False}
-    if name == "self_distill":
-        assert memory["told"] == ({True} if hasattr(args, "context_column") else {True, False})
-        networks.append(ref_model)
-    # Only the dapo.py case without resampling have empty minibatches.
-    empties = getattr(args, "max_resample", 1) == 0
-    assert memory["emptied"] == ({True, False} if empties else {False})
-    return networks, all_metrics
+ALGORITHMS["self_distill"] = Algorithm(
+    prepare=save_teacher,
+    advantages=self_distill_advantages,
+    logged=lambda o: o.advantages,
+    loss=distill_loss,
+    metrics=(drift, ratios, kl_to_teacher),
+    bounds=one_bound,
+    after=move_teacher,
+)
+ALGORITHMS["sdpo_context"] = dataclasses.replace(
+    ALGORITHMS["self_distill"],
+    advantages=partial(self_distill_advantages, context_of=right_response_as_context),
+)
+
+
+# ---- the test
+
+
+def of_the_loss(metrics):
+    """The names of the metrics that the losses bring."""
+    return {name for name in metrics if name.startswith(("policy/", "value/", "kl/"))}
 
 
 @pytest.mark.parametrize(
@@ -902,24 +1348,25 @@ def reference(name, args, steps, patch=None):
 def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     script = load_patched(name) if name in PATCHES else __import__(name)
     double(script)
-    args, steps, saved = run(script, monkeypatch, tmp_path, given)
-    known_as = "grpo" if name in ("grpo_multigpu", "grpo_lora") else PATCHES.get(name, name)
-    networks, expected = reference(known_as, args, steps, patch=name if name in PATCHES else None)
+    args, steps, saved = run_main(script, monkeypatch, tmp_path, given)
+    networks, expected = reference(ALGORITHMS[name], args, steps)
     lengths = [len(response) for step in steps for _, response in step["sequences"]]
     assert len(set(lengths)) > 3, "the responses must have different lengths"
+    # Only dapo.py without resampling has empty minibatches.
+    are_empty = {not part for step in steps for part in step["minibatches"]}
+    assert are_empty == ({True, False} if given.get("max_resample") == 0 else {False})
     for step, metrics in zip(steps, expected, strict=True):
         assert {key: step["metrics"][key] for key in metrics} == pytest.approx(
             metrics, rel=1e-6, abs=1e-9
         )
+        assert of_the_loss(step["metrics"]) == of_the_loss(metrics)
     clipped = sum(metrics.get("policy/clip_frac", 0.0) for metrics in expected)
     assert clipped > 0 or len(steps[0]["minibatches"]) == 1, (
         "the updates must be large enough to clip some ratios"
     )
-    second = "teacher" if known_as == "self_distill" else "value_model"
-    for key, network in zip(("model", second), networks, strict=False):
+    start = ALGORITHMS[name].policy(args).state_dict()
+    moved = max((saved["model"][key] - x).abs().max() for key, x in start.items())
+    assert moved > 1e-4
+    for key, network in networks.items():
         for parameter, weights in network.state_dict().items():
             torch.testing.assert_close(saved[key][parameter], weights, rtol=1e-6, atol=1e-8)
-        start = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float64)
-        start = WithAdapters(start, args) if name == "grpo_lora" else start
-        moved = max((saved["model"][key] - x).abs().max() for key, x in start.state_dict().items())
-        assert moved > 1e-4
