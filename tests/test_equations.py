@@ -281,6 +281,52 @@ def test_a_mixed_group_is_one_with_an_advantage():
     assert 0 < len(mixed) < 40
 
 
+@pytest.mark.parametrize(
+    ("num_right", "max_resample", "num_batches", "kept"),
+    [
+        # Each number says how many of a group's two responses are right. A batch has two groups.
+        ([1, 1, 1, 1], 3, 1, [0, 1]),
+        ([0, 1, 1, 1], 3, 2, [1, 2]),  # one more than it needs: the last is dropped
+        ([0, 1, 2, 0, 0, 1], 3, 3, [1, 5]),
+        ([0, 1, 2, 0, 0, 0, 1, 0], 2, 3, [1]),  # no batch is left to sample
+        ([0, 2, 2, 0, 1, 1], 1, 2, [0, 1]),  # no group is mixed: the first ones
+        ([0, 1, 1, 1], 0, 1, [1]),
+    ],
+)
+def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batches, kept):
+    """It samples batches until two groups are mixed, and trains on the first two."""
+
+    def sample(args, model, batch, G, temperature, eos_ids):
+        ids = torch.tensor([x for x in batch for _ in range(G)])[:, None]
+        # Each batch has longer prompts than the last one, so that the prompts have to be padded.
+        prompts = ids.expand(-1, 1 + batch[0])
+        return dapo.Rollout(prompts, prompts >= 0, ids, ids >= 0, ids.double())
+
+    def rewards(completions, batch):
+        return {"accuracy_reward": [float(j < num_right[x]) for x in batch for j in range(2)]}
+
+    monkeypatch.setattr(dapo, "sample_responses", sample)
+    monkeypatch.setattr(
+        dapo,
+        "response_texts",
+        lambda tokenizer, rollout, eos_ids: list("x" * len(rollout.response_ids)),
+    )
+    monkeypatch.setattr(dapo, "apply_rewards", rewards)
+    args = make_args(dapo, num_prompts=2, num_generations=2, max_resample=max_resample)
+    data = list(range(len(num_right)))
+    unused = torch.tensor(data).split(2)
+    found = dapo.sample_mixed_groups(args, None, None, data, unused, None)
+    assert found.examples == data[: 2 * num_batches]
+    assert found.kept.tolist() == [2 * k + j for k in kept for j in range(2)]
+    of_each = [k for k in found.examples for _ in range(2)]
+    assert found.rollout.response_ids[:, 0].tolist() == of_each
+    assert found.rollout.prompt_ids[:, -1].tolist() == of_each
+    lengths = [1 + k - k % 2 for k in of_each]
+    assert found.rollout.prompt_mask.sum(1).tolist() == lengths
+    assert found.scores == rewards(None, found.examples)
+    assert found.completions == ["x"] * len(of_each)
+
+
 # ---- the overlong penalty
 
 
