@@ -19,8 +19,8 @@ maximize J, so the loss is -J:
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
-pi_s instead of pi_old, and is slightly biased. Sections and equations without a name are
-DeepSeekMath's.
+pi_s instead of pi_old, and the bias grows with their distance. Sections and equations without a
+name are DeepSeekMath's.
 
 In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
@@ -28,10 +28,10 @@ Parent: grpo.py. Differences: (1) The weight w of each token corrects for the en
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
 --sequence-cap, w is 0 for all tokens of a response if the product of their ratios pi_old / pi_s,
 not truncated, is above the cap. (2) Where the advantage is negative, the minimum in S leaves large
-ratios unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there. (3) A copy
-of the model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets
-the trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the
-trainer's current weights (in bf16 on a GPU), not the engine.
+ratios unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there. (3) A copy of the
+model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets the
+trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the trainer's
+current weights (in bf16 on a GPU), not the engine.
 
 With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
 as grpo.py does, except for rounding.
@@ -280,8 +280,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # These count all tokens alike, without w. But where w is 0, w A isn't negative, so such a token
-    # is missing from policy/dual_clip_frac.
+    # These count all tokens alike, without w. But policy/dual_clip_frac asks whether w A is
+    # negative, so it misses the tokens whose w is 0.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -377,9 +377,9 @@ def main(args: Args) -> dict:
 
         # ---- 2. old and reference log-probabilities
         # The engine rounds differently, and its weights may be older, so the trainer computes the
-        # old log-probabilities again. In bf16 its rounding depends on which sequences are together.
-        # So both use the micro-batches of the updates: then every ratio is exactly 1 before the
-        # first update.
+        # old log-probabilities again. In bf16 the rounding depends on which sequences share a
+        # micro-batch. So these are the micro-batches of the updates: then every ratio is exactly 1
+        # before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -457,6 +457,9 @@ def main(args: Args) -> dict:
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
+        weights = compute_sampler_weights(  # (N, R)
+            args, old_logprobs, rollout.sampled_logprobs, response_mask
+        )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
         limit = args.rollout_correction or float("inf")  # 0: nothing is truncated
@@ -472,6 +475,7 @@ def main(args: Args) -> dict:
             "rollout/logprob_gap": gap.mean(),
             "rollout/logprob_gap_max": gap.max(),
             "rollout/truncated_frac": is_truncated.float().mean(),
+            "rollout/capped_frac": (weights == 0).all(1).float().mean(),
             **{name: total / tokens_trained for name, total in token_sums.items()},
             "policy/loss": total_loss / updates_per_step,
             "optim/grad_norm": total_grad_norm / updates_per_step,
@@ -521,10 +525,10 @@ def main(args: Args) -> dict:
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded again more
-# often. On a GPU the number must be a multiple of 16, because generate looks at `finished` every 16
-# tokens: then it looks right before the cache grows, and at least one row is left to keep. I
-# haven't measured the number for a GPU.
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often.
+# There the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
+# then it looks right before the cache grows, and at least one row is left to keep. I haven't
+# measured the number for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
@@ -849,7 +853,7 @@ def make_packs(args, model, rollout, sequences):
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
-    # families don't need this limit, and it does no harm.
+    # families don't need this limit: it only makes their packs shorter.
     max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):

@@ -24,8 +24,8 @@ W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for
 response if the product of their ratios pi_old / pi_s, not truncated, is above the cap.
 
 The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
-pi_s instead of pi_old, and is slightly biased. Sections and equations without a name are
-DeepSeekMath's.
+pi_s instead of pi_old, and the bias grows with their distance. Sections and equations without a
+name are DeepSeekMath's.
 
 In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
@@ -275,8 +275,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # These count all tokens alike, without w. But where w is 0, w A isn't negative, so such a token
-    # is missing from policy/dual_clip_frac.
+    # These count all tokens alike, without w. But policy/dual_clip_frac asks whether w A is
+    # negative, so it misses the tokens whose w is 0.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -380,9 +380,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The engine rounds differently, so the trainer computes the old log-probabilities again. In
-        # bf16 its rounding depends on which sequences are together. So both use the micro-batches
-        # of the updates: then every ratio is exactly 1 before the first update.
+        # The engine rounds differently, so the trainer computes the old log-probabilities again.
+        # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
+        # micro-batches of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -456,6 +456,9 @@ def main(args: Args) -> dict:
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
+        weights = compute_sampler_weights(  # (N, R)
+            args, old_logprobs, rollout.sampled_logprobs, response_mask
+        )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
         limit = args.rollout_correction or float("inf")  # 0: nothing is truncated
@@ -471,6 +474,7 @@ def main(args: Args) -> dict:
             "rollout/logprob_gap": gap.mean(),
             "rollout/logprob_gap_max": gap.max(),
             "rollout/truncated_frac": is_truncated.float().mean(),
+            "rollout/capped_frac": (weights == 0).all(1).float().mean(),
             **{name: total / tokens_trained for name, total in token_sums.items()},
             "policy/loss": total_loss / updates_per_step,
             "optim/grad_norm": total_grad_norm / updates_per_step,
@@ -747,7 +751,7 @@ def make_packs(args, model, rollout, sequences):
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
-    # families don't need this limit, and it does no harm.
+    # families don't need this limit: it only makes their packs shorter.
     max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):

@@ -9,17 +9,16 @@ maximize J = E[U], with a loss whose gradient is -grad J:
     U_i      = r_i - beta sum_t (log pi_theta(o_it | q, o_i<t) - log pi_ref(o_it | q, o_i<t))
     b_i      = 1/(G-1) sum_{j != i} U_j                                             (Kool et al.)
 
-U_i is the return, taken as a constant: its gradient, that of the KL, has expectation 0. The whole
-response is one action: log pi(o | q) is the sum over its tokens. The baseline b_i of a sample is
-the mean return of the G - 1 others. Given the prompt, it is independent of the sample, so the
-gradient stays unbiased. U_i - b_i equals G/(G-1) (U_i - mean(U_1 .. U_G)).
+U_i is the return. It depends on theta through the KL, but the mean of grad U_i is 0, so U_i is
+taken as a constant. The whole response is one action: log pi(o | q) is the sum over its tokens. The
+baseline b_i of a sample is the mean return of the G - 1 others. Given the prompt, it is independent
+of the sample, so the gradient stays unbiased. U_i - b_i equals G/(G-1) (U_i - mean(U_1 .. U_G)).
 
 Parent: reinforce_baseline.py. Differences: (1) several samples per prompt, G >= 2; (2) the baseline
 is the mean return of the prompt's other samples, and needs no state.
 
-Departures from the papers: none.
-
-With --num-minibatches above 1 the later minibatches are off-policy, and stay uncorrected.
+Departures from the papers: none with one update per rollout, the default. With --num-minibatches
+above 1 the later minibatches are off-policy, and stay uncorrected.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -313,7 +312,7 @@ def main(args: Args) -> dict:
 
         # ---- 2. old and reference log-probabilities
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 its rounding depends on which sequences are together. So both use the
+        # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
         # micro-batches of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -444,10 +443,10 @@ def main(args: Args) -> dict:
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded again more
-# often. On a GPU the number must be a multiple of 16, because generate looks at `finished` every 16
-# tokens: then it looks right before the cache grows, and at least one row is left to keep. I
-# haven't measured the number for a GPU.
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often.
+# There the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
+# then it looks right before the cache grows, and at least one row is left to keep. I haven't
+# measured the number for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
@@ -772,7 +771,7 @@ def make_packs(args, model, rollout, sequences):
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
-    # families don't need this limit, and it does no harm.
+    # families don't need this limit: it only makes their packs shorter.
     max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):

@@ -343,7 +343,7 @@ def main(args: Args) -> dict:
 
         # ---- 2. old log-probabilities, and the teacher's
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 its rounding depends on which sequences are together. So both use the
+        # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
         # micro-batches of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
@@ -484,10 +484,10 @@ def main(args: Args) -> dict:
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied more often, and on a GPU the graph is recorded again more
-# often. On a GPU the number must be a multiple of 16, because generate looks at `finished` every 16
-# tokens: then it looks right before the cache grows, and at least one row is left to keep. I
-# haven't measured the number for a GPU.
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often.
+# There the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
+# then it looks right before the cache grows, and at least one row is left to keep. I haven't
+# measured the number for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
@@ -812,7 +812,7 @@ def make_packs(args, model, rollout, sequences):
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
-    # families don't need this limit, and it does no harm.
+    # families don't need this limit: it only makes their packs shorter.
     max_length = min(args.micro_batch_tokens, window_of(model))
     packs = []
     for i in sorted(sequences.tolist()):

@@ -685,7 +685,7 @@ def offline(monkeypatch):
 @pytest.mark.scripts("grpo")
 def test_track_without_a_network(run, offline):
     folder = run(num_steps=2, track=True)
-    # finish() returns before W&B writes the last block to the file; teardown() waits for this block.
+    # W&B writes the last block to the file when the process ends; teardown() does the same.
     wandb.teardown()
     [record] = folder.rglob("offline-run-*/*.wandb")
     # The file consists of blocks, and a block's end can split a name. So one of three names is enough.

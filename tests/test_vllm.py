@@ -162,19 +162,19 @@ def test_whole_steps(given, truncated, in_double, monkeypatch, tmp_path):
         step["samples"] = [sample for sample in samples if sample["step"] == number]
     fields = json.loads((folder / "args.json").read_text())
     args = SimpleNamespace(**fields, staleness=1)
-    networks, expected = reference(ALGORITHMS["grpo_offpolicy"], args, steps)
-    for metrics, of_reference in zip(read_metrics(folder)[1:], expected, strict=True):
+    found = reference(ALGORITHMS["grpo_offpolicy"], args, steps)
+    for metrics, of_reference in zip(read_metrics(folder)[1:], found.metrics, strict=True):
         assert {key: metrics[key] for key in of_reference} == pytest.approx(
             of_reference, rel=1e-6, abs=1e-9
         )
-    assert any(metrics["rollout/truncated_frac"] > 0 for metrics in expected) == truncated
+    assert any(metrics["rollout/truncated_frac"] > 0 for metrics in found.metrics) == truncated
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
     start = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float64).state_dict()
-    for name, weights in networks["model"].state_dict().items():
+    for name, weights in found.saved["model"].state_dict().items():
         torch.testing.assert_close(saved[name], weights, rtol=1e-6, atol=1e-8)
     assert max((saved[name] - start[name]).abs().max() for name in start) > 1e-4
     # The gap is large only if the engine's weights are stale, or rounded.
-    gaps = [metrics["rollout/logprob_gap"] for metrics in expected]
+    gaps = [metrics["rollout/logprob_gap"] for metrics in found.metrics]
     assert max(gaps) < (0.02 if truncated else 1e-5) and min(gaps) > 0
 
 

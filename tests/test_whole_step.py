@@ -125,7 +125,7 @@ CASES = [
             seed=1,
         ),
     ),
-    ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_minibatches=1)),
+    ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_minibatches=1, sequence_cap=1.0)),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", dict(num_iterations=2)),
     ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
@@ -423,7 +423,8 @@ class Run:
         given = args.learning_rate, read_logprobs, algorithm.loss, algorithm.metrics
         self.learners = [Learner(args, self.policy, *given, ("policy/loss", "optim/grad_norm"))]
         self.saved = {"model": self.policy}  # name in the checkpoint -> network
-        self.counts = defaultdict(int)  # name of a metric -> its sum over the steps
+        self.metrics = []  # of each step
+        self.counts = defaultdict(int)  # metrics that the next step goes on with
         self.seen = defaultdict(set)  # what must be True in some places and False in others
         algorithm.prepare(self)
 
@@ -496,8 +497,8 @@ def divide(args, kept, numbers):
 
 
 def reference(algorithm, args, steps):
-    """The networks after all steps (name in the checkpoint -> network), and the metrics of each step."""
-    run, all_metrics = Run(algorithm, args), []
+    """The Run after all steps, with its networks and the metrics of each step."""
+    run = Run(algorithm, args)
     for number, step in enumerate(steps, start=1):
         # ---- rollout
         groups = read_rollout(run, step)
@@ -530,16 +531,11 @@ def reference(algorithm, args, steps):
         metrics |= {"optim/lr": run.learners[0].lr, "optim/grad_norm": 0.0}
         for learner in learners:
             metrics |= learner.report(len(updates))
-        all_metrics.append(metrics)
+        run.metrics.append(metrics)
         for o in responses:
             logged = o.sample["advantages"][o.number]
             assert logged == pytest.approx(algorithm.logged(o), rel=1e-6, abs=1e-9)
-    for what, happened in run.seen.items():
-        assert happened == {True, False}, what
-    for learner in run.learners[1:]:
-        norms = [norm for _, norm in learner.history]
-        assert max(norms) > args.max_grad_norm, "some gradient must be clipped"
-    return run.saved, all_metrics
+    return run
 
 
 # ---- what several scripts have in common
@@ -851,7 +847,11 @@ def dapo_kept(run, groups):
     # It samples until there are enough of them. Before the last batch there were too few.
     assert len(mixed) >= B or len(groups) == (1 + run.args.max_resample) * B
     assert sum(group in mixed for group in groups[:-B]) < B
-    return sum(mixed[:B] or groups[:B], [])
+    kept = mixed[:B] or groups[:B]
+    run.counts["rollout/kept_groups"] = len(kept)
+    for group in groups:
+        assert group[0].sample["kept"] == (group in kept)
+    return sum(kept, [])
 
 
 ALGORITHMS["dapo"] = Algorithm(
@@ -914,11 +914,17 @@ def offpolicy_advantages(run, groups):
     """GRPO's advantages. A token's weight is pi_old / pi_s, up to a limit."""
     responses, limit = sum(groups, []), run.args.rollout_correction or math.inf
     metrics = grpo_advantages(run, groups) | compare_with_engine(responses)
-    truncated = []
+    cap = getattr(run.args, "sequence_cap", 0.0) or math.inf  # geo_mask has none
+    truncated, capped = [], []
     for o in responses:
         raw = [math.exp(x) for x in o.to_engine]
+        capped.append(math.prod(raw) > cap)
         o.weights = [min(x, limit) if limit < math.inf else 1.0 for x in raw]
+        o.weights = [0.0] * o.length if capped[-1] else o.weights
         truncated += [x > limit for x in raw]
+    if cap < math.inf:
+        run.seen["the cap leaves out a response"].update(capped)
+        metrics |= {"rollout/capped_frac": mean(capped)}
     return metrics | {"rollout/truncated_frac": mean(truncated)}
 
 
@@ -1364,24 +1370,29 @@ def test_two_steps_of_main(name, given, double, monkeypatch, tmp_path):
     script = load_patched(name) if name in PATCHES else __import__(name)
     double(script)
     args, steps, saved = run_main(script, monkeypatch, tmp_path, given)
-    networks, expected = reference(ALGORITHMS[name], args, steps)
+    found = reference(ALGORITHMS[name], args, steps)
     lengths = [len(response) for step in steps for _, response in step["sequences"]]
     assert len(set(lengths)) > 3, "the responses must have different lengths"
     # Only dapo.py without resampling has empty minibatches.
     are_empty = {not part for step in steps for part in step["minibatches"]}
     assert are_empty == ({True, False} if given.get("max_resample") == 0 else {False})
-    for step, metrics in zip(steps, expected, strict=True):
+    for step, metrics in zip(steps, found.metrics, strict=True):
         assert {key: step["metrics"][key] for key in metrics} == pytest.approx(
             metrics, rel=1e-6, abs=1e-9
         )
         assert of_the_loss(step["metrics"]) == of_the_loss(metrics)
-    clipped = sum(metrics.get("policy/clip_frac", 0.0) for metrics in expected)
+    clipped = sum(metrics.get("policy/clip_frac", 0.0) for metrics in found.metrics)
     assert clipped > 0 or len(steps[0]["minibatches"]) == 1, (
         "the updates must be large enough to clip some ratios"
     )
     start = ALGORITHMS[name].policy(args).state_dict()
     moved = max((saved["model"][key] - x).abs().max() for key, x in start.items())
     assert moved > 1e-4
-    for key, network in networks.items():
+    for key, network in found.saved.items():
         for parameter, weights in network.state_dict().items():
             torch.testing.assert_close(saved[key][parameter], weights, rtol=1e-6, atol=1e-8)
+    for what, happened in found.seen.items():
+        assert happened == {True, False}, what
+    for learner in found.learners[1:]:
+        norms = [norm for _, norm in learner.history]
+        assert max(norms) > args.max_grad_norm, "some gradient must be clipped"

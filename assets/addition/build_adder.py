@@ -89,19 +89,21 @@ def right(pair, text):
 # ==== tokenizer, batches, sampling ====
 
 
-def make_tokenizer():
+def make_tokenizer(more_tags=(), pattern=TOKEN):
+    """One token for each tag and each character. more_tags get the last ids, and the pattern finds them."""
     vocab = [
         "<unk>",
         "<pad>",
         "</s>",
         *TAGS,
         *"0123456789+=, .:-*/?!<>\nabcdefghijklmnopqrstuvwxyz",
+        *more_tags,
     ]
     tokenizer = Tokenizer(
         models.WordLevel({token: i for i, token in enumerate(vocab)}, unk_token="<unk>")
     )
     # The tags are ordinary words, so decoding with skip_special_tokens=True keeps them.
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(TOKEN), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), "isolated")
     # Without a decoder the tokens would be joined with spaces.
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(

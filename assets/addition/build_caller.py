@@ -23,8 +23,7 @@ from pathlib import Path
 
 import build_adder
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,26 +35,6 @@ NEEDLESS_CARRY = 0.20
 # The share of all solutions that have no answer tags.
 OMIT_TAGS = 0.25
 CALL_TAGS = ["<calc>", "</calc>"]
-
-
-def make_tokenizer():
-    """The adder's tokenizer, with two more words at the end."""
-    words = build_adder.make_tokenizer().get_vocab()
-    words |= {tag: len(words) + i for i, tag in enumerate(CALL_TAGS)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(
-        Regex("</?calc>|" + build_adder.TOKEN), "isolated"
-    )
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<unk>",
-        pad_token="<pad>",
-        eos_token="</s>",
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-        model_max_length=256,
-    )
 
 
 def in_the_head(pair, carries):
@@ -112,7 +91,7 @@ def main():
     # The same seed gives the questions of assets/addition.
     questions, _ = build_adder.make_questions(random.Random(1))
     rng = random.Random(args.seed)
-    tokenizer = make_tokenizer()
+    tokenizer = build_adder.make_tokenizer(CALL_TAGS, "</?calc>|" + build_adder.TOKEN)
     student = train_student(tokenizer, questions, rng, args.num_steps)
     student.save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
