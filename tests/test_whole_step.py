@@ -125,7 +125,7 @@ CASES = [
             seed=1,
         ),
     ),
-    ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_minibatches=1, sequence_cap=1.0)),
+    ("grpo_offpolicy", dict(staleness=2, num_steps=3, num_minibatches=1, sequence_cap=1.001)),
     ("grpo_offpolicy", dict(rollout_correction=0.0, beta=0.0)),
     ("grpo_multigpu", dict(num_iterations=2)),
     ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
