@@ -1119,6 +1119,7 @@ def read_old_values(run, responses):
     with torch.no_grad():
         for o in responses:
             o.old_values = outputs_of(run.value_model, o.sequence)[:-1].tolist()
+            assert o.sample["values"][o.number] == pytest.approx(o.old_values, abs=1e-9)
 
 
 def whiten(responses):
@@ -1209,7 +1210,6 @@ def vapo_advantages(run, groups):
         run.seen["a response of vapo.py is right"].add(o.is_right)
         if args.gae_alpha < 1:  # otherwise the formula is never negative
             run.seen["lambda is 0"].add(lambda_ == 0)
-        assert o.sample["values"][o.number] == pytest.approx(o.old_values, abs=1e-9)
     whiten(responses)
     return explained_variance(responses) | {"rollout/lambda": mean(lambdas)}
 
