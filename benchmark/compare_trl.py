@@ -11,6 +11,7 @@ speed: grpo.py and TRL's GRPOTrainer, on one of these workloads.
 
     W1  the bundled model and task, 16 x 8 samples of <= 32 tokens
     W2  a 260 K story model, lengths from 5 to 384, 16 x 8 samples
+        --model FOLDER: stories260K of karpathy/tinyllamas, in the format of transformers
     W3  SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
     W4  SmolLM2-1.7B's shape, 16 x 8 samples of 512 tokens: needs a GPU
     W5  SmolLM2-135M, problems of GSM8K in the default prompt, 4 x 8 samples of <= 128 tokens
@@ -75,13 +76,14 @@ from records import FOLDER, ROOT, memory, provenance, read, read_run, table, wri
 sys.path.insert(0, str(ROOT))
 
 ADDITION = ROOT / "assets" / "addition"
-STORIES = ROOT.parent / "shared" / "models" / "stories260K"
-STORY_PROMPTS = ROOT.parent / "shared" / "data" / "stories" / "prompts.jsonl"
 GSM8K = ROOT / "tests" / "real" / "gsm8k" / "train.jsonl"
 TOKENIZER = ROOT / "tests" / "real" / "smollm2"
 
 # ---- speed
 SPEED = FOLDER / "trl-speed.jsonl"
+NAMES = "Lily Tom Ben Mia Sam Anna Max Lucy Tim Sue Jack Amy Bob Sara Leo Emma".split()
+THINGS = ["red ball", "big dog", "small cat", "toy car", "blue bird"]
+THINGS += ["shiny stone", "little boat", "green frog"]
 # Prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py, sequences of a batch
 # of TRL. In W5, the whole rollout as one batch needs more than 24 GB.
 FIELDS = "num_prompts num_generations max_new_tokens micro_batch_tokens trl_batch_size".split()
@@ -199,7 +201,7 @@ def train_trl(name: str, threads: int, model: Path, data: Path, reward, **fields
 # ---- speed
 
 
-def story_prompts(num_prompts: int) -> list[str]:
+def story_prompts(folder: Path, num_prompts: int) -> list[str]:
     """Finished stories of the model, cut at a random token, so the rest of a story can have any length."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -207,10 +209,15 @@ def story_prompts(num_prompts: int) -> list[str]:
     import grpo
 
     rng, questions = random.Random(0), []
-    model = AutoModelForCausalLM.from_pretrained(STORIES)
-    tokenizer = AutoTokenizer.from_pretrained(STORIES)
-    starts = [row["question"] for row in read(STORY_PROMPTS)]
-    examples = [{"prompt_ids": tokenizer(start).input_ids} for start in starts]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    examples = []
+    for name in NAMES:
+        for thing in THINGS:
+            start = (
+                f"Once upon a time, there was a little child named {name}. {name} had a {thing}."
+            )
+            examples.append({"prompt_ids": tokenizer(start).input_ids})
     longest = max(len(example["prompt_ids"]) for example in examples)
     args = grpo.Args(max_new_tokens=460 - longest, sampling_tokens=2**18)
     eos_ids = torch.tensor([tokenizer.eos_token_id])
@@ -263,7 +270,7 @@ def prepare(options, folder: Path) -> None:
         questions = [row["question"] for row in read(ADDITION / "train.jsonl")]
         questions = questions[: options.num_prompts]
     elif options.workload == "W2":
-        questions = story_prompts(options.num_prompts)
+        questions = story_prompts(options.model, options.num_prompts)
     elif options.workload == "W5":
         questions = chat_prompts(options.num_prompts)
         if options.model == folder / "model":
@@ -386,10 +393,10 @@ def speed(
         rounds: runs of each trainer, alternating
         micro_batch_tokens: for grpo.py; the default depends on the workload
         trl_batch_size: sequences per backward pass of TRL; default: the rollout, in W4 16, in W5 8
-        model: W5: the folder of SmolLM2-135M-Instruct; default: random weights
+        model: W2: the folder of stories260K; W5: of SmolLM2-135M-Instruct, by default random weights
     """
-    if workload == "W2" and not (STORIES.is_dir() and STORY_PROMPTS.is_file()):
-        print(f"W2 skipped: it needs the model {STORIES} and the prompts {STORY_PROMPTS}")
+    if workload == "W2" and model is None:
+        print("W2 skipped: it needs --model FOLDER")
         return
     if workload == "W4" and shutil.which("nvidia-smi") is None:
         print("W4 skipped: it needs a GPU")
@@ -409,8 +416,7 @@ def speed(
     runs = {"plainrl": [], "trl": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        on_disk = {"W1": ADDITION / "adder", "W2": STORIES}
-        model = model or on_disk.get(workload, folder / "model")
+        model = model or (ADDITION / "adder" if workload == "W1" else folder / "model")
         options = SimpleNamespace(**fields, model=model)
         in_own_process(threads, prepare, options, folder)
         for k in range(rounds):

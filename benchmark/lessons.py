@@ -14,8 +14,7 @@ A command that has a record isn't run again, and lessons can share a run. If a r
 is printed.
 
 The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
-from the lowest seed to the highest. The program writes the tables into docs/lessons.md and docs/metrics.md. Every
-measured number in the text of these pages must be in a table of its section; tests/test_docs.py checks this.
+from the lowest seed to the highest. The program writes the tables into docs/lessons.md and docs/metrics.md.
 """
 
 import argparse

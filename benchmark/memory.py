@@ -7,7 +7,7 @@ MODELS below. For the parts of one peak, or for other flags:
     python benchmark/memory.py grpo path/to/model        a folder with a config.json
 
 Weights, averages, gradients, copies, keys and values are exact. Activations are calculated for a decoder with a gated
-MLP, and are within 15 % of the peak that tests/test_memory.py measures on an emulated GPU.
+MLP, and are within 15 % of the peak that tests/test_cuda.py measures on an emulated GPU.
 Two things aren't counted: the memory that the allocator loses between blocks, and CUDA's context of half a GB. A card
 of n GB counts as n * 1e9 bytes. Most cards report 3 to 7 % more, and these bytes are left for both.
 """

@@ -1,7 +1,7 @@
 """docs/real-model.md: runs of a real chat model, their records, tables and pictures.
 
     python benchmark/real_model.py FOLDER grpo:1 rloo:1 trl_grpo:1    these runs of these seeds, one after another
-    python benchmark/real_model.py FOLDER --all --data DATA           all runs of the page that have no record yet
+    python benchmark/real_model.py FOLDER --all --data DATA           all that have no record yet, and --draw
     python benchmark/real_model.py --draw                             write the tables and the pictures
 
 FOLDER holds SmolLM2-135M-Instruct, and DATA the folders svamp and gsm8k. On two cores a run takes ten minutes or more.
@@ -15,6 +15,7 @@ import os
 import shutil
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -460,9 +461,8 @@ def main() -> None:
         train_with_trl(*jobs[0], args.model)
         return
     if args.all:
-        jobs = [(name, seed) for name in RUNS for seed in SEEDS[name]]
-    if args.draw:
-        write_page()
+        names = [name for name in RUNS if name != "grpo_vllm" or find_spec("vllm")]
+        jobs = [(name, seed) for name in names for seed in SEEDS[name]]
     for job in jobs:
         done = {(record["name"], record["seed"]) for record in read(RECORDS)}
         if args.all and job in done:
@@ -471,6 +471,8 @@ def main() -> None:
         with RECORDS.open("a", encoding="utf-8") as file:
             print(json.dumps(record), file=file)
         print(job, {step: x["eval/accuracy"] for step, x in record["eval"].items()}, flush=True)
+    if args.draw or args.all:
+        write_page()
 
 
 if __name__ == "__main__":

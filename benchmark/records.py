@@ -50,7 +50,7 @@ def provenance() -> dict:
         return done.stdout.strip()
 
     commit = git("rev-parse", "--short", "HEAD")
-    changes = git("status", "--porcelain", "--", "*.py", "utils", "assets")
+    changes = git("status", "--porcelain", "--", "*.py", "utils", "assets", "variants/*.diff")
     packages = ("torch", "transformers", "datasets", "tyro", "wandb")
     return {
         "commit": commit,

@@ -66,7 +66,7 @@ def write_run(folder, metrics=(), samples=(), **args):
 
 @pytest.fixture(scope="module")
 def chromium():
-    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    pytest.importorskip("plotly", reason="plotly: pip install -r tests/requirements.txt")
     pytest.importorskip(
         "playwright", reason="playwright drives the browser: pip install playwright"
     )
@@ -182,7 +182,7 @@ def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
 
 @pytest.mark.parametrize("out", ["", "nowhere/page.html"])
 def test_a_page_that_cannot_be_written(tmp_path, capsys, monkeypatch, out):
-    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    pytest.importorskip("plotly", reason="plotly: pip install -r tests/requirements.txt")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         report.main(report.Args([write_run(tmp_path / "a", [metric(1)])], Path(out)))
@@ -213,7 +213,7 @@ def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, cap
         report.main(report.Args([write_run(tmp_path / "a")]))
     assert end.value.code == 2
     line = capsys.readouterr().err
-    pins = (HERE.parent / "benchmark" / "requirements.txt").read_text().split()
+    pins = (HERE.parent / "tests" / "requirements.txt").read_text().split()
     (pin,) = [pin for pin in pins if "plotly" in pin]
     assert line.startswith("error: ") and line.endswith(f"pip install {pin}\n")
 
@@ -229,7 +229,7 @@ def test_runs_inside_a_folder_are_found_and_files_are_left_out(tmp_path):
 
 
 def test_without_a_run_no_page_is_written(tmp_path, capsys):
-    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    pytest.importorskip("plotly", reason="plotly: pip install -r tests/requirements.txt")
     (tmp_path / "empty").mkdir()
     (tmp_path / "report.html").write_text("a good page")
     with pytest.raises(SystemExit) as end:
@@ -241,7 +241,7 @@ def test_without_a_run_no_page_is_written(tmp_path, capsys):
 
 @pytest.mark.parametrize("names", [[], ["a", "nothing"]])
 def test_a_folder_that_is_not_there(tmp_path, capsys, names):
-    pytest.importorskip("plotly", reason="plotly: pip install -r benchmark/requirements.txt")
+    pytest.importorskip("plotly", reason="plotly: pip install -r tests/requirements.txt")
     write_run(tmp_path / "a")
     with pytest.raises(SystemExit) as end:
         report.main(report.Args([tmp_path / name for name in names]))

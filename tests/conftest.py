@@ -23,6 +23,7 @@ for folder in (
     "benchmark",
     "tools",
     "assets/addition",
+    "assets/arithmetic",
     "assets/hints",
     "assets/sums",
     "report",

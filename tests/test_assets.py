@@ -5,13 +5,15 @@ Test questions of sums and hints aren't in their training data. The weights of t
 
 import json
 import random
+from pathlib import Path
 
 import build_adder
+import build_arithmetic
 import build_caller
 import build_hints
 import build_sums
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SMALL_TASK
 
 import grpo_process
 from utils.rewards import accuracy_reward, format_reward
@@ -25,6 +27,21 @@ def test_the_additions_are_the_builders():
         lines = (ASSETS / "addition" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
         expected = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
         assert list(map(json.loads, lines)) == expected
+
+
+def test_the_arithmetic_is_the_builders():
+    splits = build_arithmetic.make_questions()
+    for name, rows in zip(("train", "test"), splits, strict=True):
+        lines = (ASSETS / "arithmetic" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        assert list(map(json.loads, lines)) == rows
+    held_out = {row["question"] for row in splits[1]}
+    assert len(held_out) == 200 and not held_out & {row["question"] for row in splits[0]}
+
+
+def test_the_tests_own_task_is_the_beginning_of_the_additions():
+    for name, length in (("train.jsonl", 400), ("test.jsonl", 40)):
+        whole = (ASSETS / "addition" / name).read_text(encoding="utf-8").splitlines()
+        assert Path(SMALL_TASK, name).read_text(encoding="utf-8").splitlines() == whole[:length]
 
 
 def test_the_sums_are_the_builders(tmp_path):

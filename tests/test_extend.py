@@ -1,21 +1,29 @@
-"""docs/extend.md: its rewards, run on mathematics, combinations of scripts, sweep and copies run as they stand.
+"""docs/extend.md: data, rewards, entropy bonus, run on mathematics, combinations of scripts, sweep, copies.
 
-Its other code is in test_docs.py (data, entropy bonus, HTTP judge), test_multigpu.py (TRL, verl) and
-test_grpo_tools.py (search). Two examples need trl or math-verify.
+Its other code is in test_multigpu.py (TRL, verl) and test_grpo_tools.py (search). Two examples need trl or math-verify.
 """
 
+import dataclasses
+import http.server
 import importlib.util
 import json
+import math
 import re
 import shutil
 import subprocess
 import sys
+import threading
+import types
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, small_recipe
-from test_docs import load
+from test_docs import differences, load
+
+import grpo
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 BLOCKS = {}
@@ -61,6 +69,83 @@ def grpo_with(block):
     source, count = re.subn(r"^REWARDS = .*\n", lambda _: block, source, flags=re.MULTILINE)
     assert count == 1
     return source
+
+
+def test_the_differences_shown_are_real():
+    """In docs/extend.md, two diffs apply to grpo.py and give valid Python. The diff between them quotes a patch."""
+    found = differences("extend")
+    assert list(found) == ["grpo_math", "entropy"]
+    for name, source in found.items():
+        compile(source, name, "exec")
+    excerpt = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)[1]
+    assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
+
+
+def test_the_problems_of_the_example(tmp_path, monkeypatch):
+    """The command of docs/extend.md writes 80 problems, and grpo.py reads them. The last tenth is held out."""
+    (command,) = re.findall(r"^python -c .*$", PAGE, re.MULTILINE)
+    command = command.replace("python", sys.executable, 1)
+    subprocess.run(["bash", "-c", command], cwd=tmp_path, check=True)
+    monkeypatch.chdir(tmp_path)
+    flags = dict(dataset="sums.jsonl", question_column="task", answer_column="result")
+    args = dataclasses.replace(grpo.BUNDLED, **flags)
+    _, tokenizer, _ = grpo.load_model(args)
+    train, test = grpo.load_data(args, tokenizer)
+    assert [len(train), len(test)] == [72, 8]
+    for example in train + test:
+        assert eval(example["prompt"].removesuffix("=")) == int(example["answer"])
+
+
+def test_the_entropy_bonus(monkeypatch):
+    """Over all tokens of a vocabulary, the mean gradient of docs/extend.md's bonus is that of the negative entropy."""
+    script = load(monkeypatch, "entropy", differences("extend")["entropy"])
+    args = script.Args(beta=0.0, entropy_coef=0.7)
+    logits = torch.tensor([0.3, -1.2, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    zero, mask = torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[True, False]])
+    total = 0.0
+    for logprob in logits.log_softmax(0):
+        # The second slot is masked, and contains garbage.
+        logprobs = torch.cat([logprob.view(1, 1), torch.full_like(zero, math.nan)], 1)
+        old = logprobs.detach()
+        loss, _ = script.policy_loss(args, logprobs, old, old, zero, mask, num_seqs=1)
+        total = total + logprob.detach().exp() * loss
+    (gradient,) = torch.autograd.grad(total, logits)
+    negative_entropy = (logits.softmax(0) * logits.log_softmax(0)).sum()
+    (expected,) = torch.autograd.grad(0.7 * negative_entropy, logits)
+    assert torch.allclose(gradient, expected, atol=1e-12) and expected.abs().max() > 0.1
+
+
+def test_the_judge_behind_http(monkeypatch):
+    """docs/extend.md's HTTP reward sends each completion with its prompt, retries after an error, and then gives up."""
+    (block,) = re.findall(r"```python\n(import urllib.*?)```", PAGE, re.DOTALL)
+    calls, source = Counter(), (ROOT / "grpo.py").read_text(encoding="utf-8")
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            calls[asked["response"]] += 1
+            self.send_response(200 if calls["b"] > 1 or asked["response"] == "a" else 503)
+            self.end_headers()
+            grade = {"p a": 0.25, "q b": 0.5}[f"{asked['prompt']} {asked['response']}"]
+            self.wfile.write(json.dumps({"grade": grade}).encode())
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    changed = re.sub(r"^REWARDS = .*$", lambda match: block, source, count=1, flags=re.MULTILINE)
+    judged = load(monkeypatch, "judged", changed)
+    judged.JUDGE = f"http://localhost:{server.server_port}/grade"
+    judged.time = types.SimpleNamespace(sleep=lambda seconds: None)
+    columns = [{"question": name, "answer": "1"} for name in "pq"]
+    batch = [{"prompt": "", "answer": "1", "columns": row} for row in columns]
+    assert judged.apply_rewards(["a", "b"], batch) == {"judge_reward": [0.25, 0.5]}
+    assert calls == {"a": 1, "b": 2}
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(OSError, match="did not answer"):
+        judged.apply_rewards(["a", "b"], batch)
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -4,7 +4,6 @@ Also what a reader relies on: the loop in the first half, the order of the parts
 """
 
 import ast
-import re
 
 import pytest
 from conftest import ROOT
@@ -87,8 +86,3 @@ def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
         assert original.count(old) >= 1, old
         (tmp_path / "dr_grpo.py").write_text(original.replace(old, new, 1), encoding="utf-8")
         assert parts("dr_grpo").get(name) != parts("grpo").get(name), name
-
-
-def test_no_script_asks_which_algorithm_it_is():
-    for path in ROOT.glob("*.py"):
-        assert not re.search(r"args\.algo", path.read_text(encoding="utf-8"))

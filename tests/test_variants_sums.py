@@ -4,17 +4,13 @@ Its runs take hours, so no test makes one.
 """
 
 import re
-import sys
 
 import numpy as np
 import pytest
+import records
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmark"))
-
-import records  # noqa: E402
-
-import variants  # noqa: E402
+import variants
 
 
 def record(group, script, rate, seed, accuracy):

@@ -59,7 +59,11 @@ def carry_patches() -> None:
             before.write_text(base, encoding="utf-8")
             command = ["patch", "--fuzz=0", "-o", child, before, path]
             if subprocess.run(command, capture_output=True).returncode != 0:
-                continue  # --patch has just made it, against the current parent
+                # It isn't of the last commit's parent. Then it must be of the current one: --patch has just made it.
+                command = ["patch", "--fuzz=0", "-o", child, ROOT / parent, path]
+                if subprocess.run(command, capture_output=True).returncode != 0:
+                    print(f"variants/{path.name} doesn't fit {parent}: make it again with --patch")
+                continue
             if merge(child, base, ROOT / parent):
                 write_patch(path.stem, child.read_text(encoding="utf-8"))
             else:

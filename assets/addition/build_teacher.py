@@ -1,4 +1,4 @@
-"""Rebuild assets/addition/teacher, or tests/small and small-judge, from a seed: build_teacher.py teacher, or small
+"""Rebuild assets/addition/teacher, or tests/small and small-judge, from a seed: build_teacher.py teacher (or small)
 
 Both have the network and the questions of assets/addition/adder, and other training solutions or another size.
 
@@ -27,7 +27,9 @@ SMALL = dict(hidden_size=64, num_hidden_layers=1)
 
 
 def main():
-    name = sys.argv.pop(1)
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else ""
+    if name not in ("teacher", "small"):
+        raise SystemExit("build_teacher.py teacher, or build_teacher.py small")
     start = time.time()
     folder = ROOT / "assets" / "addition" / "teacher" if name == "teacher" else ROOT / "tests"
     # Seed 1 has the first weights of assets/addition/adder, so the teacher has another one.

@@ -9,7 +9,8 @@ import random
 from pathlib import Path
 
 
-def main() -> None:
+def make_questions() -> tuple[list[dict], list[dict]]:
+    """The training and the held-out questions."""
     rows = []
     for a in range(1, 51):
         for b in range(1, 51):
@@ -19,8 +20,12 @@ def main() -> None:
             if a <= 10 and b <= 10:
                 rows.append({"question": f"What is {a} times {b}?", "answer": str(a * b)})
     rows = random.Random(0).sample(rows, 900)
+    return rows[:700], rows[700:]
+
+
+def main() -> None:
     folder = Path(__file__).resolve().parent
-    for name, part in (("train", rows[:700]), ("test", rows[700:])):
+    for name, part in zip(("train", "test"), make_questions(), strict=True):
         lines = [json.dumps(row) + "\n" for row in part]
         (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
 
