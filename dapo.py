@@ -20,16 +20,18 @@ up to 1 of its reward when its length comes close to --max-new-tokens. There is 
 no reference. Each rollout serves four updates (--num-minibatches 4). In the first one every ratio
 is 1, so Clip-Higher can act only in the other three.
 
-Departures from the paper: (a) The loss is divided by the tokens of the minibatch, as in verl, so
-each token has the same weight. In Eq. 8 each group has the same weight. (b) 1e-4 is added to the
-std, as in grpo.py. (c) After --max-resample extra batches a step trains on the mixed groups that it
-has. If it has none, it trains on its first B groups: their format and length rewards may still
-differ. With fewer sequences than minibatches some updates are empty, and the means over the updates
-count them. (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1. (e) In
-the paper a rollout is larger and serves 16 updates.
+Departures from the paper:
+    (a) The loss is divided by the tokens of the minibatch, as in verl, so each token has the same
+        weight. In Eq. 8 each group has the same weight.
+    (b) 1e-4 is added to the std, as in grpo.py.
+    (c) After --max-resample extra batches a step trains on the mixed groups that it has. If it has
+        none, it trains on its first B groups: their format and length rewards may still differ.
+        rollout/mixed_groups is then 0.
+    (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1.
+    (e) In the paper a rollout is larger and serves 16 updates.
 
-The rollout metrics count everything that was sampled, except logprob_gap: it counts the sequences
-to train on.
+The rollout metrics count everything that was sampled, except logprob_gap and logprob_gap_max: they
+count the sequences to train on.
 
 Shapes: B prompts per batch, G samples per prompt, N sequences in all batches of a step, in group
 order (sequence i belongs to group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden
@@ -201,11 +203,10 @@ def compute_advantages(rewards):
 def mixed_groups(args, accuracy):
     """DAPO (2): the indices of the first B mixed groups, or of all mixed ones if there are fewer.
 
-    accuracy (groups, G) is 1 for a right response and 0 for a wrong one. A mixed group has both.
-    The first of REWARDS must give only 0 and 1. With values in between, nearly every group would
-    count as mixed.
+    accuracy (groups, G) is 1 for a right response. A mixed group has right and wrong ones.
     """
-    is_mixed = accuracy.amax(1) > accuracy.amin(1)  # (groups,) bool
+    is_right = accuracy == 1  # (groups, G) bool
+    is_mixed = is_right.any(1) & ~is_right.all(1)  # (groups,) bool
     return is_mixed.nonzero()[: args.num_prompts, 0]
 
 
@@ -261,7 +262,7 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
+        "policy/entropy": -logprobs,  # estimates the entropy, in later updates only roughly
     }
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
     return loss, stats
@@ -294,11 +295,11 @@ class Sampled(NamedTuple):
     kept: Tensor  # (at most B*G,): the indices of the sequences to train on
 
 
-def sample_mixed_groups(args, model, tokenizer, train_data, unused, eos_ids):
+def sample_mixed_groups(args, model, tokenizer, train_data, new_batches, eos_ids):
     """DAPO (2): sample batch after batch, until B groups are mixed. Returns a Sampled.
 
-    unused holds the batches that no step has sampled yet, each as the indices (B,) of its examples.
-    The last batch may bring more than B mixed groups: the others are dropped. After
+    new_batches holds the batches that no step has sampled yet, each as the indices (B,) of its
+    examples. The last batch may bring more than B mixed groups: the others are dropped. After
     --max-resample extra batches, keep the mixed groups that there are. If there are none, keep the
     first B groups.
     """
@@ -307,7 +308,7 @@ def sample_mixed_groups(args, model, tokenizer, train_data, unused, eos_ids):
     rollouts = []  # one for each batch
     completions = []
     scores = defaultdict(list)
-    for indices in unused[: 1 + args.max_resample]:
+    for indices in new_batches[: 1 + args.max_resample]:
         batch = [train_data[i] for i in indices]
         rollout = sample_responses(args, model, batch, G, args.temperature, eos_ids)
         examples += batch
@@ -367,8 +368,8 @@ def main(args: Args) -> dict:
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
-        unused = batch_indices[state["batches"] :]  # the batches that no step has sampled yet
-        sampled = sample_mixed_groups(args, sampler, tokenizer, train_data, unused, eos_ids)
+        new_batches = batch_indices[state["batches"] :]  # the batches that no step has sampled yet
+        sampled = sample_mixed_groups(args, sampler, tokenizer, train_data, new_batches, eos_ids)
         rollout, completions, kept = sampled.rollout, sampled.completions, sampled.kept
         N = len(completions)
         response_mask = rollout.response_mask  # (N, R)
@@ -380,8 +381,7 @@ def main(args: Args) -> dict:
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
         # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
         # micro-batches of the updates: then every ratio is exactly 1 before the first update.
-        # minibatches shuffles the numbers 0 .. len(kept) - 1, which are places in kept.
-        updates = [kept[places] for places in minibatches(args, len(kept))]
+        updates = [kept[places] for places in minibatches(args, len(kept))]  # sequence indices
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
@@ -456,7 +456,7 @@ def main(args: Args) -> dict:
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
-            "rollout/kept_groups": len(kept) / G,
+            "rollout/mixed_groups": len(mixed_groups(args, right.view(-1, G))),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
             "rollout/response_len": response_lengths.float().mean(),
@@ -745,9 +745,9 @@ def response_states(model, rollout):
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
-def unpadded(ids, mask):
-    """The rows of ids (n, length) as lists, of the tokens alone for which mask is True."""
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+def unpadded(values, mask):
+    """The rows of values (n, length) as lists, without the masked slots."""
+    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
 def compute_logits(model, hidden):

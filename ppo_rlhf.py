@@ -2,22 +2,22 @@
 (arXiv:2203.02155v1), PPO by Schulman et al. 2017 (arXiv:1707.06347v2), with the implementation
 details of Huang et al. 2024 (arXiv:2403.17031v1).
 
-There are four networks. The policy samples responses. The value network predicts the return at
-every token. The reference is the initial policy. The reward model scores a whole response. A
-response is a sequence of actions, one per token:
+There are four networks, or three if rules give the rewards. The policy samples responses. The value
+network predicts the return at every token. The reference is the initial policy. The reward model
+scores a whole response. A response is a sequence of actions a_t, one per token:
 
     r_t      = -beta (log pi_old(a_t | s_t) - log pi_ref(a_t | s_t)),
-               plus the score at the last token                                    (Ziegler, Eq. 2)
-    delta_t  = r_t + gamma V(s_{t+1}) - V(s_t)            V = 0 after the last token   (PPO, Eq. 12)
-    A_t      = delta_t + gamma lambda A_{t+1}             advantages                   (PPO, Eq. 11)
-    U_t      = A_t + V(s_t)                               returns, which the value network predicts
+               plus the score at the last token                         (the sum: Ziegler, Eq. 2)
+    delta_t  = r_t + gamma V_old(s_{t+1}) - V_old(s_t)                                (PPO, Eq. 12)
+    A_t      = delta_t + gamma lambda A_{t+1}             advantages                  (PPO, Eq. 11)
+    U_t      = A_t + V_old(s_t)                           returns, which the value network predicts
     L_pi     = -mean_t min(rho_t A_t, clip(rho_t, 1-eps, 1+eps) A_t)                   (PPO, Eq. 7)
-    rho_t    = pi(a_t | s_t) / pi_old(a_t | s_t)      s_t is the prompt and the tokens before a_t
+    rho_t    = pi(a_t | s_t) / pi_old(a_t | s_t)
     L_V      = 1/2 mean_t max((V - U)^2, (clip(V, V_old - eps_V, V_old + eps_V) - U)^2)
 
-After the returns are computed, the advantages are whitened over the whole rollout. mean_t is the
-mean over all tokens of the minibatch. Old values and old log-probabilities stay fixed during the
-epochs.
+s_t is the prompt and the tokens before a_t. pi_old and V_old are the networks of the rollout, fixed
+during the epochs. V_old is 0 after the last token. After the returns are computed, the advantages
+are whitened over the whole rollout. mean_t is the mean over all tokens of the minibatch.
 
 Parent: grpo.py. Differences: (1) a reward model scores each response, and --missing-eos-penalty is
 subtracted from the score of a response that was cut at the limit; (2) the KL to the reference is a
@@ -34,14 +34,16 @@ Departures from the papers:
     no mean is subtracted from the scores         Huang: they have mean 0 on the demonstrations
     a penalty is subtracted from the score of     Huang: that score is -1
       a cut response
-    the score is added at the last token,         Huang's code: it is added at the padding token
-      and V is 0 after it                           after it, whose predicted value GAE uses
+    the score is added at the last token,         Huang's code: it is added one token later, at
+      and V is 0 after it                           padding, and GAE uses V there
     L_V has no weight                             Huang: its weight is 0.1
     each network's gradient is clipped            Huang: no gradient is clipped
     Adam's epsilon is 1e-8                        Huang: it is 1e-5
+    four epochs, each of one minibatch            Ouyang: one epoch of eight minibatches
+    no loss on pretraining data                   Ouyang: PPO-ptx adds one
 
-Without --reward-model, which is the default with --model, the rules of utils/rewards.py replace the
-reward model.
+The reward model reads what the policy reads: the prompt with its worked examples, if it has any.
+Without --reward-model, which is the default with --model, the rules of utils/rewards.py replace it.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -190,7 +192,7 @@ class Args:
     gamma: float = 1.0
     """discount of the rewards per token (gamma)"""
     gae_lambda: float = 0.95
-    """a lower one gives less variance and more bias of the advantages (lambda in PPO's Eq. 11)"""
+    """lambda in PPO's Eq. 11: a lower lambda gives the advantages less variance and more bias"""
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to within this distance of the old value"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
@@ -218,45 +220,47 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def whiten(values, mask):
-    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
+    """Shift values (N, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
     mean = masked_mean(values, mask)  # ()
     variance = masked_mean((values - mean) ** 2, mask)  # ()
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (n, R)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (N, R)
     return whitened.masked_fill(~mask, 0.0)
 
 
 def kl_rewards(args, response_rewards, old_logprobs, ref_logprobs, mask):
-    """The reward of each token (n, R): the KL penalty, and at the last token also the response's.
+    """Token rewards (N, R): -beta times the KL, plus the response's reward at its last token.
 
-    response_rewards (n,); old_logprobs, ref_logprobs, mask (n, R). Ziegler 2019, Eq. 2. The last
-    token that counts is the EOS token, or the one at which the response was cut. With args.beta 0,
-    ref_logprobs is not used.
+    response_rewards (N,); old_logprobs, ref_logprobs, mask (N, R). They sum to Ziegler 2019, Eq. 2.
+    The last token that counts is the EOS token, or the one at which the response was cut. With
+    args.beta 0, ref_logprobs is not used.
     """
     assert response_rewards.shape == mask.shape[:1] and old_logprobs.shape == mask.shape
-    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (n, R) bool
-    rewards = torch.where(is_last, response_rewards[:, None], 0.0)  # (n, R)
+    # The count of tokens reaches its total at the last one, and keeps it in the masked slots.
+    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (N, R) bool
+    rewards = torch.where(is_last, response_rewards[:, None], 0.0)  # (N, R)
     if args.beta > 0:
-        kl = (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)  # (n, R), k1
+        kl = (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)  # (N, R), k1
         rewards = rewards - args.beta * kl
     return rewards
 
 
 def compute_gae(args, rewards, values, mask):
-    """Advantages and returns (n, R) from rewards, values and mask (n, R). PPO, Eq. 11 and 12."""
+    """Advantages and returns (N, R) from rewards, values and mask (N, R). PPO, Eq. 11 and 12."""
     assert rewards.shape == values.shape == mask.shape
     # Masked slots become 0: after the last token that counts, there is no reward and no value.
-    rewards = rewards.masked_fill(~mask, 0.0)  # (n, R)
-    values = values.masked_fill(~mask, 0.0)  # (n, R)
-    advantages = torch.zeros_like(values)  # (n, R)
-    next_value = torch.zeros_like(values[:, 0])  # (n,)
-    next_advantage = torch.zeros_like(values[:, 0])  # (n,)
+    rewards = rewards.masked_fill(~mask, 0.0)  # (N, R)
+    values = values.masked_fill(~mask, 0.0)  # (N, R)
+    advantages = torch.zeros_like(values)  # (N, R)
+    next_value = torch.zeros_like(values[:, 0])  # (N,)
+    next_advantage = torch.zeros_like(values[:, 0])  # (N,)
     for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (n,), Eq. 12
-        advantages[:, t] = delta + args.gamma * args.gae_lambda * next_advantage  # (n,), Eq. 11
-        next_value = values[:, t]  # (n,)
-        next_advantage = advantages[:, t]  # (n,)
-    return advantages, advantages + values
+        delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (N,), Eq. 12
+        advantages[:, t] = delta + args.gamma * args.gae_lambda * next_advantage  # (N,), Eq. 11
+        next_value = values[:, t]  # (N,)
+        next_advantage = advantages[:, t]  # (N,)
+    returns = advantages + values  # (N, R), U_t
+    return advantages, returns
 
 
 def value_loss(args, values, old_values, returns, mask, num_tokens):
@@ -287,15 +291,14 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
 
 
 def explained_variance(values, returns, mask):
-    """1 - var(returns - values) / var(returns) over the mask; all arguments are (n, R).
+    """1 - var(returns - values) / var(returns) over the mask; all arguments are (N, R).
 
     1 if the values are the returns, 0 if a constant would do as well; not finite if all returns
     are equal.
     """
-    values = values[mask]  # (T,)
-    returns = returns[mask]  # (T,)
-    # The computed mean of equal returns can be off by a rounding error. Subtracting the first
-    # return makes equal returns exactly 0, and then their variance is exactly 0.
+    values = values[mask]  # (num_tokens,)
+    returns = returns[mask]  # (num_tokens,)
+    # Subtracting the first return gives equal returns a variance of exactly 0, despite rounding.
     variance = (returns - returns[0]).var()  # ()
     return 1 - (returns - values).var() / variance
 
@@ -326,8 +329,7 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     of its micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats:
     each metric summed over the tokens that count.
     """
-    assert logprobs.shape == old_logprobs.shape == mask.shape
-    assert advantages.shape == mask.shape
+    assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
@@ -344,7 +346,7 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
+        "policy/entropy": -logprobs,  # estimates the entropy, in later updates only roughly
     }
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
     return loss, stats
@@ -436,7 +438,7 @@ def main(args: Args) -> dict:
         # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
-        # The rewards contain the KL, so the old log-probabilities are needed now.
+        # The rewards contain the KL, so even a single update needs these before it starts.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         # The values enter no ratio, so their micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout)  # (N, R)
@@ -481,7 +483,7 @@ def main(args: Args) -> dict:
                 loss.backward()
                 total_loss += loss.detach()
                 values = compute_values(value_model, part)  # (n, R)
-                vf_loss, vf_stats = value_loss(
+                v_loss, v_stats = value_loss(
                     args,
                     values,
                     old_values[indices],
@@ -489,14 +491,14 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
                 )
-                vf_loss.backward()
-                for name, value in (stats | vf_stats).items():
+                v_loss.backward()
+                for name, value in (stats | v_stats).items():
                     token_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            vf_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
+            v_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
             # One optimizer holds both networks, so a bad gradient of either skips both.
-            if torch.isfinite(grad_norm) and torch.isfinite(vf_norm):
+            if torch.isfinite(grad_norm) and torch.isfinite(v_norm):
                 optimizer.step()
             else:
                 num_skipped += 1
@@ -809,9 +811,9 @@ def response_states(model, rollout):
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
-def unpadded(ids, mask):
-    """The rows of ids (n, length) as lists, of the tokens alone for which mask is True."""
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+def unpadded(values, mask):
+    """The rows of values (n, length) as lists, without the masked slots."""
+    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
 def compute_logits(model, hidden):
@@ -866,14 +868,14 @@ def compute_values(value_model, rollout):
 
 def compute_scores(reward_model, rollout):
     """The reward model's scores (n,) float32 of n whole responses, read at their last token."""
-    # response_states leaves out the last token of each response, but the score is read there. So
-    # each response gets one more token to leave out. Which one doesn't matter: no other token sees
-    # it. The mask is a run of True from the left, so True in front makes the run one longer.
+    # response_states gives the state before each token of a response, and the score is read at the
+    # last token. So each response gets one more token, which no other token sees: the state before
+    # it is the one. The mask is a run of True from the left, so True in front makes it one longer.
     longer = rollout._replace(
         response_ids=F.pad(rollout.response_ids, (0, 1)),  # (n, R + 1)
         response_mask=F.pad(rollout.response_mask, (1, 0), value=True),  # (n, R + 1) bool
     )
-    last = longer.response_mask.sum(1).cumsum(0) - 1  # (n,): the place of each last state
+    last = longer.response_mask.sum(1).cumsum(0) - 1  # (n,): the places of these states
     hidden = response_states(reward_model, longer)[last]  # (n, D)
     return reward_model.score(hidden.float())[:, 0]
 
@@ -1048,7 +1050,7 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
     scores, right = score_responses(args, reward_model, rollout, completions, examples)
     means = {}  # name of the score -> its mean
     for name, values in scores.items():
-        means[name] = sum(values.tolist()) / len(values)  # in float64, as in grpo.py
+        means[name] = sum(values.tolist()) / len(values)  # in float64
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
@@ -1068,7 +1070,7 @@ def evaluate(args, model, reward_model, tokenizer, examples, eos_ids):
 def score_responses(args, reward_model, rollout, completions, examples):
     """The parts of the reward, a dict of name -> (N,) float32, and `right` (N,): 1.0 if right.
 
-    The one part is the reward model's score. Without a reward model, each of REWARDS gives one.
+    With a reward model, its score is the only part. Without one, each of REWARDS gives a part.
     """
     scores = {}
     for name, values in apply_rewards(completions, examples).items():
@@ -1348,7 +1350,7 @@ def load_value_model(args, model, reward_model):
 
 
 def load_classifier(args, name, config, device):
-    """A network with a head of one label, and what check_weights needs to know about its files."""
+    """A network with a head of one label, and its loading info for check_weights."""
     network, info = AutoModelForSequenceClassification.from_pretrained(
         name, config=config, dtype=torch.float32, output_loading_info=True
     )

@@ -238,7 +238,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
+        "policy/entropy": -logprobs,  # estimates the entropy, in later updates only roughly
     }
     if args.beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
@@ -692,9 +692,9 @@ def response_states(model, rollout):
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
-def unpadded(ids, mask):
-    """The rows of ids (n, length) as lists, of the tokens alone for which mask is True."""
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+def unpadded(values, mask):
+    """The rows of values (n, length) as lists, without the masked slots."""
+    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
 def compute_logits(model, hidden):

@@ -265,7 +265,7 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
+        "policy/entropy": -logprobs,  # estimates the entropy, in later updates only roughly
         "kl/ref": kl,  # the teacher is the reference
     }
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
@@ -717,9 +717,9 @@ def response_states(model, rollout):
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
-def unpadded(ids, mask):
-    """The rows of ids (n, length) as lists, of the tokens alone for which mask is True."""
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+def unpadded(values, mask):
+    """The rows of values (n, length) as lists, without the masked slots."""
+    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
 def compute_logits(model, hidden):

@@ -5,7 +5,7 @@ and token-level loss from DAPO (Yu et al. 2025, arXiv:2503.14476).
 For every prompt the policy samples G responses o_1 .. o_G, as in GRPO. The baseline is a value
 network, as in PPO:
 
-    delta_it  = r_it + gamma V(s_{i,t+1}) - V(s_it)       V = 0 after the last token   (PPO, Eq. 12)
+    delta_it  = r_it + gamma V_old(s_{i,t+1}) - V_old(s_it)                            (PPO, Eq. 12)
     A_it      = delta_it + gamma lambda_i A_{i,t+1}       advantages                   (PPO, Eq. 11)
     lambda_i  = 1 - 1 / (alpha |o_i|)                                   (Length-Adaptive GAE, Eq. 5)
     U_it      = r_it + gamma U_{i,t+1}            returns; no value enters them      (Decoupled GAE)
@@ -18,8 +18,9 @@ network, as in PPO:
     L_V       = 1/2 mean_it max((V - U)^2, (clip(V, V_old - eps_V, V_old + eps_V) - U)^2)
 
 a_it is token t of response i, and s_it is the prompt and the tokens before a_it. r_it is the reward
-of the whole response at its last token, and 0 before it. In L_PPO, sum_i is over the sequences of
-the minibatch. mean_it is the mean over all tokens of the minibatch.
+of the whole response at its last token, and 0 before it. V_old is the value network of the rollout,
+and 0 after the last token. In L_PPO, sum_i is over the sequences of the minibatch. mean_it is the
+mean over all tokens of the minibatch.
 
 Parent: ppo_rlhf.py. Differences:
     (1) Value pretraining: in the first --value-warmup-steps steps only the value network learns.
@@ -33,14 +34,14 @@ Parent: ppo_rlhf.py. Differences:
     (6) G samples for each prompt, and one pass of several minibatches.
     (7) No KL and no reference. Rules give the rewards instead of a reward model, and a cut response
         costs no penalty.
-The losses average over tokens, as in the parent.
 
 Departures from the paper: lambda is 0 where its formula is negative, in responses shorter than
 1/alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
 gradient of each network is clipped by its own norm. The value network starts from the policy with a
 head of zeros, and not from a reward model. Its pretraining lasts a fixed number of steps, as in the
 paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. The language-modelling
-loss takes all responses with a right answer, also those that miss the format.
+loss takes all responses with a right answer, also those that miss the format or were cut. The
+rewards are those of grpo.py: accuracy, and format.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -208,67 +209,68 @@ BUNDLED = Args(
     gradient_checkpointing=False,
     num_steps=40,
     value_warmup_steps=5,
-    gae_alpha=1.0,  # with 0.05, the lambda of these short responses would be almost 0
+    gae_alpha=1.0,  # with 0.05, lambda would be 0 up to 20 tokens
 )
 
 
 # ==== algorithm ====
 def whiten(values, mask):
-    """Shift values (n, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
+    """Shift values (N, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
     mean = masked_mean(values, mask)  # ()
     variance = masked_mean((values - mean) ** 2, mask)  # ()
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (n, R)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (N, R)
     return whitened.masked_fill(~mask, 0.0)
 
 
 def terminal_rewards(response_rewards, mask):
-    """The reward of each token (n, R): at the last token the response's (n,), and before it 0.
+    """Token rewards (N, R): the response's reward (N,) at its last token, else 0.
 
     The last token that counts is the EOS token, or the one at which the response was cut.
     """
     assert response_rewards.shape == mask.shape[:1]
-    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (n, R) bool
+    # The count of tokens reaches its total at the last one, and keeps it in the masked slots.
+    is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (N, R) bool
     return torch.where(is_last, response_rewards[:, None], 0.0)
 
 
 def adaptive_lambda(args, mask):
-    """The lambda of each response (n,), from mask (n, R). Length-Adaptive GAE, Eq. 5."""
+    """The lambda of each response (N,), from mask (N, R). Length-Adaptive GAE, Eq. 5."""
     # 1 + lambda + lambda^2 + ... = 1 / (1 - lambda). Eq. 5 makes this sum alpha times the length. A
     # length below 1 / alpha would make lambda negative: there it is 0.
-    lengths = mask.sum(1)  # (n,)
+    lengths = mask.sum(1)  # (N,)
     return (1 - 1 / (args.gae_alpha * lengths)).clamp(min=0.0)
 
 
 def compute_gae(args, rewards, values, mask, gae_lambda):
-    """Advantages (n, R) from rewards, values and mask (n, R), and gae_lambda (n,).
+    """Advantages (N, R) from rewards, values and mask (N, R), and gae_lambda (N,).
 
     PPO, Eq. 11 and 12, with a lambda for each response.
     """
     assert rewards.shape == values.shape == mask.shape
     assert gae_lambda.shape == mask.shape[:1]
     # Masked slots become 0: after the last token that counts, there is no reward and no value.
-    rewards = rewards.masked_fill(~mask, 0.0)  # (n, R)
-    values = values.masked_fill(~mask, 0.0)  # (n, R)
-    advantages = torch.zeros_like(values)  # (n, R)
-    next_value = torch.zeros_like(values[:, 0])  # (n,)
-    next_advantage = torch.zeros_like(values[:, 0])  # (n,)
+    rewards = rewards.masked_fill(~mask, 0.0)  # (N, R)
+    values = values.masked_fill(~mask, 0.0)  # (N, R)
+    advantages = torch.zeros_like(values)  # (N, R)
+    next_value = torch.zeros_like(values[:, 0])  # (N,)
+    next_advantage = torch.zeros_like(values[:, 0])  # (N,)
     for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (n,), Eq. 12
-        advantages[:, t] = delta + args.gamma * gae_lambda * next_advantage  # (n,), Eq. 11
-        next_value = values[:, t]  # (n,)
-        next_advantage = advantages[:, t]  # (n,)
+        delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (N,), Eq. 12
+        advantages[:, t] = delta + args.gamma * gae_lambda * next_advantage  # (N,), Eq. 11
+        next_value = values[:, t]  # (N,)
+        next_advantage = advantages[:, t]  # (N,)
     return advantages
 
 
 def discounted_returns(args, rewards, mask):
-    """Returns (n, R) of rewards and mask (n, R): U_t = r_t + gamma U_{t+1}; 0 where masked."""
+    """Returns (N, R) of rewards and mask (N, R): U_t = r_t + gamma U_{t+1}; 0 where masked."""
     assert rewards.shape == mask.shape
-    rewards = rewards.masked_fill(~mask, 0.0)  # (n, R)
-    returns = torch.zeros_like(rewards)  # (n, R)
-    next_return = torch.zeros_like(rewards[:, 0])  # (n,)
+    rewards = rewards.masked_fill(~mask, 0.0)  # (N, R)
+    returns = torch.zeros_like(rewards)  # (N, R)
+    next_return = torch.zeros_like(rewards[:, 0])  # (N,)
     for t in reversed(range(rewards.shape[1])):
-        next_return = rewards[:, t] + args.gamma * next_return  # (n,)
+        next_return = rewards[:, t] + args.gamma * next_return  # (N,)
         returns[:, t] = next_return
     return returns
 
@@ -301,15 +303,14 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
 
 
 def explained_variance(values, returns, mask):
-    """1 - var(returns - values) / var(returns) over the mask; all arguments are (n, R).
+    """1 - var(returns - values) / var(returns) over the mask; all arguments are (N, R).
 
     1 if the values are the returns, 0 if a constant would do as well; not finite if all returns
     are equal.
     """
-    values = values[mask]  # (T,)
-    returns = returns[mask]  # (T,)
-    # The computed mean of equal returns can be off by a rounding error. Subtracting the first
-    # return makes equal returns exactly 0, and then their variance is exactly 0.
+    values = values[mask]  # (num_tokens,)
+    returns = returns[mask]  # (num_tokens,)
+    # Subtracting the first return gives equal returns a variance of exactly 0, despite rounding.
     variance = (returns - returns[0]).var()  # ()
     return 1 - (returns - values).var() / variance
 
@@ -319,7 +320,7 @@ def nll_loss(logprobs, is_right, mask, num_right_tokens):
 
     logprobs (n, R); is_right (n,) bool; mask (n, R) bool. num_right_tokens is the number of tokens
     in the right responses of the whole minibatch, so that the losses of its micro-batches add up
-    to the loss of the minibatch. It is 0 if no response is right, and so is the loss.
+    to the loss of the minibatch. If no response is right, num_right_tokens and the loss are 0.
     """
     right_mask = mask & is_right[:, None]  # (n, R)
     return -masked_sum(logprobs, right_mask) / max(1, num_right_tokens)
@@ -351,8 +352,7 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     of its micro-batches add up to the loss of the minibatch. Returns the scalar loss, and stats:
     each metric summed over the tokens that count.
     """
-    assert logprobs.shape == old_logprobs.shape == mask.shape
-    assert advantages.shape == mask.shape
+    assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)  # (n, R)
@@ -369,7 +369,7 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy from the sampled tokens
+        "policy/entropy": -logprobs,  # estimates the entropy, in later updates only roughly
     }
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
     return loss, stats
@@ -493,7 +493,7 @@ def main(args: Args) -> dict:
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
         policy_group, value_group = optimizer.param_groups
         for update, minibatch in enumerate(updates, start=first_update):
-            lr = 0.0  # in the value pretraining
+            lr = 0.0  # for the log: in the value pretraining the policy has no gradient
             if trains_policy:
                 factor = lr_factor(args, update - pretraining_updates, num_policy_updates)
                 lr = args.learning_rate * factor
@@ -525,7 +525,7 @@ def main(args: Args) -> dict:
                     total_loss += loss.detach()
                     total_nll += nll.detach()
                 values = compute_values(value_model, part)  # (n, R)
-                vf_loss, vf_stats = value_loss(
+                v_loss, v_stats = value_loss(
                     args,
                     values,
                     old_values[indices],
@@ -533,14 +533,14 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
                 )
-                vf_loss.backward()
-                for name, value in (stats | vf_stats).items():
+                v_loss.backward()
+                for name, value in (stats | v_stats).items():
                     token_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-            vf_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
+            v_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
             # One optimizer holds both networks, so a bad gradient of either skips both.
-            if torch.isfinite(grad_norm) and torch.isfinite(vf_norm):
+            if torch.isfinite(grad_norm) and torch.isfinite(v_norm):
                 optimizer.step()
             else:
                 num_skipped += 1
@@ -853,9 +853,9 @@ def response_states(model, rollout):
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
-def unpadded(ids, mask):
-    """The rows of ids (n, length) as lists, of the tokens alone for which mask is True."""
-    return [row[keep].tolist() for row, keep in zip(ids.cpu(), mask.cpu(), strict=True)]
+def unpadded(values, mask):
+    """The rows of values (n, length) as lists, without the masked slots."""
+    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
 def compute_logits(model, hidden):
@@ -1400,8 +1400,14 @@ def find_eos_ids(model, tokenizer):
 # ==== runs ====
 def check_args(args):
     """Raise an error for values that would silently train something else."""
-    names = ("temperature", "clip_eps_low", "clip_eps_high", "value_clip_eps", "gae_alpha")
-    for name in (*names, "max_grad_norm"):
+    for name in (
+        "temperature",
+        "clip_eps_low",
+        "clip_eps_high",
+        "value_clip_eps",
+        "gae_alpha",
+        "max_grad_norm",
+    ):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if not 0 <= args.value_warmup_steps < args.num_steps:  # the policy is trained, too

@@ -848,7 +848,7 @@ def dapo_kept(run, groups):
     assert len(mixed) >= B or len(groups) == (1 + run.args.max_resample) * B
     assert sum(group in mixed for group in groups[:-B]) < B
     kept = mixed[:B] or groups[:B]
-    run.counts["rollout/kept_groups"] = len(kept)
+    run.counts["rollout/mixed_groups"] = len(mixed[:B])
     for group in groups:
         assert group[0].sample["kept"] == (group in kept)
     return sum(kept, [])
