@@ -1,7 +1,8 @@
 """GRPO for rollouts of another policy, in one file. GRPO (DeepSeekMath, Shao et al. 2024,
-arXiv:2402.03300v3) gets two additions: truncated importance sampling (Yao et al. 2025, "Your
+arXiv:2402.03300v3) gets three additions: truncated importance sampling (Yao et al. 2025, "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training",
-https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
+https://fengyao.notion.site/off-policy-rl), dual clip (Ye et al. 2020, arXiv:1912.09729), and a cap
+for whole responses.
 
 A fast sampling engine computes in another precision than the trainer, and may hold older weights.
 So the policy that samples, pi_s, differs from pi_old, the trainer's policy at the start of the
@@ -18,16 +19,15 @@ maximize J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
-pi_s instead of pi_old, and the bias grows with their distance. Sections and equations without a
-name are DeepSeekMath's.
+The weight w has no gradient. The KL term gets no weight, as in TRL, so it is biased where pi_s is
+far from pi_old. Sections and equations without a name are DeepSeekMath's.
 
 In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
 Parent: grpo.py. Differences: (1) The weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
---sequence-cap, w is 0 for all tokens of a response if the product of their ratios pi_old / pi_s,
-not truncated, is above the cap. (2) Where the advantage is negative, the minimum in S leaves large
+--sequence-cap, w is 0 for a whole response if the product of its untruncated ratios pi_old / pi_s
+is above the cap. (2) Where the advantage is negative, the minimum in S leaves large
 ratios unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there. (3) A copy of the
 model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets the
 trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the trainer's
@@ -37,11 +37,10 @@ With the defaults on a CPU the engine has the trainer's weights and precision, a
 as grpo.py does, except for rounding.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
-reference stays the initial model.
+reference stays the initial model. The sequence cap is in neither paper.
 
-As in Yao et al., w corrects the probability of each token given the tokens before it. pi_s has
-sampled the earlier tokens, too, but w doesn't correct their probability. So the gradient is only an
-approximation.
+As in Yao et al., w corrects the probability of a token given the tokens before it, and not the
+probability of those. So the gradient is biased even where no weight is truncated.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -184,7 +183,7 @@ class Args:
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, unless --sequence-cap acts"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: no weight (w is 1, or 0 above the cap)"""
     sequence_cap: float = 0.0
     """w = 0 if the product of a response's pi_old / pi_s is above this (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
@@ -280,8 +279,9 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # These count all tokens alike, without w. But policy/dual_clip_frac asks whether w A is
-    # negative, so it misses the tokens whose w is 0.
+    # Every token counts as 1, whatever its w. Only policy/dual_clip_frac asks whether w A is
+    # negative, so it misses the tokens whose w is 0. The tokens are samples of pi_s. So policy/...
+    # and kl/ref are only estimates of what they are called, the better the closer pi_s is to pi.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -462,7 +462,7 @@ def main(args: Args) -> dict:
         )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        limit = args.rollout_correction or float("inf")  # 0: nothing is truncated
+        limit = args.rollout_correction or float("inf")  # 0: no limit
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -891,7 +891,7 @@ def window_of(model):
 
 
 def inference_copy(model, in_bf16):
-    """A copy of the model that isn't trained, as it is or in bf16, except for its head.
+    """A copy of the model that isn't trained. in_bf16: all but its head is rounded to bf16.
 
     Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
     as many bytes.
@@ -1277,9 +1277,13 @@ def check_args(args):
         raise ValueError("--dual-clip must be above 1")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    for name in ("beta", "rollout_correction", "sequence_cap"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+    if args.beta < 0:
+        raise ValueError("--beta must not be negative")
+    # Where the two policies agree, a ratio is 1 up to rounding: no limit may cut that off.
+    if args.rollout_correction != 0 and not args.rollout_correction >= 1:
+        raise ValueError("--rollout-correction must be 0 or at least 1")
+    if args.sequence_cap != 0 and not args.sequence_cap > 1:
+        raise ValueError("--sequence-cap must be 0 or above 1")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

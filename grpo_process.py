@@ -24,7 +24,8 @@ mean of a perfect group, and the policy would learn to leave steps out. So the f
 logged. The accuracy needs the answer tags anyway.
 
 As in the paper, the sum has no baseline for the token's position. If all steps of a response are
-better than the mean, an early token has a larger advantage than a late one.
+better than the mean, an early token has a larger advantage than a late one. If all are worse, it
+has a smaller one. So a wrong response loses less when it breaks the form and has one step alone.
 
 Departures from the paper: a rule rewards the steps, not a reward model. As in grpo.py, 1e-4 is
 added to the std, and the reference stays the initial model. step_rewards is written for column
@@ -36,7 +37,7 @@ belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hid
 micro-batch has n sequences, and T response tokens in all. A group has K steps in all.
 
     python grpo_process.py                                 the bundled adder, on a CPU
-    python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
+    python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K (most have one step), on one GPU
 """
 
 import copy
@@ -81,8 +82,8 @@ from utils.rewards import (
 )
 
 SCRIPT = Path(__file__).resolve()
-# These are only logged: the policy is trained on the rewards of step_rewards. 1.0 from the first
-# means a right answer.
+# These are only logged: the policy is trained on the rewards of step_rewards, even if you add one
+# here. The first gives 1.0 for a right answer.
 REWARDS = [accuracy_reward, format_reward]
 COLUMN_SUM = re.compile(r"([0-9](?:\+[0-9])+)=([0-9]+)")  # the sum of one column, as 4+3+1=8
 # Worked examples, each a question and its answer. With --examples they stand before each question.
@@ -229,9 +230,9 @@ def step_rewards(completions, answers):
         answer_digits = str(gold_number(answer))[::-1]  # from the right
         # Without a <think> the thought starts with the completion: the prompt may end with <think>.
         _, opening_tag, after_tag = completion.partition("<think>")
-        thought = after_tag if opening_tag else completion
-        position = len(completion) - len(thought)
-        thought, closing_tag, _ = thought.partition("</think>")
+        rest = after_tag if opening_tag else completion
+        position = len(completion) - len(rest)
+        thought, closing_tag, _ = rest.partition("</think>")
         if closing_tag and re.fullmatch("[0-9+=,]+", thought):
             for column, column_sum in enumerate(thought.split(",")):
                 position += len(column_sum)
@@ -257,7 +258,7 @@ def is_true_sum(text):
 
 
 def step_tokens(tokenizer, ids, steps):
-    """For each step of a response, the index of its last token in ids, the response's tokens."""
+    """The index of each step's last token. ids: a response's tokens; steps: its steps."""
 
     def num_characters(num_tokens):
         # A character of several tokens is decoded as U+FFFD until the last of them is there.
@@ -276,17 +277,22 @@ def step_tokens(tokenizer, ids, steps):
     return last_tokens
 
 
+def flat_rewards(steps):
+    """The rewards of all steps of these responses. steps has a list of Step for each response."""
+    return [step.reward for response_steps in steps for step in response_steps]
+
+
 def token_advantages(args, steps, last_tokens):
     """Advantages (G, R) of the tokens of G responses to one prompt. DeepSeekMath 4.1.3.
 
     For each response, steps has a list of Step, and last_tokens the indices of their last tokens.
     """
-    rewards = [step.reward for response_steps in steps for step in response_steps]  # K
+    rewards = flat_rewards(steps)  # K
     # All steps of the group are normalized together, as if they were K responses to one prompt.
     normalized = compute_advantages(torch.tensor([rewards]))[0]  # (K,)
-    of_responses = normalized.split([len(response_steps) for response_steps in steps])  # G tensors
+    per_response = normalized.split([len(response_steps) for response_steps in steps])  # G tensors
     advantages = torch.zeros(len(steps), args.max_new_tokens)  # (G, R)
-    for row, values, ends in zip(advantages, of_responses, last_tokens, strict=True):
+    for row, values, ends in zip(advantages, per_response, last_tokens, strict=True):
         for value, end in zip(values, ends, strict=True):
             # A step's reward counts for its tokens and for all tokens before them.
             row[: end + 1] += value
@@ -446,15 +452,16 @@ def main(args: Args) -> dict:
         answers = [example["answer"] for example in batch for _ in range(G)]  # N
         steps = step_rewards(completions, answers)  # N lists of Step
         last_tokens = []  # N lists, of the index of each step's last token
-        for ids, mask, row_steps in zip(rollout.response_ids, response_mask, steps, strict=True):
-            last_tokens.append(step_tokens(tokenizer, ids[mask].tolist(), row_steps))
+        for ids, row_steps in zip(
+            unpadded(rollout.response_ids, response_mask), steps, strict=True
+        ):
+            last_tokens.append(step_tokens(tokenizer, ids, row_steps))
         group_advantages = []  # B of (G, R)
         zero_std = []  # B bools: all steps of the group have the same reward
         for k in range(args.num_prompts):
             group = slice(k * G, (k + 1) * G)
             group_advantages.append(token_advantages(args, steps[group], last_tokens[group]))
-            distinct = {x.reward for response_steps in steps[group] for x in response_steps}
-            zero_std.append(len(distinct) == 1)
+            zero_std.append(len(set(flat_rewards(steps[group]))) == 1)
         advantages = torch.cat(group_advantages).to(model.device)  # (N, R)
 
         # ---- 4. update
@@ -506,7 +513,7 @@ def main(args: Args) -> dict:
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
-        all_step_rewards = [x.reward for response_steps in steps for x in response_steps]
+        all_step_rewards = flat_rewards(steps)
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),

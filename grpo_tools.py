@@ -2,8 +2,8 @@
 arXiv:2402.03300v3, with the mask of Search-R1, Jin et al. 2025, arXiv:2503.09516v3.
 
 The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
-maximize J, so the loss is -J. When a response ends a call, the text of the call goes to the tool,
-and the tool's answer is appended to the response. Then the policy goes on:
+maximize J, so the loss is -J. When the policy writes </calc>, the tool gets the text since the last
+<calc>, and its answer is appended to the response. Then the policy goes on:
 
     prompt      47+38=
     response    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
@@ -18,7 +18,7 @@ and the tool's answer is appended to the response. Then the policy goes on:
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
 Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token depends on all tokens
-before it, also on the tool's. The policy didn't choose the tool's tokens, so the loss leaves them
+before it, including the tool's. The policy didn't choose the tool's tokens, so the loss leaves them
 out.
 
 Parent: grpo.py. Differences: (1) When a response ends a call, generate asks TOOL, at most
@@ -27,7 +27,7 @@ function from text to text, here a calculator. The policy's ids stay as they wer
 were decoded and tokenized again, they could be others. (2) There are two masks. context_mask has
 all tokens of the response, which attention sees. response_mask has the tokens that the policy
 wrote, and only these count. (3) --tool-cost is subtracted from the reward for each answered call.
-(4) The bundled model can already use a call's result, and has to learn only to call. It learns with
+(4) The bundled model can already use a call's result, and only has to learn to call. It learns with
 twice the learning rate of grpo.py.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
@@ -489,8 +489,8 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
 # columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often.
-# I haven't measured the number for a GPU. generate looks at `finished` after every token, so a row
-# is unfinished when the cache grows.
+# I haven't measured the number for a GPU. generate looks at `finished` after every token, so at
+# least one row is unfinished when the cache grows.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
 # The samples of a prompt are packed into rows of at most this many times the prompt's length. A
 # sample that is longer has a row of its own. In longer packs attention costs more than the shared
@@ -593,8 +593,8 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
             token = (logprobs + noise).argmax(1)  # (rows,)
         context_mask[sequence, t] = ~finished
         is_policy = ~finished  # (rows,) bool; False below where the tool writes the token
-        columns = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
-        for row, (i, sampled, is_finished) in enumerate(columns):
+        samples = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
+        for row, (i, sampled, is_finished) in enumerate(samples):
             if is_finished:
                 continue
             tool_token = callers[i].next_tool_token(args, tokenizer, sampled, t)
@@ -700,7 +700,7 @@ def response_states(model, rollout):
     by_policy = unpadded(rollout.response_mask, rollout.context_mask)  # n lists of bools
     pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
     packs = []  # lists of (token, position, owner); the owner is i or PROMPT
-    places = []  # T pairs: the pack and the column from which a response token is predicted
+    places = []  # T pairs: the pack and the column from which a policy's token is predicted
     for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
         row = pack_of[i]
         if row == len(packs):  # the first sequence of a pack; packs are numbered in order
@@ -833,7 +833,8 @@ class Pack:
 def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
-    response_lengths = rollout.context_mask.sum(1).tolist()  # N
+    context_lengths = rollout.context_mask.sum(1).tolist()  # N
+    # Of the whole rollout, so that all minibatches decide alike.
     lengths = rollout.prompt_mask.sum(1) + rollout.context_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -846,11 +847,11 @@ def make_packs(args, model, rollout, sequences):
             shares
             and packs
             and packs[-1].prompt == prompts[i]
-            and packs[-1].length + response_lengths[i] <= limit
+            and packs[-1].length + context_lengths[i] <= limit
         )
         if not fits:
             packs.append(Pack(prompts[i], len(prompts[i])))
-        packs[-1].length += response_lengths[i]
+        packs[-1].length += context_lengths[i]
         packs[-1].members.append(i)
     return sorted(packs, key=lambda pack: -pack.length)
 
@@ -1010,8 +1011,9 @@ def calculator(call):
     """The value of an expression such as 2*(3+4), as a text. Any other text raises an error.
 
     It may have Python's numbers, + - * / and brackets, but no comma and no power. The text is
-    parsed and never executed. Fractions are exact, so 100.1-100 is 0.1. A result that isn't whole
-    is rounded to 15 digits. Without powers, MAX_CHARS characters can't take long to compute.
+    parsed and never executed. Fractions compute exactly, so 100.1-100 is 0.1. A decimal is read to
+    some 16 digits, and a result that isn't whole is rounded to 15. Without powers, MAX_CHARS
+    characters can't take long to compute.
     """
     value = exact_value(ast.parse(call.strip(), mode="eval").body)
     if value.denominator > 1:
@@ -1026,7 +1028,7 @@ def exact_value(node):
     """The value of a parsed expression. An operator that isn't in OPERATORS raises KeyError."""
     if isinstance(node, ast.Constant):
         # Fraction(0.1) would be the binary fraction next to 0.1. The text "0.1" is exact. Fraction
-        # raises an error for any other text, such as "True", "'5'" and "inf" (1e999).
+        # raises an error if the text isn't a number, such as "True", "'5'" and "inf" (1e999).
         return Fraction(repr(node.value))
     if isinstance(node, ast.UnaryOp):
         return OPERATORS[type(node.op)](exact_value(node.operand))
@@ -1035,7 +1037,9 @@ def exact_value(node):
     raise ValueError(f"{type(node).__name__} is not arithmetic")
 
 
-TOOL = calculator  # a function from text to text
+# A function from text to text. The rewards read its answers as a part of the response. So a tool
+# whose answers may contain <answer> tags needs a reward that leaves them out.
+TOOL = calculator
 
 
 def run_tool(call):
@@ -1064,7 +1068,8 @@ class Caller:
     def next_tool_token(self, args, tokenizer, sampled, t):
         """Take the sample for position t of the response, and run the tool if it ends a call.
 
-        Returns the tool's token that takes the sample's place, or None if the sample stands.
+        Returns the tool's token that takes the sample's place, or None if the sample stands. Sets
+        is_over if the call is one too many.
         """
         if self.waiting:
             return self.waiting.pop(0)
@@ -1074,7 +1079,7 @@ class Caller:
         if CALL_END not in tokenizer.decode(self.turn[-len(CALL_END.encode()) :]):
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
-        if not end:  # it was in the tail alone: a broken byte before it spoils it in the whole turn
+        if not end:  # only the tail shows it: in the whole turn, a broken byte before it garbles it
             return None
         if t + 1 == args.max_new_tokens:  # no room for an answer
             return None
@@ -1084,11 +1089,10 @@ class Caller:
         # The call begins after the last CALL_START. Without a CALL_START it is the whole turn.
         answer = run_tool(before_end.rpartition(CALL_START)[2])
         self.answers.append(answer)
-        # Usually the sample ends with CALL_END. It stands, and the answer follows. But it may go
-        # on, as ">=" does. Then the tool writes the sample's text up to CALL_END instead, and its
-        # answer.
         text = answer
         if after_end:
+            # The sample goes on after CALL_END, as ">=" does. The tool writes its part up to
+            # CALL_END instead, and then the answer.
             written = tokenizer.decode(self.turn[:-1])  # without the sample
             text = (before_end + CALL_END).removeprefix(written) + answer
         # Tokenized alone, so that the ids that the policy sampled stay as they are.

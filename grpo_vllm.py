@@ -1,9 +1,10 @@
 """GRPO with rollouts from vLLM, in one file. It is for a GPU, but has run on CPUs only so far.
 
 The engine runs in the trainer's process, on its device. GRPO (DeepSeekMath, Shao et al. 2024,
-arXiv:2402.03300v3) gets two additions: truncated importance sampling (Yao et al. 2025, "Your
+arXiv:2402.03300v3) gets three additions: truncated importance sampling (Yao et al. 2025, "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training",
-https://fengyao.notion.site/off-policy-rl) and dual clip (Ye et al. 2020, arXiv:1912.09729).
+https://fengyao.notion.site/off-policy-rl), dual clip (Ye et al. 2020, arXiv:1912.09729), and a cap
+for whole responses.
 
 The engine has the trainer's weights, on a GPU rounded to bf16, and computes with other kernels. So
 the policy that samples, pi_s, differs from pi_old, the trainer's policy at the start of the step.
@@ -20,12 +21,11 @@ J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for all tokens of a
-response if the product of their ratios pi_old / pi_s, not truncated, is above the cap.
+W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for a whole response if
+the product of its untruncated ratios pi_old / pi_s is above the cap.
 
-The weight w has no gradient. The KL term gets no weight, as in TRL. So it is a mean over samples of
-pi_s instead of pi_old, and the bias grows with their distance. Sections and equations without a
-name are DeepSeekMath's.
+The weight w has no gradient. The KL term gets no weight, as in TRL, so it is biased where pi_s is
+far from pi_old. Sections and equations without a name are DeepSeekMath's.
 
 In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
@@ -36,11 +36,10 @@ before the first step and after every step. So the engine is never stale, and th
 --staleness.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
-reference stays the initial model.
+reference stays the initial model. The sequence cap is in neither paper.
 
-As in Yao et al., w corrects the probability of each token given the tokens before it. pi_s has
-sampled the earlier tokens, too, but w doesn't correct their probability. So the gradient is only an
-approximation.
+As in Yao et al., w corrects the probability of a token given the tokens before it, and not the
+probability of those. So the gradient is biased even where no weight is truncated.
 
 The script needs vllm 0.32.0. docs/train.md says how to install it, how much memory it takes, and
 when it pays.
@@ -179,7 +178,7 @@ class Args:
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1, unless --sequence-cap acts"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: no weight (w is 1, or 0 above the cap)"""
     sequence_cap: float = 0.0
     """w = 0 if the product of a response's pi_old / pi_s is above this (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
@@ -275,8 +274,9 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # These count all tokens alike, without w. But policy/dual_clip_frac asks whether w A is
-    # negative, so it misses the tokens whose w is 0.
+    # Every token counts as 1, whatever its w. Only policy/dual_clip_frac asks whether w A is
+    # negative, so it misses the tokens whose w is 0. The tokens are samples of pi_s. So policy/...
+    # and kl/ref are only estimates of what they are called, the better the closer pi_s is to pi.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -461,7 +461,7 @@ def main(args: Args) -> dict:
         )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        limit = args.rollout_correction or float("inf")  # 0: nothing is truncated
+        limit = args.rollout_correction or float("inf")  # 0: no limit
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -1200,9 +1200,13 @@ def check_args(args):
         raise ValueError("--dual-clip must be above 1")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    for name in ("beta", "rollout_correction", "sequence_cap"):
-        if getattr(args, name) < 0:
-            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
+    if args.beta < 0:
+        raise ValueError("--beta must not be negative")
+    # Where the two policies agree, a ratio is 1 up to rounding: no limit may cut that off.
+    if args.rollout_correction != 0 and not args.rollout_correction >= 1:
+        raise ValueError("--rollout-correction must be 0 or at least 1")
+    if args.sequence_cap != 0 and not args.sequence_cap > 1:
+        raise ValueError("--sequence-cap must be 0 or above 1")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 

@@ -109,11 +109,17 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be positive"):
             script.check_args(args)
     # A return with a negative beta would contain the log-probability of the response.
-    # 0 switches a correction or a cap off, and a negative number would do the same in silence.
-    for name in sorted(names & {"beta", "max_calls", "rollout_correction", "sequence_cap"}):
+    for name in sorted(names & {"beta", "max_calls"}):
         args = tiny_args(script, tmp_path, **{name: -1})
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must not be negative"):
             script.check_args(args)
+    # 0 switches a correction or a cap off. A small one would cut off what needs no correction: where
+    # trainer and sampler agree, every weight is 1.
+    for name, too_small in (("rollout_correction", 0.9), ("sequence_cap", 1.0)):
+        if name in names:
+            script.check_args(tiny_args(script, tmp_path, **{name: 0.0}))
+            with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be 0 or"):
+                script.check_args(tiny_args(script, tmp_path, **{name: too_small}))
     for name, too_small in (("staleness", 0), ("lora_rank", 0), ("value_warmup_steps", -1)):
         if name in names:
             with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be at least"):
