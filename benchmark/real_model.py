@@ -11,6 +11,7 @@ benchmark/records/real-model.jsonl gets one line for each finished run.
 
 import argparse
 import json
+import math
 import os
 import shutil
 import sys
@@ -126,8 +127,11 @@ def record_of(name: str, seed: int, run: Path) -> dict:
         for line in metrics
         if "eval/accuracy" in line
     }
+    # vapo.py logs no metrics of the policy in its first steps.
     record["curves"] = {
-        key: [float(f"{line[key]:.4g}") for line in steps] for key in KEPT if key in steps[0]
+        key: [float(f"{line.get(key, math.nan):.4g}") for line in steps]
+        for key in KEPT
+        if key in steps[-1]
     }
     samples = read(run / "samples.jsonl")
     if name == "anywhere":  # what the other runs' reward would have been
