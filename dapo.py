@@ -26,12 +26,13 @@ Departures from the paper:
     (b) 1e-4 is added to the std, as in grpo.py.
     (c) After --max-resample extra batches a step trains on the mixed groups that it has. If it has
         none, it trains on its first B groups: their format and length rewards may still differ.
-        rollout/mixed_groups is then 0.
+        rollout/mixed_groups is then 0. With fewer sequences than minibatches, some updates are
+        empty.
     (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1.
     (e) In the paper a rollout is larger and serves 16 updates.
 
-The rollout metrics count everything that was sampled, except logprob_gap and logprob_gap_max: they
-count the sequences to train on.
+The rollout metrics count everything that was sampled, except mixed_groups, logprob_gap and
+logprob_gap_max: they count what the step trains on.
 
 Shapes: B prompts per batch, G samples per prompt, N sequences in all batches of a step, in group
 order (sequence i belongs to group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden
@@ -381,7 +382,7 @@ def main(args: Args) -> dict:
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
         # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
         # micro-batches of the updates: then every ratio is exactly 1 before the first update.
-        updates = [kept[places] for places in minibatches(args, len(kept))]  # sequence indices
+        updates = [kept[i] for i in minibatches(args, len(kept))]  # sequence indices
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
@@ -391,7 +392,7 @@ def main(args: Args) -> dict:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
 
         # ---- 3. reward and advantage
-        scores = {}  # name of the reward function -> (N,) float32
+        scores = {}  # name of the score -> (N,) float32
         for name, values in sampled.scores.items():
             scores[name] = torch.tensor(values, device=model.device)
         scores["overlong_penalty"] = overlong_penalty(args, response_lengths)  # DAPO (4)
@@ -489,7 +490,7 @@ def main(args: Args) -> dict:
                 "right": (right[group] == 1).tolist(),
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
-                "kept": k * G in is_kept,  # whether the step has trained on this group
+                "kept": k * G in is_kept,  # a group is kept whole, or dropped
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)

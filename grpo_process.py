@@ -25,12 +25,12 @@ logged. The accuracy needs the answer tags anyway.
 
 As in the paper, the sum has no baseline for the token's position. If all steps of a response are
 better than the mean, an early token has a larger advantage than a late one. If all are worse, it
-has a smaller one. So a wrong response loses less when it breaks the form and has one step alone.
+has a smaller one. So a response whose steps are all wrong loses less as a single step.
 
 Departures from the paper: a rule rewards the steps, not a reward model. As in grpo.py, 1e-4 is
 added to the std, and the reference stays the initial model. step_rewards is written for column
-addition, and doesn't compare the summands with the question. Replace it for another task: it finds
-only one step in most responses to GSM8K, because their thoughts have words.
+addition, and checks neither the summands nor the number of columns. Replace it for another task: it
+finds only one step in most responses to GSM8K, because their thoughts have words.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -82,8 +82,8 @@ from utils.rewards import (
 )
 
 SCRIPT = Path(__file__).resolve()
-# These are only logged: the policy is trained on the rewards of step_rewards, even if you add one
-# here. The first gives 1.0 for a right answer.
+# These don't train the policy, even if you add one here: the rewards of step_rewards do. They are
+# logged. The first gives 1.0 for a right answer.
 REWARDS = [accuracy_reward, format_reward]
 COLUMN_SUM = re.compile(r"([0-9](?:\+[0-9])+)=([0-9]+)")  # the sum of one column, as 4+3+1=8
 # Worked examples, each a question and its answer. With --examples they stand before each question.
@@ -285,7 +285,7 @@ def flat_rewards(steps):
 def token_advantages(args, steps, last_tokens):
     """Advantages (G, R) of the tokens of G responses to one prompt. DeepSeekMath 4.1.3.
 
-    For each response, steps has a list of Step, and last_tokens the indices of their last tokens.
+    For each response, steps has a list of Step, and last_tokens the index of each one's last token.
     """
     rewards = flat_rewards(steps)  # K
     # All steps of the group are normalized together, as if they were K responses to one prompt.
@@ -295,7 +295,7 @@ def token_advantages(args, steps, last_tokens):
     for row, values, ends in zip(advantages, per_response, last_tokens, strict=True):
         for value, end in zip(values, ends, strict=True):
             # A step's reward counts for its tokens and for all tokens before them.
-            row[: end + 1] += value
+            row[: end + 1] += value  # in advantages
     return advantages
 
 
@@ -451,11 +451,10 @@ def main(args: Args) -> dict:
         # The rewards above are only logged. The advantages come from the rewards of the steps.
         answers = [example["answer"] for example in batch for _ in range(G)]  # N
         steps = step_rewards(completions, answers)  # N lists of Step
+        response_ids = unpadded(rollout.response_ids, response_mask)  # N lists
         last_tokens = []  # N lists, of the index of each step's last token
-        for ids, row_steps in zip(
-            unpadded(rollout.response_ids, response_mask), steps, strict=True
-        ):
-            last_tokens.append(step_tokens(tokenizer, ids, row_steps))
+        for ids, response_steps in zip(response_ids, steps, strict=True):
+            last_tokens.append(step_tokens(tokenizer, ids, response_steps))
         group_advantages = []  # B of (G, R)
         zero_std = []  # B bools: all steps of the group have the same reward
         for k in range(args.num_prompts):

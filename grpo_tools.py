@@ -21,7 +21,7 @@ Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token depend
 before it, including the tool's. The policy didn't choose the tool's tokens, so the loss leaves them
 out.
 
-Parent: grpo.py. Differences: (1) When a response ends a call, generate asks TOOL, at most
+Parent: grpo.py. Differences: (1) When the policy writes CALL_END, generate asks TOOL, at most
 --max-calls times. Then the response takes the tokens of the answer instead of samples. TOOL is a
 function from text to text, here a calculator. The policy's ids stay as they were sampled: if they
 were decoded and tokenized again, they could be others. (2) There are two masks. context_mask has
@@ -38,8 +38,7 @@ added to the std, because equal rewards would give 0/0, and the reference stays 
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch has n sequences, and T response tokens in all. R counts the tool's tokens, and T
-doesn't.
+micro-batch has n sequences, and T tokens of the policy in all. R also counts the tool's tokens.
 
     python grpo_tools.py                                 the bundled caller, on a CPU
     python grpo_tools.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -483,8 +482,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for generate and the tool. The rest makes the loop fast, or
-# prepares it.
+# A first reading may stop here, except for generate and `==== the tool`. The rest makes the loop
+# fast, or prepares it.
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
@@ -1010,9 +1009,9 @@ OPERATORS = {
 def calculator(call):
     """The value of an expression such as 2*(3+4), as a text. Any other text raises an error.
 
-    It may have Python's numbers, + - * / and brackets, but no comma and no power. The text is
+    It may have Python's real numbers, + - * / and brackets, but no comma and no power. The text is
     parsed and never executed. Fractions compute exactly, so 100.1-100 is 0.1. A decimal is read to
-    some 16 digits, and a result that isn't whole is rounded to 15. Without powers, MAX_CHARS
+    some 16 digits, and a result that isn't whole is rounded to 15 digits. Without powers, MAX_CHARS
     characters can't take long to compute.
     """
     value = exact_value(ast.parse(call.strip(), mode="eval").body)
@@ -1045,7 +1044,7 @@ TOOL = calculator
 def run_tool(call):
     """TOOL's answer: "=" and at most MAX_CHARS characters of what it returns.
 
-    The answer is ERROR if the call has more characters, or if TOOL raises an error or returns no
+    The answer is ERROR if the call is longer than that, or if TOOL raises an error or returns no
     text. A tool that may take forever has to limit its own time.
     """
     if len(call) > MAX_CHARS:
@@ -1066,7 +1065,7 @@ class Caller:
     is_over: bool = False  # a call beyond --max-calls ends the response
 
     def next_tool_token(self, args, tokenizer, sampled, t):
-        """Take the sample for position t of the response, and run the tool if it ends a call.
+        """Take or replace the sample for position t, and run the tool if it ends a call.
 
         Returns the tool's token that takes the sample's place, or None if the sample stands. Sets
         is_over if the call is one too many.
@@ -1079,9 +1078,9 @@ class Caller:
         if CALL_END not in tokenizer.decode(self.turn[-len(CALL_END.encode()) :]):
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
-        if not end:  # only the tail shows it: in the whole turn, a broken byte before it garbles it
+        if not end:  # a broken byte before it garbles the whole turn: no call
             return None
-        if t + 1 == args.max_new_tokens:  # no room for an answer
+        if t + 1 == args.max_new_tokens:  # no room for any of an answer
             return None
         if len(self.answers) == args.max_calls:
             self.is_over = True
