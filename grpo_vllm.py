@@ -24,8 +24,8 @@ J, so the loss is -J:
 W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for a whole response if
 the product of its untruncated ratios pi_old / pi_s is above the cap.
 
-The weight w has no gradient. The KL term gets no weight, as in TRL, so it is biased where pi_s is
-far from pi_old. Sections and equations without a name are DeepSeekMath's.
+The weight w has no gradient. The KL term gets no weight, as in TRL, so it is biased where pi_s
+differs from pi_old. Sections and equations without a name are DeepSeekMath's.
 
 In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
 
@@ -36,7 +36,7 @@ before the first step and after every step. So the engine is never stale, and th
 --staleness.
 
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
-reference stays the initial model. The sequence cap is in neither paper.
+reference stays the initial model. The sequence cap is in none of them.
 
 As in Yao et al., w corrects the probability of a token given the tokens before it, and not the
 probability of those. So the gradient is biased even where no weight is truncated.
@@ -248,10 +248,10 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     """GRPO's loss with dual clip, -J, of the n sequences of a micro-batch.
 
     logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, R), the advantage of the sequence
-    times the weight of each token; mask (n, R) bool, True for the tokens that count. num_seqs is
-    the number of sequences in the whole minibatch, so that the losses of its micro-batches add up
-    to the loss of the minibatch. With args.beta 0, ref_logprobs is not used. Returns the scalar
-    loss, and stats: each metric summed over the tokens that count.
+    times the weight of each token; mask (n, R) bool, True for the tokens that count: elsewhere the
+    log-probabilities are 0. num_seqs is the number of sequences in the whole minibatch, so that the
+    losses of its micro-batches add up to the loss of the minibatch. With args.beta 0, ref_logprobs
+    is not used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)

@@ -23,8 +23,8 @@ Parent: grpo.py. Differences: (1) a reward model scores each response, and --mis
 subtracted from the score of a response that was cut at the limit; (2) the KL to the reference is a
 part of each token's reward (k1) and not of the loss; (3) a value network and GAE replace the
 group's mean and std, so that one sample per prompt is enough; (4) the value network has a clipped
-loss and its own learning rate, and its gradient is clipped by its own norm; (5) one rollout serves
-several epochs, and the losses average over all tokens of the minibatch.
+loss and its own learning rate, and its gradient is clipped by its own norm; (5) by default one
+rollout serves several epochs, and the losses average over all tokens of the minibatch.
 
 Departures from the papers:
 
@@ -43,7 +43,7 @@ Departures from the papers:
     no loss on pretraining data                   Ouyang: PPO-ptx adds one
 
 The reward model reads what the policy reads: the prompt with its worked examples, if it has any.
-Without --reward-model, which is the default with --model, the rules of utils/rewards.py replace it.
+With --model, the default is no reward model: the rules of utils/rewards.py replace it.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -231,9 +231,9 @@ def whiten(values, mask):
 def kl_rewards(args, response_rewards, old_logprobs, ref_logprobs, mask):
     """Token rewards (N, R): -beta times the KL, plus the response's reward at its last token.
 
-    response_rewards (N,); old_logprobs, ref_logprobs, mask (N, R). They sum to Ziegler 2019, Eq. 2.
-    The last token that counts is the EOS token, or the one at which the response was cut. With
-    args.beta 0, ref_logprobs is not used.
+    response_rewards (N,); old_logprobs, ref_logprobs, mask (N, R). A row sums to Ziegler 2019,
+    Eq. 2. The last token that counts is the EOS token, or the one at which the response was cut.
+    With args.beta 0, ref_logprobs is not used.
     """
     assert response_rewards.shape == mask.shape[:1] and old_logprobs.shape == mask.shape
     # The count of tokens reaches its total at the last one, and keeps it in the masked slots.
@@ -482,8 +482,12 @@ def main(args: Args) -> dict:
                 )
                 loss.backward()
                 total_loss += loss.detach()
+                for name, value in stats.items():
+                    token_sums[name] += value
+            # The value network may be of another family, which packs its sequences in another way.
+            for indices, part in micro_batches(args, value_model, rollout, minibatch):
                 values = compute_values(value_model, part)  # (n, R)
-                v_loss, v_stats = value_loss(
+                loss, stats = value_loss(
                     args,
                     values,
                     old_values[indices],
@@ -491,8 +495,8 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
                 )
-                v_loss.backward()
-                for name, value in (stats | v_stats).items():
+                loss.backward()
+                for name, value in stats.items():
                     token_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             v_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)
@@ -868,9 +872,10 @@ def compute_values(value_model, rollout):
 
 def compute_scores(reward_model, rollout):
     """The reward model's scores (n,) float32 of n whole responses, read at their last token."""
-    # response_states gives the state before each token of a response, and the score is read at the
-    # last token. So each response gets one more token, which no other token sees: the state before
-    # it is the one. The mask is a run of True from the left, so True in front makes it one longer.
+    # response_states gives the state before each token of a response, but the score needs the state
+    # at the last one. So each response gets one more token, which the network never reads: the
+    # state before it is the one. The mask is a run of True from the left, so True in front makes it
+    # one longer.
     longer = rollout._replace(
         response_ids=F.pad(rollout.response_ids, (0, 1)),  # (n, R + 1)
         response_mask=F.pad(rollout.response_mask, (1, 0), value=True),  # (n, R + 1) bool

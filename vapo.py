@@ -493,7 +493,7 @@ def main(args: Args) -> dict:
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
         policy_group, value_group = optimizer.param_groups
         for update, minibatch in enumerate(updates, start=first_update):
-            lr = 0.0  # for the log: in the value pretraining the policy has no gradient
+            lr = 0.0  # for the log, in the pretraining
             if trains_policy:
                 factor = lr_factor(args, update - pretraining_updates, num_policy_updates)
                 lr = args.learning_rate * factor
@@ -501,10 +501,9 @@ def main(args: Args) -> dict:
             value_group["lr"] = args.value_learning_rate * lr_factor(args, update, num_updates)
             minibatch_tokens = int(response_lengths[minibatch].sum())
             right_tokens = int((response_lengths * is_right)[minibatch].sum())
-            for indices, part in micro_batches(args, model, rollout, minibatch):
-                # In the pretraining the policy gets no gradient, so Adam leaves its weights alone.
-                stats = {}  # the policy's metrics: none in the pretraining
-                if trains_policy:
+            # In the pretraining the policy gets no gradient, so Adam leaves its weights alone.
+            if trains_policy:
+                for indices, part in micro_batches(args, model, rollout, minibatch):
                     logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                     ppo_loss, stats = policy_loss(
                         args,
@@ -524,8 +523,11 @@ def main(args: Args) -> dict:
                     loss.backward()
                     total_loss += loss.detach()
                     total_nll += nll.detach()
+                    for name, value in stats.items():
+                        token_sums[name] += value
+            for indices, part in micro_batches(args, value_model, rollout, minibatch):
                 values = compute_values(value_model, part)  # (n, R)
-                v_loss, v_stats = value_loss(
+                loss, stats = value_loss(
                     args,
                     values,
                     old_values[indices],
@@ -533,8 +535,8 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
                 )
-                v_loss.backward()
-                for name, value in (stats | v_stats).items():
+                loss.backward()
+                for name, value in stats.items():
                     token_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             v_norm = torch.nn.utils.clip_grad_norm_(value_model.parameters(), args.max_grad_norm)

@@ -16,6 +16,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
+    MistralConfig,
+    MistralForSequenceClassification,
 )
 
 import ppo_rlhf
@@ -529,6 +531,27 @@ def test_the_values_move_and_the_old_ones_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_rlhf, "value_loss", recorded)
     run(tmp_path, num_iterations=3, value_learning_rate=1e-2)
     assert moved[0] < 1e-5 and moved[-1] > 1e-2
+
+
+def test_a_value_network_of_another_family_has_rows_of_its_own(tmp_path, monkeypatch):
+    """The policy's samples of a prompt share a row. The value network can't, because it has a window."""
+    judge = shutil.copytree(SMALL_JUDGE, tmp_path / "judge")
+    torch.manual_seed(0)
+    shape = json.loads((judge / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "pad_token_id")
+    shape = {name: shape[name] for name in (*names, "num_attention_heads", "num_key_value_heads")}
+    config = MistralConfig(**shape, sliding_window=8, num_labels=1)
+    MistralForSequenceClassification(config).save_pretrained(judge)
+    moved, value_loss = [], ppo_rlhf.value_loss
+
+    def recorded(args, values, old_values, *rest, **counts):
+        moved.append((values - old_values).abs().max().item())
+        return value_loss(args, values, old_values, *rest, **counts)
+
+    monkeypatch.setattr(ppo_rlhf, "value_loss", recorded)
+    monkeypatch.setattr(ppo_rlhf, "PACK_LENGTH", 100)
+    run(tmp_path, num_generations=4, reward_model=str(judge))
+    assert max(moved) < 1e-5
 
 
 def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch):
