@@ -411,9 +411,13 @@ def draw_compared(records: list[dict]) -> None:
         # A trainer of TRL has the color of its algorithm, and a dashed line.
         of = name.removeprefix("trl_")
         style = dict(color=colors[COMPARED.index(of) % 10], linestyle="--" if of != name else "-")
-        greedy = np.mean([[x["eval/accuracy"] for x in r["eval"].values()] for r in mine], 0)
+        greedy = np.array([[x["eval/accuracy"] for x in r["eval"].values()] for r in mine])
         across = [int(step) for step in mine[0]["eval"]]
-        axes[0][0].plot(across, greedy, label=label(name), marker="o", markersize=3, **style)
+        axes[0][0].plot(
+            across, greedy.mean(0), label=label(name), marker="o", markersize=3, **style
+        )
+        band = dict(color=style["color"], alpha=0.15, linewidth=0)  # a line of one seed has none
+        axes[0][0].fill_between(across, greedy.min(0), greedy.max(0), **band)
         lengths = np.mean([smooth(r["curves"]["rollout/response_len"]) for r in mine], 0)
         axes[0][1].plot(np.arange(1, len(lengths) + 1), lengths, **style)
     axes[0][0].set(xlabel="step", title="held out, greedy", ylabel="share of right answers")
