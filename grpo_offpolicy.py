@@ -27,11 +27,11 @@ In the code, main multiplies the advantages by the weights. As w >= 0, this also
 Parent: grpo.py. Differences: (1) The weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
 --sequence-cap, w is 0 for a whole response if the product of its untruncated ratios pi_old / pi_s
-is above the cap. (2) Where the advantage is negative, the minimum in S leaves large
-ratios unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there. (3) A copy of the
-model, the engine, samples the rollouts. It imitates a sampling engine on one device: it gets the
-trainer's weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the trainer's
-current weights (in bf16 on a GPU), not the engine.
+is above the cap. (2) Where the advantage is negative, the minimum in S leaves large ratios
+unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there. (3) A copy of the model,
+the engine, samples the rollouts. It imitates a sampling engine on one device: it gets the trainer's
+weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the trainer's current
+weights (in bf16 on a GPU), not the engine.
 
 With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
 as grpo.py does, except for rounding.

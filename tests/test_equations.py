@@ -270,6 +270,9 @@ def test_mixed_groups_by_hand():
     for count, expected in ((16, [1, 3, 4]), (3, [1, 3, 4]), (2, [1, 3]), (1, [1])):
         assert dapo.mixed_groups(make_args(dapo, num_prompts=count), accuracy).tolist() == expected
     assert dapo.mixed_groups(make_args(dapo), accuracy[[0, 2]]).tolist() == []
+    # A grade below 1 isn't right.
+    graded = torch.tensor([[0.5, 0.0, 0.2], [1.0, 0.5, 0.5], [1.0, 1.0, 1.0]])
+    assert dapo.mixed_groups(make_args(dapo), graded).tolist() == [1]
 
 
 def test_a_mixed_group_is_one_with_an_advantage():
