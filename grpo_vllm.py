@@ -27,8 +27,6 @@ the product of its untruncated ratios pi_old / pi_s is above the cap.
 The weight w has no gradient. The KL term gets no weight, as in TRL, so it is biased where pi_s
 differs from pi_old. Sections and equations without a name are DeepSeekMath's.
 
-In the code, main multiplies the advantages by the weights. As w >= 0, this also multiplies C by w.
-
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
 evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
 has no `generate`, no --sampling-tokens and no --cuda-graph. (2) The trainer hands its weights over
@@ -244,24 +242,26 @@ def lr_factor(args, update, num_updates):
     return 1.0
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+def policy_loss(
+    args, logprobs, old_logprobs, ref_logprobs, advantages, sampler_weights, mask, num_seqs
+):
     """GRPO's loss with dual clip, -J, of the n sequences of a micro-batch.
 
-    logprobs, old_logprobs, ref_logprobs (n, R); advantages (n, R), the advantage of the sequence
-    times the weight of each token; mask (n, R) bool, True for the tokens that count: elsewhere the
-    log-probabilities are 0. num_seqs is the number of sequences in the whole minibatch, so that the
-    losses of its micro-batches add up to the loss of the minibatch. With args.beta 0, ref_logprobs
-    is not used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
+    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs and ref_logprobs
+    (n, R) are 0 elsewhere; advantages (n, 1); sampler_weights (n, R), w. num_seqs is the number of
+    sequences in the whole minibatch, so that the losses of its micro-batches add up to the loss of
+    the minibatch. With args.beta 0, ref_logprobs is not used. Returns the scalar loss, and stats:
+    each metric summed over the tokens that count, whatever their w.
     """
-    assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
+    assert logprobs.shape == old_logprobs.shape == sampler_weights.shape == mask.shape
+    assert advantages.shape == (len(mask), 1)
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
     clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
-    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), w S
-    # `advantages` is w A here, so the next two lines turn w S into w C.
+    surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S
     dual_clipped = torch.maximum(surrogate, args.dual_clip * advantages)  # (n, R)
-    surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R)
-    token_loss = -surrogate  # (n, R)
+    surrogate = torch.where(advantages < 0, dual_clipped, surrogate)  # (n, R), C
+    token_loss = -sampler_weights * surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
         # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
@@ -274,9 +274,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # Every token counts as 1, whatever its w. Only policy/dual_clip_frac asks whether w A is
-    # negative, so it misses the tokens whose w is 0. The tokens are samples of pi_s. So policy/...
-    # and kl/ref are only estimates of what they are called, the better the closer pi_s is to pi.
+    # The tokens are samples of pi_s. So approx_kl, ratio_mean, entropy and kl/ref are estimates of
+    # what they are called only where pi_s is close to pi.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -416,8 +415,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[indices] = logprobs.detach()
-                # The weight w of each token, (n, R).
-                sampler_weights = compute_sampler_weights(
+                sampler_weights = compute_sampler_weights(  # (n, R), w
                     args,
                     old_logprobs[indices],
                     rollout.sampled_logprobs[indices],
@@ -428,7 +426,8 @@ def main(args: Args) -> dict:
                     logprobs,
                     old_logprobs[indices],
                     ref_logprobs[indices],
-                    sampler_weights * advantages[indices],  # (n, R), w A
+                    advantages[indices],
+                    sampler_weights,
                     response_mask[indices],
                     num_seqs=len(minibatch),
                 )

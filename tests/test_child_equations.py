@@ -126,11 +126,27 @@ def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
     advantages = torch.tensor([[advantage]], dtype=torch.float64)
     mask = torch.ones(1, 1, dtype=torch.bool)
     args = make_args(grpo_offpolicy, beta=0.0, dual_clip=dual_clip)
-    value, slope, stats = loss_and_gradient(
-        grpo_offpolicy, args, logprobs, old, None, advantages, mask
+    for weight in (1.0, 0.25, 0.0):
+        logprobs = logprobs.detach().requires_grad_()
+        weights = torch.full_like(old, weight)
+        value, stats = grpo_offpolicy.policy_loss(
+            args, logprobs, old, None, advantages, weights, mask, num_seqs=1
+        )
+        (slope,) = torch.autograd.grad(value, logprobs)
+        expected = (weight * loss, weight * gradient)
+        assert (value.item(), slope.item()) == pytest.approx(expected, abs=1e-12)
+        # Whatever its weight, the token counts.
+        assert stats["policy/dual_clip_frac"] == (advantage < 0 and ratio > dual_clip)
+
+
+def test_the_kl_has_no_sampler_weight():
+    """pi is 1/2 and pi_ref 1/8, so k3 is 1/4 - 1 + log 4. The token's weight is 0."""
+    logprobs, ref = (torch.tensor([[x]]).double().log() for x in (1 / 2, 1 / 8))
+    args, one = make_args(grpo_offpolicy, beta=0.1), torch.ones(1, 1, dtype=torch.float64)
+    loss, _ = grpo_offpolicy.policy_loss(
+        args, logprobs, logprobs, ref, one, torch.zeros(1, 1), one.bool(), num_seqs=1
     )
-    assert (value, slope.item()) == pytest.approx((loss, gradient), abs=1e-12)
-    assert stats["policy/dual_clip_frac"] == (advantage < 0 and ratio > dual_clip)
+    assert loss.item() == pytest.approx(0.1 * (math.log(4) - 3 / 4), abs=1e-12)
 
 
 # ---- grpo_process

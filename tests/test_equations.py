@@ -36,7 +36,7 @@ def make_args(script, **fields):
 
 
 # These scripts have one advantage per token, (n, R). The others have one per sequence, (n, 1).
-PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "grpo_offpolicy", "distill")
+PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "distill")
 
 
 def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
@@ -46,7 +46,7 @@ def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_to
         ref = torch.full_like(logprobs, -1.0)
     if script.__name__ in PER_TOKEN and advantages.shape == (len(mask), 1):
         advantages = advantages.expand(mask.shape)
-    given = dict(ref_logprobs=ref, teacher_logprobs=ref)
+    given = dict(ref_logprobs=ref, teacher_logprobs=ref, sampler_weights=torch.ones_like(logprobs))
     given |= dict(num_seqs=num_seqs, num_tokens=num_tokens)
     names = inspect.signature(script.policy_loss).parameters
     given = {name: value for name, value in given.items() if name in names}

@@ -238,15 +238,16 @@ def test_kimi_kl_by_hand():
     script, mask = load("kimi_kl"), torch.tensor([[True, True, False]])
     logprobs = torch.tensor([[-1.0, -2.0, 0.0]], dtype=torch.float64, requires_grad=True)
     sampled = torch.tensor([[-1.5, -1.8, 0.0]], dtype=torch.float64)
-    args, old, zero = make_args(script, kl_tau=0.1), logprobs.detach(), torch.zeros(1, 3)
-    loss, stats = script.policy_loss(args, logprobs, old, sampled, None, zero, mask, num_seqs=1)
+    args, old, zero = make_args(script, kl_tau=0.1), logprobs.detach(), torch.zeros(1, 1)
+    given = dict(sampler_weights=torch.ones(1, 3), mask=mask, num_seqs=1)
+    loss, stats = script.policy_loss(args, logprobs, old, sampled, None, zero, **given)
     (slope,) = torch.autograd.grad(loss, logprobs)
     assert loss.item() == pytest.approx(0.1 * (0.25 + 0.04) / 2, abs=1e-12)
     assert slope.tolist()[0] == pytest.approx([0.1 * 0.5, -0.1 * 0.2, 0.0], abs=1e-12)
     assert stats["kl/sampler"].item() == pytest.approx((0.25 + 0.04) / 2)
     for bad in (torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(3)):
         with pytest.raises(AssertionError):
-            script.policy_loss(args, logprobs, old, bad, None, zero, mask, num_seqs=1)
+            script.policy_loss(args, logprobs, old, bad, None, zero, **given)
 
 
 def test_echo_by_hand():

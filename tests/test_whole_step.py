@@ -928,19 +928,15 @@ def offpolicy_advantages(run, groups):
     return metrics | {"rollout/truncated_frac": mean(truncated)}
 
 
-def weigh(run, groups, batch):
-    for o in batch:
-        o.A = [weight * a for weight, a in zip(o.weights, o.advantages, strict=True)]
-
-
 def offpolicy_loss(run, batch, o, t):
-    """GRPO's loss. If the advantage is negative, the ratio counts as at most c, the dual clip."""
+    """GRPO's loss, weighted. If the advantage is negative, the ratio counts as at most c, the dual clip."""
     ratio = ratio_of(o, t)
     if is_dual_clipped(run, ratio, o.A[t]):
         surrogate_loss = -o.A[t] * run.args.dual_clip
     else:
         surrogate_loss = clipped(run, ratio, o.A[t])
-    return (surrogate_loss + kl_penalty(run, o, t)) / o.length / len(batch)
+    token_loss = o.weights[t] * surrogate_loss + kl_penalty(run, o, t)
+    return token_loss / o.length / len(batch)
 
 
 def is_dual_clipped(run, ratio, advantage):
@@ -977,12 +973,16 @@ def icepop_advantages(run, groups):
 
 def opsm_renew(run, groups, batch):
     """A bad response is left out if the current policy is too far from the engine. DeepSeek-V3.2, Eq. 9."""
-    weigh(run, groups, batch)
     for o in batch:
         distance = (math.fsum(o.sampled) - math.fsum(o.now)) / o.length
-        o.is_left_out = o.advantages[0] < 0 and distance > run.args.opsm_delta
-        o.A = [0.0] * o.length if o.is_left_out else o.A
+        o.is_left_out = o.A[0] < 0 and distance > run.args.opsm_delta
         run.seen["opsm leaves out a response"].add(o.is_left_out)
+
+
+def opsm_loss(run, batch, o, t):
+    if o.is_left_out:
+        return kl_penalty(run, o, t) / o.length / len(batch)
+    return offpolicy_loss(run, batch, o, t)
 
 
 def opsm_masks(run, o, t):
@@ -1002,7 +1002,6 @@ def kl_to_sampler(run, o, t):
 OFFPOLICY = ALGORITHMS["grpo_offpolicy"] = Algorithm(
     prepare=load_engine,
     advantages=offpolicy_advantages,
-    renew=weigh,
     loss=offpolicy_loss,
     metrics=(drift, ratios, kl_to_reference, dual_clips),
     bounds=one_bound,
@@ -1011,7 +1010,7 @@ OFFPOLICY = ALGORITHMS["grpo_offpolicy"] = Algorithm(
 ALGORITHMS["geo_mask"] = dataclasses.replace(OFFPOLICY, advantages=geo_mask_advantages)
 ALGORITHMS["icepop"] = dataclasses.replace(OFFPOLICY, advantages=icepop_advantages)
 ALGORITHMS["opsm"] = dataclasses.replace(
-    OFFPOLICY, renew=opsm_renew, metrics=(*OFFPOLICY.metrics, opsm_masks)
+    OFFPOLICY, renew=opsm_renew, loss=opsm_loss, metrics=(*OFFPOLICY.metrics, opsm_masks)
 )
 ALGORITHMS["kimi_kl"] = dataclasses.replace(
     OFFPOLICY, loss=kimi_loss, metrics=(*OFFPOLICY.metrics, kl_to_sampler)
