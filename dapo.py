@@ -27,17 +27,18 @@ Departures from the paper:
     (c) After --max-resample extra batches a step trains on the mixed groups that it has. If it has
         none, it trains on its first B groups: their format and length rewards may still differ.
         rollout/mixed_groups is then 0. With fewer sequences than minibatches, some updates are
-        empty.
+        empty and change nothing.
     (d) The rewards are those of grpo.py, accuracy and format, instead of 1 and -1.
     (e) In the paper a rollout is larger and serves 16 updates.
 
-The rollout metrics count everything that was sampled, except mixed_groups, logprob_gap and
-logprob_gap_max: they count what the step trains on.
+The rollout metrics count everything that was sampled. But logprob_gap and logprob_gap_max count
+what the step trains on, and mixed_groups counts the mixed groups in it. The overlong penalty is a
+part of rollout/reward_mean, but not of eval/reward_mean.
 
-Shapes: B prompts per batch, G samples per prompt, N sequences in all batches of a step, in group
-order (sequence i belongs to group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden
-units. A step trains on at most B*G of its N sequences. A micro-batch has n sequences, and T
-response tokens in all.
+Shapes: B prompts per batch, G samples per prompt, N sequences of a rollout, in group order
+(sequence i belongs to group i//G), P prompt tokens, R response tokens, V vocabulary, D hidden
+units. A rollout is one batch, or in main all batches of a step, which trains on at most B*G
+sequences of it. A micro-batch has n sequences, and T response tokens in all.
 
     python dapo.py                                 the bundled adder, on a CPU
     python dapo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -159,7 +160,7 @@ class Args:
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 4
-    """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
+    """updates per pass; the kept sequences are shuffled and divided evenly among them"""
     micro_batch_tokens: int = 2048
     """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
     gradient_checkpointing: bool = True
@@ -196,7 +197,7 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def compute_advantages(rewards):
-    """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
+    """Group-relative, Eq. 9: rewards (groups, G) -> the same. The std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -220,7 +221,7 @@ def overlong_penalty(args, lengths):
 
 
 def minibatches(args, num_seqs):
-    """Yield the sequence indices of each update. Each pass shuffles all and splits them evenly."""
+    """Yield each update's indices below num_seqs. Each pass shuffles all and splits them evenly."""
     for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
@@ -238,7 +239,7 @@ def lr_factor(args, update, num_updates):
 
 
 def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
-    """The DAPO loss, -J of Eq. 8, of the n sequences of a micro-batch.
+    """The DAPO loss, -J of Eq. 8 with departure (a), of the n sequences of a micro-batch.
 
     mask (n, R) bool is True for the tokens that count; logprobs and old_logprobs (n, R) are 0
     elsewhere; advantages (n, 1). num_tokens is the number of tokens that count in the whole
@@ -382,7 +383,8 @@ def main(args: Args) -> dict:
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
         # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
         # micro-batches of the updates: then every ratio is exactly 1 before the first update.
-        updates = [kept[i] for i in minibatches(args, len(kept))]  # sequence indices
+        # minibatches deals out the positions in kept, and kept has the sequence indices.
+        updates = [kept[positions] for positions in minibatches(args, len(kept))]
         first_pass = updates[: args.num_minibatches]  # together, every kept sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.

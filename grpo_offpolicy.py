@@ -2,7 +2,7 @@
 arXiv:2402.03300v3) gets three additions: truncated importance sampling (Yao et al. 2025, "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training",
 https://fengyao.notion.site/off-policy-rl), dual clip (Ye et al. 2020, arXiv:1912.09729), and a cap
-for whole responses.
+on the importance ratio of a whole response.
 
 A fast sampling engine computes in another precision than the trainer, and may hold older weights.
 So the policy that samples, pi_s, differs from pi_old, the trainer's policy at the start of the
@@ -19,17 +19,17 @@ maximize J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term gets no weight, as in TRL, so it is biased where pi_s
-differs from pi_old. Sections and equations without a name are DeepSeekMath's.
+The weight w has no gradient. The KL term gets no weight, as in TRL: there the difference between
+pi_s and pi_old isn't corrected. Sections and equations without a name are DeepSeekMath's.
 
 Parent: grpo.py. Differences: (1) The weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
 --sequence-cap, w is 0 for a whole response if the product of its untruncated ratios pi_old / pi_s
 is above the cap. (2) Where the advantage is negative, the minimum in S leaves large ratios
-unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there. (3) A copy of the model,
-the engine, samples the rollouts. It imitates a sampling engine on one device: it gets the trainer's
-weights every --staleness steps, rounded to --engine-dtype. Evaluation uses the trainer's current
-weights (in bf16 on a GPU), not the engine.
+unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there, so that such a token has
+no gradient. (3) A copy of the model, the engine, samples the rollouts. It imitates a sampling
+engine on one device: it gets the trainer's weights every --staleness steps, rounded to
+--engine-dtype. Evaluation uses the trainer's current weights (in bf16 on a GPU), not the engine.
 
 With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
 as grpo.py does, except for rounding.
@@ -412,6 +412,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[indices] = logprobs.detach()
+                # In the loop, because a single update has only now filled in old_logprobs.
                 sampler_weights = compute_sampler_weights(  # (n, R), w
                     args,
                     old_logprobs[indices],
@@ -461,7 +462,7 @@ def main(args: Args) -> dict:
         )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        limit = args.rollout_correction or float("inf")  # 0: no limit
+        limit = args.rollout_correction or float("inf")  # 0: w is 1, and nothing is truncated
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -1278,7 +1279,8 @@ def check_args(args):
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if args.beta < 0:
         raise ValueError("--beta must not be negative")
-    # Where the two policies agree, a ratio is 1 up to rounding: no limit may cut that off.
+    # Where the two policies agree, a product of ratios is 1 up to rounding. A cap of 1 would drop
+    # about half of the responses there. W = 1 only cuts the rounding off.
     if args.rollout_correction != 0 and not args.rollout_correction >= 1:
         raise ValueError("--rollout-correction must be 0 or at least 1")
     if args.sequence_cap != 0 and not args.sequence_cap > 1:
@@ -1293,8 +1295,9 @@ def check_gap(args, engine, gap):
     They have the same weights up to rounding, so a large gap means that generate or
     compute_logprobs computes this kind of model wrongly.
     """
-    in_bf16 = engine.device.type == "cuda" or engine.dtype == torch.bfloat16
-    tolerance = 0.1 if in_bf16 else 1e-3  # bf16 rounds more
+    # On a GPU the trainer computes in bf16, whatever the engine's precision.
+    has_bf16 = engine.device.type == "cuda" or engine.dtype == torch.bfloat16
+    tolerance = 0.1 if has_bf16 else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: not supported, because sampling and training differ by "

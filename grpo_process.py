@@ -25,7 +25,7 @@ logged. The accuracy needs the answer tags anyway.
 
 As in the paper, the sum has no baseline for the token's position. If all steps of a response are
 better than the mean, an early token has a larger advantage than a late one. If all are worse, it
-has a smaller one. So a response whose steps are all wrong loses less as a single step.
+has a smaller one. So if all steps of a response are wrong, it would lose less if it had only one.
 
 Departures from the paper: a rule rewards the steps, not a reward model. As in grpo.py, 1e-4 is
 added to the std, and the reference stays the initial model. step_rewards is written for column
@@ -82,13 +82,13 @@ from utils.rewards import (
 )
 
 SCRIPT = Path(__file__).resolve()
-# These don't train the policy, even if you add one here: the rewards of step_rewards do. They are
-# logged. The first gives 1.0 for a right answer.
+# These are only logged, even if you add one: the rewards of step_rewards train the policy. The
+# first one here gives 1.0 for a right answer.
 REWARDS = [accuracy_reward, format_reward]
 COLUMN_SUM = re.compile(r"([0-9](?:\+[0-9])+)=([0-9]+)")  # the sum of one column, as 4+3+1=8
 # Worked examples, each a question and its answer. With --examples they stand before each question.
-# A small model imitates an example better than it follows a description. If you change REWARDS or
-# the task, change the examples, too.
+# A small model imitates an example better than it follows a description. If you change
+# step_rewards or the task, change the examples, too.
 EXAMPLES = [
     (
         "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
@@ -228,10 +228,10 @@ def step_rewards(completions, answers):
     for completion, answer, accuracy in zip(completions, answers, accuracies, strict=True):
         steps = []
         answer_digits = str(gold_number(answer))[::-1]  # from the right
-        # Without a <think> the thought starts with the completion: the prompt may end with <think>.
+        # The prompt may end with <think>. Then the completion starts with the thought.
         _, opening_tag, after_tag = completion.partition("<think>")
         rest = after_tag if opening_tag else completion
-        position = len(completion) - len(rest)
+        position = len(completion) - len(rest)  # where the thought starts
         thought, closing_tag, _ = rest.partition("</think>")
         if closing_tag and re.fullmatch("[0-9+=,]+", thought):
             for column, column_sum in enumerate(thought.split(",")):
@@ -295,7 +295,7 @@ def token_advantages(args, steps, last_tokens):
     for row, values, ends in zip(advantages, per_response, last_tokens, strict=True):
         for value, end in zip(values, ends, strict=True):
             # A step's reward counts for its tokens and for all tokens before them.
-            row[: end + 1] += value  # in advantages
+            row[: end + 1] += value  # row is a view, so this changes advantages
     return advantages
 
 
@@ -1387,7 +1387,7 @@ def log_metrics(args, file, metrics):
 def show_progress(args, progress, metrics, sample):
     """Put metrics beside the bar, and about ten times a run print them and a sample."""
     shown = {
-        "reward": metrics["rollout/reward_mean"],
+        "step_reward": metrics["rollout/step_reward"],
         "acc": metrics["rollout/accuracy"],
         "len": metrics["rollout/response_len"],
         "eos": metrics["rollout/eos_frac"],
@@ -1398,7 +1398,8 @@ def show_progress(args, progress, metrics, sample):
         progress.write(f"step {step}: {progress.postfix}")
         prompt = sample["prompt"][-60:]
         completion = sample["completions"][0]
-        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
+        earned = [step.reward for step in sample["steps"][0]]
+        progress.write(f"    {prompt!r} -> {completion!r}, rewards of its steps {earned}")
 
 
 def save_checkpoint(args, run_dir, trained, state, metrics):

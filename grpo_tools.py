@@ -21,20 +21,22 @@ Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token depend
 before it, including the tool's. The policy didn't choose the tool's tokens, so the loss leaves them
 out.
 
-Parent: grpo.py. Differences: (1) When the policy writes CALL_END, generate asks TOOL, at most
---max-calls times. Then the response takes the tokens of the answer instead of samples. TOOL is a
-function from text to text, here a calculator. The policy's ids stay as they were sampled: if they
-were decoded and tokenized again, they could be others. (2) There are two masks. context_mask has
-all tokens of the response, which attention sees. response_mask has the tokens that the policy
-wrote, and only these count. (3) --tool-cost is subtracted from the reward for each answered call.
-(4) The bundled model can already use a call's result, and only has to learn to call. It learns with
-twice the learning rate of grpo.py.
+Parent: grpo.py. Differences: (1) When the policy writes CALL_END, generate asks TOOL, and the
+response takes the tokens of the answer instead of samples. A response has at most --max-calls
+answers: one more call ends it. TOOL is a function from text to text, here a calculator. The
+policy's ids stay as they were sampled: if they were decoded and tokenized again, they could be
+others. (2) There are two masks. context_mask has all tokens of the response, which attention sees.
+response_mask has the tokens that the policy wrote, and only these count. (3) --tool-cost is
+subtracted from the reward for each answered call. (4) The bundled model can already use a call's
+result, and only has to learn to call. It learns with twice the learning rate of grpo.py.
 
-Departures from Search-R1: its tool is a search engine, and this one is a calculator. A </calc>
-without a <calc> is a call, too: its text is all that the policy wrote since the last answer. A
-token may hold the end of </calc> and more, such as ">=". Then the tool writes ">" and its answer
-instead, and the sampled token isn't trained. Departures from DeepSeekMath, as in grpo.py: 1e-4 is
-added to the std, because equal rewards would give 0/0, and the reference stays the initial model.
+Departures from Search-R1: its tool is a search engine, and this one is a calculator. There a
+response also ends after its answer, one that neither searches nor answers is asked to think again,
+and the reward is the accuracy alone. A </calc> without a <calc> is a call, too: its text is all
+that the policy wrote since the last answer. A token may hold the end of </calc> and more, such as
+">=". Then the tool writes ">" and its answer instead, and the sampled token isn't trained.
+Departures from DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal rewards would
+give 0/0, and the reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -590,6 +592,7 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
             logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
             token = (logprobs + noise).argmax(1)  # (rows,)
+        # Both are copies from before `finished` changes: a token that ends its response counts.
         context_mask[sequence, t] = ~finished
         is_policy = ~finished  # (rows,) bool; False below where the tool writes the token
         samples = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
@@ -606,12 +609,13 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
         response_ids[sequence, t] = token
         response_mask[sequence, t] = is_policy
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
-        # The tool's EOS token ends nothing, because it is ordinary text.
+        # An EOS token in the tool's answer is ordinary text, so it ends nothing.
         finished |= torch.isin(token, eos_ids) & is_policy
         if finished.all():
             break
 
-    # A finished row is still sampled until it is dropped, but the masks leave these tokens out.
+    # The tool's tokens get no logprob, and neither do those that a finished row samples until it is
+    # dropped.
     response_logprobs = response_logprobs.masked_fill(~response_mask, 0.0)  # (N, R)
     answers = [caller.answers for caller in callers]  # N
     return response_ids, response_mask, context_mask, response_logprobs, answers
@@ -681,7 +685,7 @@ def decode(model, decoding):
 
 
 def response_states(model, rollout):
-    """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
+    """The hidden states (T, D) from which the model predicts the policy's T tokens in n sequences.
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
@@ -916,12 +920,13 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
         parts.append(
             generate(args, model, tokenizer, part_ids, part_mask, num_samples, temperature, eos_ids)
         )
-    ids, masks, context_masks, logprobs, answers = zip(*parts, strict=True)  # one of each per part
+    # one of each per part
+    response_ids, response_masks, context_masks, logprobs, answers = zip(*parts, strict=True)
     rollout = Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
-        response_ids=torch.cat(ids),
-        response_mask=torch.cat(masks),
+        response_ids=torch.cat(response_ids),
+        response_mask=torch.cat(response_masks),
         context_mask=torch.cat(context_masks),
         sampled_logprobs=torch.cat(logprobs),
     )
@@ -1018,7 +1023,7 @@ def calculator(call):
     if value.denominator > 1:
         return f"{float(value):.15g}"
     text = str(value.numerator)  # above 4300 digits Python raises an error
-    if len(text) > MAX_CHARS:
+    if len(text) > MAX_CHARS:  # run_tool would cut it, and a part of a number is a wrong number
         raise OverflowError(f"more than {MAX_CHARS} characters")
     return text
 
@@ -1057,7 +1062,7 @@ def run_tool(call):
 
 @dataclass
 class Caller:
-    """The calls of one response."""
+    """The calls in one response, and what the tool has still to write there."""
 
     turn: list[int] = field(default_factory=list)  # the policy's tokens since the last answer
     waiting: list[int] = field(default_factory=list)  # the tool's tokens, still to be taken
@@ -1065,7 +1070,7 @@ class Caller:
     is_over: bool = False  # a call beyond --max-calls ends the response
 
     def next_tool_token(self, args, tokenizer, sampled, t):
-        """Take or replace the sample for position t, and run the tool if it ends a call.
+        """Record the sample for position t, or replace it. Run the tool if the sample ends a call.
 
         Returns the tool's token that takes the sample's place, or None if the sample stands. Sets
         is_over if the call is one too many.
@@ -1078,9 +1083,11 @@ class Caller:
         if CALL_END not in tokenizer.decode(self.turn[-len(CALL_END.encode()) :]):
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
-        if not end:  # a broken byte before it garbles the whole turn: no call
+        if not end:
+            # The whole turn can be decoded to another end than its last tokens alone, if a broken
+            # character stands before CALL_END. Then this is no call.
             return None
-        if t + 1 == args.max_new_tokens:  # no room for any of an answer
+        if t + 1 == args.max_new_tokens:  # no room for even one token of an answer
             return None
         if len(self.answers) == args.max_calls:
             self.is_over = True
@@ -1090,8 +1097,8 @@ class Caller:
         self.answers.append(answer)
         text = answer
         if after_end:
-            # The sample goes on after CALL_END, as ">=" does. The tool writes its part up to
-            # CALL_END instead, and then the answer.
+            # The sample goes on after CALL_END, as ">=" does. So the tool takes the sample's place:
+            # it writes what CALL_END still lacks, here ">", and then its answer.
             written = tokenizer.decode(self.turn[:-1])  # without the sample
             text = (before_end + CALL_END).removeprefix(written) + answer
         # Tokenized alone, so that the ids that the policy sampled stay as they are.

@@ -4,7 +4,7 @@ The engine runs in the trainer's process, on its device. GRPO (DeepSeekMath, Sha
 arXiv:2402.03300v3) gets three additions: truncated importance sampling (Yao et al. 2025, "Your
 Efficient RL Framework Secretly Brings You Off-Policy RL Training",
 https://fengyao.notion.site/off-policy-rl), dual clip (Ye et al. 2020, arXiv:1912.09729), and a cap
-for whole responses.
+on the importance ratio of a whole response.
 
 The engine has the trainer's weights, on a GPU rounded to bf16, and computes with other kernels. So
 the policy that samples, pi_s, differs from pi_old, the trainer's policy at the start of the step.
@@ -24,8 +24,8 @@ J, so the loss is -J:
 W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for a whole response if
 the product of its untruncated ratios pi_old / pi_s is above the cap.
 
-The weight w has no gradient. The KL term gets no weight, as in TRL, so it is biased where pi_s
-differs from pi_old. Sections and equations without a name are DeepSeekMath's.
+The weight w has no gradient. The KL term gets no weight, as in TRL: there the difference between
+pi_s and pi_old isn't corrected. Sections and equations without a name are DeepSeekMath's.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
 evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
@@ -415,6 +415,7 @@ def main(args: Args) -> dict:
                 logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                 if updates_per_step == 1:
                     old_logprobs[indices] = logprobs.detach()
+                # In the loop, because a single update has only now filled in old_logprobs.
                 sampler_weights = compute_sampler_weights(  # (n, R), w
                     args,
                     old_logprobs[indices],
@@ -460,7 +461,7 @@ def main(args: Args) -> dict:
         )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
         gap = sampler_logratio.abs()  # (num_tokens,)
-        limit = args.rollout_correction or float("inf")  # 0: no limit
+        limit = args.rollout_correction or float("inf")  # 0: w is 1, and nothing is truncated
         is_truncated = sampler_logratio.exp() > limit  # (num_tokens,) bool
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -1201,7 +1202,8 @@ def check_args(args):
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if args.beta < 0:
         raise ValueError("--beta must not be negative")
-    # Where the two policies agree, a ratio is 1 up to rounding: no limit may cut that off.
+    # Where the two policies agree, a product of ratios is 1 up to rounding. A cap of 1 would drop
+    # about half of the responses there. W = 1 only cuts the rounding off.
     if args.rollout_correction != 0 and not args.rollout_correction >= 1:
         raise ValueError("--rollout-correction must be 0 or at least 1")
     if args.sequence_cap != 0 and not args.sequence_cap > 1:
