@@ -354,8 +354,8 @@ def main(args: Args) -> dict:
 
         # ---- 2. old and reference log-probabilities
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
-        # micro-batches of the updates: then every ratio is exactly 1 before the first update.
+        # In bf16 the rounding depends on which sequences share a micro-batch. So the micro-batches
+        # here are those of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -500,8 +500,8 @@ def main(args: Args) -> dict:
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often.
-# There the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. For a
+# GPU the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
 # then it looks right before the cache grows, and at least one row is left to keep. I haven't
 # measured the number for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128}
@@ -522,15 +522,15 @@ class Decoding:
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
     bias: Tensor  # (rows, 1, 1, columns), added to the attention scores: 0 shows a column
     logits: Tensor  # (rows, 1, V): those of the next token
-    token: Tensor  # (rows,): the token sampled last
+    token: Tensor  # (rows,): the last token of each row
     position: Tensor  # (rows,): its position, padding not counted
     next_column: Tensor  # (1,): the column of the cache that the next step fills
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a recurrent state, keys and values (rows, heads, columns, size), or both.
-            # layer.reorder_cache would select the rows of both. But keys and values also grow.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. Its own reorder_cache would select the rows of both, but can't append columns.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -642,7 +642,7 @@ def prefill(model, prompt_ids, prompt_mask):
 
 
 def decode(model, decoding):
-    """Feed the sampled tokens to the model, and write the logits of the next ones."""
+    """Feed the last tokens to the model, and write the logits of the next ones."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
@@ -728,8 +728,8 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # This selects the states. The backward pass of indexing adds up gradients in an order that
-    # varies.
+    # F.embedding selects the states. Indexing would, too, but its backward pass adds up the
+    # gradients in an order that varies.
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -829,7 +829,7 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # Of the whole rollout, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -945,8 +945,8 @@ def inference_copy(model):
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
-        # model feeds it bf16, so the hook converts.
+        # The head stays in float32. It may share its weight with the embedding, which is bf16 now,
+        # so it's replaced by a copy of the model's. Its input is bf16, so the hook converts.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)

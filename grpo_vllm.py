@@ -380,8 +380,8 @@ def main(args: Args) -> dict:
 
         # ---- 2. old and reference log-probabilities
         # The engine rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
-        # micro-batches of the updates: then every ratio is exactly 1 before the first update.
+        # In bf16 the rounding depends on which sequences share a micro-batch. So the micro-batches
+        # here are those of the updates: then every rho is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -651,8 +651,8 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # This selects the states. The backward pass of indexing adds up gradients in an order that
-    # varies.
+    # F.embedding selects the states. Indexing would, too, but its backward pass adds up the
+    # gradients in an order that varies.
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -747,7 +747,7 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # Of the whole rollout, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -799,8 +799,8 @@ def inference_copy(model):
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
-        # model feeds it bf16, so the hook converts.
+        # The head stays in float32. It may share its weight with the embedding, which is bf16 now,
+        # so it's replaced by a copy of the model's. Its input is bf16, so the hook converts.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)

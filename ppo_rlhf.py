@@ -7,7 +7,7 @@ network predicts the return at every token. The reference is the initial policy.
 scores a whole response. A response is a sequence of actions a_t, one per token:
 
     r_t      = -beta (log pi_old(a_t | s_t) - log pi_ref(a_t | s_t)),
-               plus the score at the last token                         (the sum: Ziegler, Eq. 2)
+               plus the score at the last token                  (summed over t: Ziegler, Eq. 2)
     delta_t  = r_t + gamma V_old(s_{t+1}) - V_old(s_t)                                (PPO, Eq. 12)
     A_t      = delta_t + gamma lambda A_{t+1}             advantages                  (PPO, Eq. 11)
     U_t      = A_t + V_old(s_t)                           returns, which the value network predicts
@@ -21,10 +21,11 @@ are whitened over the whole rollout. mean_t is the mean over all tokens of the m
 
 Parent: grpo.py. Differences: (1) a reward model scores each response, and --missing-eos-penalty is
 subtracted from the score of a response that was cut at the limit; (2) the KL to the reference is a
-part of each token's reward (k1) and not of the loss; (3) a value network and GAE replace the
-group's mean and std, so that one sample per prompt is enough; (4) the value network has a clipped
-loss and its own learning rate, and its gradient is clipped by its own norm; (5) by default one
-rollout serves several epochs, and the losses average over all tokens of the minibatch.
+part of each token's reward (Schulman's k1) and not of the loss; (3) a value network and GAE replace
+the group's mean, and whitening over the whole rollout replaces its std, so that one sample per
+prompt is enough; (4) the value network has a clipped loss and its own learning rate, and its
+gradient is clipped by its own norm; (5) by default one rollout serves several epochs, and the
+losses average over all tokens of the minibatch.
 
 Departures from the papers:
 
@@ -163,9 +164,9 @@ class Args:
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
     learning_rate: float = 1e-5
-    """peak learning rate of Adam (betas 0.9, 0.999; no weight decay)"""
+    """the policy's peak learning rate; Adam (betas 0.9, 0.999; no weight decay) trains both"""
     value_learning_rate: float = 1e-5
-    """peak learning rate of the value network"""
+    """the value network's peak learning rate"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
@@ -179,7 +180,7 @@ class Args:
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
-    """the gradient is scaled down to this norm if it is larger"""
+    """each network's gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     reward_model: str | None = None
     """classifier of one label, folder or hub id; None: the rewards of REWARDS"""
@@ -196,7 +197,7 @@ class Args:
     value_clip_eps: float = 0.2
     """in the value loss, a new value is clipped to within this distance of the old value"""
     value_init: Literal["reward_model", "policy"] = "reward_model"
-    """what the value network starts from; without a reward model: policy, with a head of zeros"""
+    """the network whose copy V starts as; policy, or no reward model: with a head of zeros"""
 
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
@@ -219,12 +220,12 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def whiten(values, mask):
-    """Shift values (N, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
+def whiten(advantages, mask):
+    """Shift advantages (N, R) to mean 0 over the mask, and to variance 1; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
-    mean = masked_mean(values, mask)  # ()
-    variance = masked_mean((values - mean) ** 2, mask)  # ()
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (N, R)
+    mean = masked_mean(advantages, mask)  # ()
+    variance = masked_mean((advantages - mean) ** 2, mask)  # ()
+    whitened = (advantages - mean) * torch.rsqrt(variance + 1e-8)  # (N, R)
     return whitened.masked_fill(~mask, 0.0)
 
 
@@ -271,7 +272,7 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
-    # main has 0 in masked slots already. For any other caller: an inf there would give a NaN
+    # main has 0 in masked slots. For any other caller: the square of an inf there would give a NaN
     # gradient.
     values = values.masked_fill(~mask, 0.0)  # (n, R)
     old_values = old_values.masked_fill(~mask, 0.0)  # (n, R)
@@ -430,17 +431,18 @@ def main(args: Args) -> dict:
 
         # ---- 2. old and reference log-probabilities, and old values
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
-        # micro-batches of the updates: then every ratio is exactly 1 before the first update.
+        # In bf16 the rounding depends on which sequences share a micro-batch. So the micro-batches
+        # here are those of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
-        # The rewards contain the KL, so even a single update needs these before it starts.
+        # All updates need these before they start, because the rewards contain the KL.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
-        # The values enter no ratio, so their micro-batches needn't be those of the updates.
+        # V_old(s_t) of each token, from the prompt and the tokens before it. It enters no ratio, so
+        # its micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if ref_model is not None:
@@ -448,7 +450,7 @@ def main(args: Args) -> dict:
 
         # ---- 3. reward and advantage
         scores, right = score_responses(args, reward_model, rollout, completions, batch)
-        scores["missing_eos"] = -args.missing_eos_penalty * (~ended).float()
+        scores["missing_eos"] = torch.where(ended, 0.0, -args.missing_eos_penalty)  # (N,)
         response_rewards = sum(scores.values())  # (N,) float32
         token_rewards = kl_rewards(  # (N, R)
             args, response_rewards, old_logprobs, ref_logprobs, response_mask
@@ -459,7 +461,7 @@ def main(args: Args) -> dict:
         # ---- 4. update
         # Sums over the updates of this step, for the log.
         total_loss = 0.0
-        total_grad_norm = 0.0
+        total_grad_norm = 0.0  # the policy's
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
@@ -487,7 +489,7 @@ def main(args: Args) -> dict:
             # The value network may be of another family, which packs its sequences in another way.
             for indices, part in micro_batches(args, value_model, rollout, minibatch):
                 values = compute_values(value_model, part)  # (n, R)
-                loss, stats = value_loss(
+                v_loss, stats = value_loss(
                     args,
                     values,
                     old_values[indices],
@@ -495,7 +497,7 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
                 )
-                loss.backward()
+                v_loss.backward()
                 for name, value in stats.items():
                     token_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -578,12 +580,13 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here. The rest makes the loop fast, or prepares it.
+# A first reading may stop here, except for compute_values and compute_scores: they say from which
+# states a value and a score are read. The rest makes the loop fast, or prepares it.
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often.
-# There the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. For a
+# GPU the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
 # then it looks right before the cache grows, and at least one row is left to keep. I haven't
 # measured the number for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
@@ -604,15 +607,15 @@ class Decoding:
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
     bias: Tensor  # (rows, 1, 1, columns), added to the attention scores: 0 shows a column
     logits: Tensor  # (rows, 1, V): those of the next token
-    token: Tensor  # (rows,): the token sampled last
+    token: Tensor  # (rows,): the last token of each row
     position: Tensor  # (rows,): its position, padding not counted
     next_column: Tensor  # (1,): the column of the cache that the next step fills
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a recurrent state, keys and values (rows, heads, columns, size), or both.
-            # layer.reorder_cache would select the rows of both. But keys and values also grow.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. Its own reorder_cache would select the rows of both, but can't append columns.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -724,7 +727,7 @@ def prefill(model, prompt_ids, prompt_mask):
 
 
 def decode(model, decoding):
-    """Feed the sampled tokens to the model, and write the logits of the next ones."""
+    """Feed the last tokens to the model, and write the logits of the next ones."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
@@ -810,8 +813,8 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # This selects the states. The backward pass of indexing adds up gradients in an order that
-    # varies.
+    # F.embedding selects the states. Indexing would, too, but its backward pass adds up the
+    # gradients in an order that varies.
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -872,10 +875,10 @@ def compute_values(value_model, rollout):
 
 def compute_scores(reward_model, rollout):
     """The reward model's scores (n,) float32 of n whole responses, read at their last token."""
-    # response_states gives the state before each token of a response, but the score needs the state
-    # at the last one. So each response gets one more token, which the network never reads: the
-    # state before it is the one. The mask is a run of True from the left, so True in front makes it
-    # one longer.
+    # response_states gives the states from which the tokens of a response are predicted, but the
+    # score needs the state at its last token. So each response gets one more token, which would be
+    # predicted from that state and is never read. The mask is a run of True from the left, so True
+    # in front makes it one longer.
     longer = rollout._replace(
         response_ids=F.pad(rollout.response_ids, (0, 1)),  # (n, R + 1)
         response_mask=F.pad(rollout.response_mask, (1, 0), value=True),  # (n, R + 1) bool
@@ -952,7 +955,7 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # Of the whole rollout, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -1004,8 +1007,8 @@ def inference_copy(model):
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
-        # model feeds it bf16, so the hook converts.
+        # The head stays in float32. It may share its weight with the embedding, which is bf16 now,
+        # so it's replaced by a copy of the model's. Its input is bf16, so the hook converts.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)
@@ -1149,7 +1152,8 @@ def load_data(args, tokenizer):
     the data set, for the rewards.
     """
     splits = load_splits(args)
-    # A reward model needs no gold answer. A problem without one counts as wrong in the accuracy.
+    # A reward model needs no gold answer, only the column. A problem without one counts as wrong in
+    # the accuracy.
     functions = REWARDS if args.reward_model is None else []
     data = {}
     for split in ("train", "test"):

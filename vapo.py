@@ -13,14 +13,14 @@ network, as in PPO:
     rho_it    = pi(a_it | s_it) / pi_old(a_it | s_it)
     L_PPO     = -1/(sum_i |o_i|) sum_i sum_t S_it                          (token-level loss, Eq. 7)
     L_NLL     = -1/(sum_i |o_i|) sum_i sum_t log pi(a_it | s_it)        (Positive Example LM, Eq. 9)
-                where sum_i is over the right responses
     L         = L_PPO + mu L_NLL                                                            (Eq. 10)
     L_V       = 1/2 mean_it max((V - U)^2, (clip(V, V_old - eps_V, V_old + eps_V) - U)^2)
 
 a_it is token t of response i, and s_it is the prompt and the tokens before a_it. r_it is the reward
-of the whole response at its last token, and 0 before it. V_old is the value network of the rollout,
-and 0 after the last token. In L_PPO, sum_i is over the sequences of the minibatch. mean_it is the
-mean over all tokens of the minibatch.
+of the whole response at its last token, and 0 before it. pi_old and V_old are the networks of the
+rollout. V_old is 0 after the last token. The A_it are whitened over the whole rollout before they
+enter S_it. sum_i is over the sequences of the minibatch, in L_NLL over its right responses. mean_it
+is the mean over all tokens of the minibatch.
 
 Parent: ppo_rlhf.py. Differences:
     (1) Value pretraining: in the first --value-warmup-steps steps only the value network learns.
@@ -35,13 +35,16 @@ Parent: ppo_rlhf.py. Differences:
     (7) No KL and no reference. Rules give the rewards instead of a reward model, and a cut response
         costs no penalty.
 
-Departures from the paper: lambda is 0 where its formula is negative, in responses shorter than
-1/alpha tokens. As in the parent, the advantages are whitened, the values are clipped, and the
-gradient of each network is clipped by its own norm. The value network starts from the policy with a
-head of zeros, and not from a reward model. Its pretraining lasts a fixed number of steps, as in the
-paper's Section 5.1; in Section 4.1 it lasts until the value loss is low. The language-modelling
-loss takes all responses with a right answer, also those that miss the format or were cut. The
-rewards are those of grpo.py: accuracy, and format.
+Departures from the paper:
+    (a) lambda is 0 where its formula is negative, in responses shorter than 1/alpha tokens. With
+        the paper's alpha, made for thousands of tokens, lambda is only 0.93 at 300 tokens.
+    (b) The value network starts from the policy with a head of zeros, and not from a reward model.
+    (c) Its pretraining lasts a fixed number of steps, as in the paper's Section 5.1. In Section 4.1
+        it lasts until the value loss is low.
+    (d) L_NLL takes all responses with a right answer, also those that miss the format or were cut.
+    (e) The rewards are those of grpo.py: accuracy, and format.
+    (f) As in the parent, the advantages are whitened, the values are clipped in L_V, and the
+        gradient of each network is clipped by its own norm.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -160,9 +163,9 @@ class Args:
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
     learning_rate: float = 1e-5
-    """peak learning rate of Adam (betas 0.9, 0.999; no weight decay)"""
+    """the policy's peak learning rate; Adam (betas 0.9, 0.999; no weight decay) trains both"""
     value_learning_rate: float = 1e-5
-    """peak learning rate of the value network"""
+    """the value network's peak learning rate"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
@@ -176,10 +179,10 @@ class Args:
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
-    """the gradient is scaled down to this norm if it is larger"""
+    """each network's gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     value_warmup_steps: int = 50
-    """number of first steps in which the value network alone is trained"""
+    """first steps, in which only the value network is trained; no warm-up of a learning rate"""
     clip_eps_low: float = 0.2
     """eps_low in Eq. 8: the ratio is clipped to at least 1 - eps_low"""
     clip_eps_high: float = 0.28
@@ -187,7 +190,7 @@ class Args:
     gamma: float = 1.0
     """discount of the rewards per token (gamma)"""
     gae_alpha: float = 0.05
-    """alpha in lambda = 1 - 1 / (alpha * length): look ahead over alpha * length tokens"""
+    """alpha in lambda = 1 - 1 / (alpha * length); 0.05 gives 0.8 at 100 tokens, 0.98 at 1000"""
     lm_coef: float = 0.1
     """weight of the language-modelling loss on right responses (mu)"""
     value_clip_eps: float = 0.2
@@ -214,12 +217,12 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def whiten(values, mask):
-    """Shift values (N, R) to mean 0 over the mask, and scale them to variance 1; 0 where masked."""
+def whiten(advantages, mask):
+    """Shift advantages (N, R) to mean 0 over the mask, and to variance 1; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
-    mean = masked_mean(values, mask)  # ()
-    variance = masked_mean((values - mean) ** 2, mask)  # ()
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)  # (N, R)
+    mean = masked_mean(advantages, mask)  # ()
+    variance = masked_mean((advantages - mean) ** 2, mask)  # ()
+    whitened = (advantages - mean) * torch.rsqrt(variance + 1e-8)  # (N, R)
     return whitened.masked_fill(~mask, 0.0)
 
 
@@ -283,7 +286,7 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     Returns the scalar loss, and stats: each metric summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
-    # main has 0 in masked slots already. For any other caller: an inf there would give a NaN
+    # main has 0 in masked slots. For any other caller: the square of an inf there would give a NaN
     # gradient.
     values = values.masked_fill(~mask, 0.0)  # (n, R)
     old_values = old_values.masked_fill(~mask, 0.0)  # (n, R)
@@ -452,8 +455,8 @@ def main(args: Args) -> dict:
 
         # ---- 2. old log-probabilities and old values
         # The sampler rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 the rounding depends on which sequences share a micro-batch. So these are the
-        # micro-batches of the updates: then every ratio is exactly 1 before the first update.
+        # In bf16 the rounding depends on which sequences share a micro-batch. So the micro-batches
+        # here are those of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -461,8 +464,8 @@ def main(args: Args) -> dict:
         model.train()
         value_model.train()
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
-        # GAE needs the old values now. The values enter no ratio, so their micro-batches needn't be
-        # those of the updates.
+        # V_old(s_t) of each token, from the prompt and the tokens before it. It enters no ratio, so
+        # its micro-batches needn't be those of the updates.
         old_values = rollout_values(args, value_model, rollout)  # (N, R)
 
         # ---- 3. reward and advantage
@@ -479,30 +482,30 @@ def main(args: Args) -> dict:
         # the plain returns, which contain no predicted value.
         lambdas = adaptive_lambda(args, response_mask)  # (N,)
         advantages = compute_gae(args, token_rewards, old_values, response_mask, lambdas)  # (N, R)
-        advantages = whiten(advantages, response_mask)  # (N, R)
         returns = discounted_returns(args, token_rewards, response_mask)  # (N, R)
+        advantages = whiten(advantages, response_mask)  # (N, R)
 
         # ---- 4. update
         trains_policy = step > args.value_warmup_steps
         # Sums over the updates of this step, for the log.
-        total_loss = 0.0
+        total_loss = torch.zeros((), device=model.device)  # ()
         total_nll = 0.0
-        total_grad_norm = 0.0
+        total_grad_norm = 0.0  # the policy's
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
         policy_group, value_group = optimizer.param_groups
         for update, minibatch in enumerate(updates, start=first_update):
-            lr = 0.0  # for the log, in the pretraining
+            lr = 0.0  # the policy's in the pretraining, where it gets no gradient anyway
             if trains_policy:
                 factor = lr_factor(args, update - pretraining_updates, num_policy_updates)
                 lr = args.learning_rate * factor
             policy_group["lr"] = lr
             value_group["lr"] = args.value_learning_rate * lr_factor(args, update, num_updates)
             minibatch_tokens = int(response_lengths[minibatch].sum())
-            right_tokens = int((response_lengths * is_right)[minibatch].sum())
             # In the pretraining the policy gets no gradient, so Adam leaves its weights alone.
             if trains_policy:
+                right_tokens = int((response_lengths * is_right)[minibatch].sum())
                 for indices, part in micro_batches(args, model, rollout, minibatch):
                     logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
                     ppo_loss, stats = policy_loss(
@@ -527,7 +530,7 @@ def main(args: Args) -> dict:
                         token_sums[name] += value
             for indices, part in micro_batches(args, value_model, rollout, minibatch):
                 values = compute_values(value_model, part)  # (n, R)
-                loss, stats = value_loss(
+                v_loss, stats = value_loss(
                     args,
                     values,
                     old_values[indices],
@@ -535,7 +538,7 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
                 )
-                loss.backward()
+                v_loss.backward()
                 for name, value in stats.items():
                     token_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -618,12 +621,13 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here. The rest makes the loop fast, or prepares it.
+# A first reading may stop here, except for compute_values: it says from which states the values are
+# read. The rest makes the loop fast, or prepares it.
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often.
-# There the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. For a
+# GPU the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
 # then it looks right before the cache grows, and at least one row is left to keep. I haven't
 # measured the number for a GPU.
 SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
@@ -644,15 +648,15 @@ class Decoding:
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
     bias: Tensor  # (rows, 1, 1, columns), added to the attention scores: 0 shows a column
     logits: Tensor  # (rows, 1, V): those of the next token
-    token: Tensor  # (rows,): the token sampled last
+    token: Tensor  # (rows,): the last token of each row
     position: Tensor  # (rows,): its position, padding not counted
     next_column: Tensor  # (1,): the column of the cache that the next step fills
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
-            # A layer has a recurrent state, keys and values (rows, heads, columns, size), or both.
-            # layer.reorder_cache would select the rows of both. But keys and values also grow.
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. Its own reorder_cache would select the rows of both, but can't append columns.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -764,7 +768,7 @@ def prefill(model, prompt_ids, prompt_mask):
 
 
 def decode(model, decoding):
-    """Feed the sampled tokens to the model, and write the logits of the next ones."""
+    """Feed the last tokens to the model, and write the logits of the next ones."""
     config = model.config.get_text_config()
     window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
     bias, next_column = decoding.bias, decoding.next_column
@@ -850,8 +854,8 @@ def response_states(model, rollout):
             input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
         )
     rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # This selects the states. The backward pass of indexing adds up gradients in an order that
-    # varies.
+    # F.embedding selects the states. Indexing would, too, but its backward pass adds up the
+    # gradients in an order that varies.
     return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
 
 
@@ -967,7 +971,7 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # Of the whole rollout, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -1019,8 +1023,8 @@ def inference_copy(model):
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-        # The head may share its weight with the embedding, so it's replaced by a float32 copy. The
-        # model feeds it bf16, so the hook converts.
+        # The head stays in float32. It may share its weight with the embedding, which is bf16 now,
+        # so it's replaced by a copy of the model's. Its input is bf16, so the hook converts.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)
