@@ -13,9 +13,10 @@ maximize J, so the loss is -J:
 
 Parent: rloo.py. Differences: (1) the baseline is the mean of the whole group, including the
 sample's own reward, and the advantage is divided by the group's std; (2) a rollout may serve
-several passes (--num-iterations), so the ratio is clipped per token; (3) the loss averages the
-tokens of each sequence; (4) the KL to the reference is a term of the loss (Eq. 4), and not a part
-of the return.
+several passes (--num-iterations), so the loss has the ratio to pi_old instead of the
+log-probability, clipped per token; (3) the loss averages the tokens of each sequence, instead of
+summing them; (4) the KL to the reference is a term of the loss (Eq. 4), and not a part of the
+return.
 
 Departures from the paper: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model, while Algorithm 1 renews the reference in its outer loop.
@@ -251,7 +252,9 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    pack_of: list[int] | None = None  # set by micro_batches: the pack of each sequence
+    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
+    # or more responses to one prompt.
+    pack_of: list[int] | None = None
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
@@ -766,7 +769,8 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
+    # and alone in the next one, which rounds differently.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -955,8 +959,8 @@ def load_data(args, tokenizer):
         for row in splits[split]:
             chat = read_chat(args, row[args.question_column])
             contents = [message["content"] for message in chat]
-            # A chat template would write a missing text as the word None. A system message may be
-            # empty.
+            # Leave out a missing text, which a chat template would write as the word None, and an
+            # empty question. Earlier messages, such as the system's, may be empty.
             if not chat or None in contents or not contents[-1].strip():
                 num_empty += 1
                 continue

@@ -19,16 +19,16 @@ maximize J, so the loss is -J:
     A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
     KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
 
-The weight w has no gradient. The KL term gets no weight, as in TRL: there the difference between
-pi_s and pi_old isn't corrected. Sections and equations without a name are DeepSeekMath's.
+The weight w has no gradient. The KL term gets no weight, as in TRL: it treats samples of pi_s as if
+they were from pi_old. Sections and equations without a name are DeepSeekMath's.
 
 Parent: grpo.py. Differences: (1) The weight w of each token corrects for the engine. It is
 truncated at W (--rollout-correction), because rare large ratios would dominate the gradient. With
 --sequence-cap, w is 0 for a whole response if the product of its untruncated ratios pi_old / pi_s
 is above the cap. (2) Where the advantage is negative, the minimum in S leaves large ratios
-unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there, so that such a token has
-no gradient. (3) A copy of the model, the engine, samples the rollouts. It imitates a sampling
-engine on one device: it gets the trainer's weights every --staleness steps, rounded to
+unclipped. The dual clip replaces a ratio above c (--dual-clip) by c there, so that C has no
+gradient at such a token. (3) A copy of the model, the engine, samples the rollouts. It imitates a
+sampling engine on one device: it gets the trainer's weights every --staleness steps, rounded to
 --engine-dtype. Evaluation uses the trainer's current weights (in bf16 on a GPU), not the engine.
 
 With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
@@ -37,8 +37,8 @@ as grpo.py does, except for rounding.
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. The sequence cap is in none of them.
 
-As in Yao et al., w corrects the probability of a token given the tokens before it, and not the
-probability of those. So the gradient is biased even where no weight is truncated.
+As in Yao et al., w is the ratio of one token, given the tokens before it. These are from pi_s, too,
+and w doesn't correct for that. So the gradient is biased even where no weight is truncated.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -181,7 +181,7 @@ class Args:
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: no weight (w is 1, or 0 above the cap)"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1"""
     sequence_cap: float = 0.0
     """w = 0 if the product of a response's pi_old / pi_s is above this (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
@@ -279,8 +279,8 @@ def policy_loss(
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # The tokens are samples of pi_s. So approx_kl, ratio_mean, entropy and kl/ref are estimates of
-    # what they are called only where pi_s is close to pi.
+    # The tokens are samples of pi_s. So approx_kl and ratio_mean are what they are called only
+    # where pi_s is close to pi_old, and entropy and kl/ref only where it is close to pi_theta.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -305,7 +305,9 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the engine computed them
-    pack_of: list[int] | None = None  # set by micro_batches: the pack of each sequence
+    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
+    # or more responses to one prompt.
+    pack_of: list[int] | None = None
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
@@ -457,7 +459,7 @@ def main(args: Args) -> dict:
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
-        weights = compute_sampler_weights(  # (N, R)
+        weights = compute_sampler_weights(  # (N, R), all 0 in a response above the cap
             args, old_logprobs, rollout.sampled_logprobs, response_mask
         )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
@@ -505,8 +507,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
-        is_fresh = (step - 1) % args.staleness == 0  # the engine has the trainer's weights
-        if step == first_step and is_fresh:
+        was_fresh = (step - 1) % args.staleness == 0  # the rollout was of the trainer's weights
+        if step == first_step and was_fresh:
             check_gap(args, engine, gap.mean())
 
         # ---- 6. save
@@ -849,7 +851,8 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
+    # and alone in the next one, which rounds differently.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -1038,8 +1041,8 @@ def load_data(args, tokenizer):
         for row in splits[split]:
             chat = read_chat(args, row[args.question_column])
             contents = [message["content"] for message in chat]
-            # A chat template would write a missing text as the word None. A system message may be
-            # empty.
+            # Leave out a missing text, which a chat template would write as the word None, and an
+            # empty question. Earlier messages, such as the system's, may be empty.
             if not chat or None in contents or not contents[-1].strip():
                 num_empty += 1
                 continue
@@ -1279,8 +1282,8 @@ def check_args(args):
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if args.beta < 0:
         raise ValueError("--beta must not be negative")
-    # Where the two policies agree, a product of ratios is 1 up to rounding. A cap of 1 would drop
-    # about half of the responses there. W = 1 only cuts the rounding off.
+    # Where the two policies agree, each ratio and their product are 1 up to rounding. There W = 1
+    # only cuts the rounding off, but a cap of 1 would drop about half of the responses.
     if args.rollout_correction != 0 and not args.rollout_correction >= 1:
         raise ValueError("--rollout-correction must be 0 or at least 1")
     if args.sequence_cap != 0 and not args.sequence_cap > 1:

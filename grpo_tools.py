@@ -1,13 +1,15 @@
 """GRPO with a policy that calls a tool, in one file. Eq. 3 of DeepSeekMath, Shao et al. 2024,
 arXiv:2402.03300v3, with the mask of Search-R1, Jin et al. 2025, arXiv:2503.09516v3.
 
-The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
-maximize J, so the loss is -J. When the policy writes </calc>, the tool gets the text since the last
-<calc>, and its answer is appended to the response. Then the policy goes on:
+The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. When
+the policy writes </calc>, the tool gets the text since the last <calc>, and its answer is appended
+to the response. Then the policy goes on:
 
     prompt      47+38=
     response    <think><calc>47+38</calc>=85</think><answer>85</answer></s>
                 the tool wrote "=85", and the policy wrote the rest of the response
+
+We maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i 1/|w_i| sum_{t in w_i} ( S_it - beta KL_it ) ]   (DeepSeekMath, Eq. 3)
     w_i      = the positions t of o_i that the policy wrote    (Search-R1, Eq. 3: I(y_t) = 1)
@@ -30,13 +32,14 @@ response_mask has the tokens that the policy wrote, and only these count. (3) --
 subtracted from the reward for each answered call. (4) The bundled model can already use a call's
 result, and only has to learn to call. It learns with twice the learning rate of grpo.py.
 
+Two details of a call: a </calc> without a <calc> is a call, too, whose text is all that the policy
+wrote since the tool's last answer. And a token may hold the end of </calc> and more, such as ">=".
+Then the tool takes its place with ">" and the answer, and the sampled token isn't trained.
+
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. There a
-response also ends after its answer, one that neither searches nor answers is asked to think again,
-and the reward is the accuracy alone. A </calc> without a <calc> is a call, too: its text is all
-that the policy wrote since the last answer. A token may hold the end of </calc> and more, such as
-">=". Then the tool writes ">" and its answer instead, and the sampled token isn't trained.
-Departures from DeepSeekMath, as in grpo.py: 1e-4 is added to the std, because equal rewards would
-give 0/0, and the reference stays the initial model.
+response also ends at </answer>, one that neither searches nor writes an <answer> is asked to think
+again, and the reward is the accuracy alone. Departures from DeepSeekMath, as in grpo.py: 1e-4 is
+added to the std, because equal rewards would give 0/0, and the reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
@@ -286,7 +289,9 @@ class Rollout(NamedTuple):
     response_mask: Tensor  # (N, R) bool: the policy's tokens, including EOS; only these count
     context_mask: Tensor  # (N, R) bool: the policy's and the tool's tokens; attention sees these
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    pack_of: list[int] | None = None  # set by micro_batches: the pack of each sequence
+    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
+    # or more responses to one prompt.
+    pack_of: list[int] | None = None
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
@@ -484,8 +489,8 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for generate and `==== the tool`. The rest makes the loop
-# fast, or prepares it.
+# A first reading may stop here, except for generate, response_states and `==== the tool`. The rest
+# makes the loop fast, or prepares it.
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
@@ -592,14 +597,14 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
             logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
             token = (logprobs + noise).argmax(1)  # (rows,)
-        # Both are copies from before `finished` changes: a token that ends its response counts.
+        # Both are set before `finished` changes, because a token that ends its response counts.
         context_mask[sequence, t] = ~finished
         is_policy = ~finished  # (rows,) bool; False below where the tool writes the token
         samples = zip(sequence.tolist(), token.tolist(), finished.tolist(), strict=True)
         for row, (i, sampled, is_finished) in enumerate(samples):
             if is_finished:
                 continue
-            tool_token = callers[i].next_tool_token(args, tokenizer, sampled, t)
+            tool_token = callers[i].take_sample(args, tokenizer, sampled, t)
             if tool_token is not None:
                 token[row] = tool_token
                 is_policy[row] = False
@@ -837,7 +842,8 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     context_lengths = rollout.context_mask.sum(1).tolist()  # N
-    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
+    # and alone in the next one, which rounds differently.
     lengths = rollout.prompt_mask.sum(1) + rollout.context_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -920,7 +926,7 @@ def sample_responses(args, model, tokenizer, examples, num_samples, temperature,
         parts.append(
             generate(args, model, tokenizer, part_ids, part_mask, num_samples, temperature, eos_ids)
         )
-    # one of each per part
+    # Each is a tuple, with an entry for each part.
     response_ids, response_masks, context_masks, logprobs, answers = zip(*parts, strict=True)
     rollout = Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
@@ -1069,8 +1075,8 @@ class Caller:
     answers: list[str] = field(default_factory=list)
     is_over: bool = False  # a call beyond --max-calls ends the response
 
-    def next_tool_token(self, args, tokenizer, sampled, t):
-        """Record the sample for position t, or replace it. Run the tool if the sample ends a call.
+    def take_sample(self, args, tokenizer, sampled, t):
+        """Take the sample for position t, or replace it. If it ends a call, run the tool.
 
         Returns the tool's token that takes the sample's place, or None if the sample stands. Sets
         is_over if the call is one too many.
@@ -1084,8 +1090,9 @@ class Caller:
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
         if not end:
-            # The whole turn can be decoded to another end than its last tokens alone, if a broken
-            # character stands before CALL_END. Then this is no call.
+            # A tokenizer with byte fallback decodes a run of byte tokens together. If CALL_END is
+            # spelled in bytes and an invalid byte stands before it, the whole run is broken, though
+            # the last tokens alone are not. Then this is no call.
             return None
         if t + 1 == args.max_new_tokens:  # no room for even one token of an answer
             return None
@@ -1152,8 +1159,8 @@ def load_data(args, tokenizer):
         for row in splits[split]:
             chat = read_chat(args, row[args.question_column])
             contents = [message["content"] for message in chat]
-            # A chat template would write a missing text as the word None. A system message may be
-            # empty.
+            # Leave out a missing text, which a chat template would write as the word None, and an
+            # empty question. Earlier messages, such as the system's, may be empty.
             if not chat or None in contents or not contents[-1].strip():
                 num_empty += 1
                 continue

@@ -24,8 +24,8 @@ J, so the loss is -J:
 W is --rollout-correction, and c is --dual-clip. With --sequence-cap, w is 0 for a whole response if
 the product of its untruncated ratios pi_old / pi_s is above the cap.
 
-The weight w has no gradient. The KL term gets no weight, as in TRL: there the difference between
-pi_s and pi_old isn't corrected. Sections and equations without a name are DeepSeekMath's.
+The weight w has no gradient. The KL term gets no weight, as in TRL: it treats samples of pi_s as if
+they were from pi_old. Sections and equations without a name are DeepSeekMath's.
 
 Parent: grpo_offpolicy.py. Differences: (1) vLLM samples the rollouts, and the responses of the
 evaluation. It gets token ids and returns token ids, each with its log-probability. So this script
@@ -36,8 +36,8 @@ before the first step and after every step. So the engine is never stale, and th
 Departures from the papers: 1e-4 is added to the std, because equal rewards would give 0/0. The
 reference stays the initial model. The sequence cap is in none of them.
 
-As in Yao et al., w corrects the probability of a token given the tokens before it, and not the
-probability of those. So the gradient is biased even where no weight is truncated.
+As in Yao et al., w is the ratio of one token, given the tokens before it. These are from pi_s, too,
+and w doesn't correct for that. So the gradient is biased even where no weight is truncated.
 
 The script needs vllm 0.32.0. docs/train.md says how to install it, how much memory it takes, and
 when it pays.
@@ -176,7 +176,7 @@ class Args:
     beta: float = 0.04
     """weight of the KL to the reference in the loss; 0: no reference"""
     rollout_correction: float = 2.0
-    """upper limit W of a token's weight pi_old / pi_s; 0: no weight (w is 1, or 0 above the cap)"""
+    """upper limit W of a token's weight pi_old / pi_s; 0: w is 1"""
     sequence_cap: float = 0.0
     """w = 0 if the product of a response's pi_old / pi_s is above this (its KL stays); 0: no cap"""
     dual_clip: float = 3.0
@@ -274,8 +274,8 @@ def policy_loss(
     # All ratios outside the clip range count, even where the minimum takes the unclipped term.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
-    # The tokens are samples of pi_s. So approx_kl, ratio_mean, entropy and kl/ref are estimates of
-    # what they are called only where pi_s is close to pi.
+    # The tokens are samples of pi_s. So approx_kl and ratio_mean are what they are called only
+    # where pi_s is close to pi_old, and entropy and kl/ref only where it is close to pi_theta.
     per_token = {
         "policy/clip_frac_low": below,
         "policy/clip_frac_high": above,
@@ -300,7 +300,9 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the engine computed them
-    pack_of: list[int] | None = None  # set by micro_batches: the pack of each sequence
+    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
+    # or more responses to one prompt.
+    pack_of: list[int] | None = None
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
@@ -456,7 +458,7 @@ def main(args: Args) -> dict:
         # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
         # its own name may change.
         right = scores[REWARDS[0].__name__]  # (N,) float32
-        weights = compute_sampler_weights(  # (N, R)
+        weights = compute_sampler_weights(  # (N, R), all 0 in a response above the cap
             args, old_logprobs, rollout.sampled_logprobs, response_mask
         )
         sampler_logratio = (old_logprobs - rollout.sampled_logprobs)[response_mask]  # (num_tokens,)
@@ -747,7 +749,8 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
+    # and alone in the next one, which rounds differently.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -962,8 +965,8 @@ def load_data(args, tokenizer):
         for row in splits[split]:
             chat = read_chat(args, row[args.question_column])
             contents = [message["content"] for message in chat]
-            # A chat template would write a missing text as the word None. A system message may be
-            # empty.
+            # Leave out a missing text, which a chat template would write as the word None, and an
+            # empty question. Earlier messages, such as the system's, may be empty.
             if not chat or None in contents or not contents[-1].strip():
                 num_empty += 1
                 continue
@@ -1202,8 +1205,8 @@ def check_args(args):
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if args.beta < 0:
         raise ValueError("--beta must not be negative")
-    # Where the two policies agree, a product of ratios is 1 up to rounding. A cap of 1 would drop
-    # about half of the responses there. W = 1 only cuts the rounding off.
+    # Where the two policies agree, each ratio and their product are 1 up to rounding. There W = 1
+    # only cuts the rounding off, but a cap of 1 would drop about half of the responses.
     if args.rollout_correction != 0 and not args.rollout_correction >= 1:
         raise ValueError("--rollout-correction must be 0 or at least 1")
     if args.sequence_cap != 0 and not args.sequence_cap > 1:

@@ -250,7 +250,9 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    pack_of: list[int] | None = None  # set by micro_batches: the pack of each sequence
+    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
+    # or more responses to one prompt.
+    pack_of: list[int] | None = None
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
@@ -767,7 +769,8 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
+    # and alone in the next one, which rounds differently.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -956,8 +959,8 @@ def load_data(args, tokenizer):
         for row in splits[split]:
             chat = read_chat(args, row[args.question_column])
             contents = [message["content"] for message in chat]
-            # A chat template would write a missing text as the word None. A system message may be
-            # empty.
+            # Leave out a missing text, which a chat template would write as the word None, and an
+            # empty question. Earlier messages, such as the system's, may be empty.
             if not chat or None in contents or not contents[-1].strip():
                 num_empty += 1
                 continue

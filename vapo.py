@@ -12,19 +12,21 @@ network, as in PPO:
     S_it      = min(rho_it A_it, clip(rho_it, 1-eps_low, 1+eps_high) A_it)      (Clip-Higher, Eq. 8)
     rho_it    = pi(a_it | s_it) / pi_old(a_it | s_it)
     L_PPO     = -1/(sum_i |o_i|) sum_i sum_t S_it                          (token-level loss, Eq. 7)
-    L_NLL     = -1/(sum_i |o_i|) sum_i sum_t log pi(a_it | s_it)        (Positive Example LM, Eq. 9)
+    L_NLL     = -1/(sum_right |o_i|) sum_right sum_t log pi(a_it | s_it)
+                                                                        (Positive Example LM, Eq. 9)
     L         = L_PPO + mu L_NLL                                                            (Eq. 10)
     L_V       = 1/2 mean_it max((V - U)^2, (clip(V, V_old - eps_V, V_old + eps_V) - U)^2)
 
 a_it is token t of response i, and s_it is the prompt and the tokens before a_it. r_it is the reward
 of the whole response at its last token, and 0 before it. pi_old and V_old are the networks of the
 rollout. V_old is 0 after the last token. The A_it are whitened over the whole rollout before they
-enter S_it. sum_i is over the sequences of the minibatch, in L_NLL over its right responses. mean_it
-is the mean over all tokens of the minibatch.
+enter S_it. sum_i is over the sequences of the minibatch, and sum_right over those with a right
+answer. mean_it is the mean over all tokens of the minibatch.
 
 Parent: ppo_rlhf.py. Differences:
     (1) Value pretraining: in the first --value-warmup-steps steps only the value network learns.
-        Then the schedule of the policy's learning rate begins.
+        Then the schedule of the policy's learning rate begins. That of the value network begins at
+        the first step.
     (2) Decoupled GAE: the value network learns the plain return (lambda 1), which contains none of
         its own predictions.
     (3) The policy's lambda grows with the length of the response: 1 / (1 - lambda), the number of
@@ -36,11 +38,10 @@ Parent: ppo_rlhf.py. Differences:
         costs no penalty.
 
 Departures from the paper:
-    (a) lambda is 0 where its formula is negative, in responses shorter than 1/alpha tokens. With
-        the paper's alpha, made for thousands of tokens, lambda is only 0.93 at 300 tokens.
+    (a) lambda is 0 where its formula is negative, in responses shorter than 1/alpha tokens.
     (b) The value network starts from the policy with a head of zeros, and not from a reward model.
-    (c) Its pretraining lasts a fixed number of steps, as in the paper's Section 5.1. In Section 4.1
-        it lasts until the value loss is low.
+    (c) The paper's Section 4.1 pretrains it until the value loss is low. Here the number of steps
+        is fixed, as in its Section 5.1.
     (d) L_NLL takes all responses with a right answer, also those that miss the format or were cut.
     (e) The rewards are those of grpo.py: accuracy, and format.
     (f) As in the parent, the advantages are whitened, the values are clipped in L_V, and the
@@ -182,7 +183,7 @@ class Args:
     """each network's gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     value_warmup_steps: int = 50
-    """first steps, in which only the value network is trained; no warm-up of a learning rate"""
+    """number of first steps in which only the value network is trained, its pretraining"""
     clip_eps_low: float = 0.2
     """eps_low in Eq. 8: the ratio is clipped to at least 1 - eps_low"""
     clip_eps_high: float = 0.28
@@ -387,7 +388,9 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    pack_of: list[int] | None = None  # set by micro_batches: the pack of each sequence
+    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
+    # or more responses to one prompt.
+    pack_of: list[int] | None = None
 
     def select(self, indices, pack_of=None):
         """The rollout of these sequences alone."""
@@ -407,7 +410,7 @@ def main(args: Args) -> dict:
     N = args.num_prompts * G
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
-    # The policy's schedule begins when the value pretraining ends.
+    # The policy's schedule begins when the value pretraining ends, the value network's at once.
     pretraining_updates = args.value_warmup_steps * updates_per_step
     num_policy_updates = num_updates - pretraining_updates
     parameter_groups = [
@@ -488,6 +491,7 @@ def main(args: Args) -> dict:
         # ---- 4. update
         trains_policy = step > args.value_warmup_steps
         # Sums over the updates of this step, for the log.
+        # A tensor, so that float(total_loss) waits for the GPU in the pretraining, too.
         total_loss = torch.zeros((), device=model.device)  # ()
         total_nll = 0.0
         total_grad_norm = 0.0  # the policy's
@@ -496,14 +500,15 @@ def main(args: Args) -> dict:
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
         policy_group, value_group = optimizer.param_groups
         for update, minibatch in enumerate(updates, start=first_update):
-            lr = 0.0  # the policy's in the pretraining, where it gets no gradient anyway
+            lr = 0.0  # the policy's; in the pretraining it only goes to the log
             if trains_policy:
                 factor = lr_factor(args, update - pretraining_updates, num_policy_updates)
                 lr = args.learning_rate * factor
             policy_group["lr"] = lr
             value_group["lr"] = args.value_learning_rate * lr_factor(args, update, num_updates)
             minibatch_tokens = int(response_lengths[minibatch].sum())
-            # In the pretraining the policy gets no gradient, so Adam leaves its weights alone.
+            # In the pretraining the policy gets no gradient: its norm below is 0, and Adam leaves
+            # its weights alone.
             if trains_policy:
                 right_tokens = int((response_lengths * is_right)[minibatch].sum())
                 for indices, part in micro_batches(args, model, rollout, minibatch):
@@ -971,7 +976,8 @@ def make_packs(args, model, rollout, sequences):
     """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # The longest sequence of the whole rollout decides, so that all minibatches decide alike.
+    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
+    # and alone in the next one, which rounds differently.
     lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
     shares = can_share(model, int(lengths.max()))
     # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
@@ -1160,8 +1166,8 @@ def load_data(args, tokenizer):
         for row in splits[split]:
             chat = read_chat(args, row[args.question_column])
             contents = [message["content"] for message in chat]
-            # A chat template would write a missing text as the word None. A system message may be
-            # empty.
+            # Leave out a missing text, which a chat template would write as the word None, and an
+            # empty question. Earlier messages, such as the system's, may be empty.
             if not chat or None in contents or not contents[-1].strip():
                 num_empty += 1
                 continue

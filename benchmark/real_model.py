@@ -99,7 +99,18 @@ THREE_SEEDS = ("grpo", "rloo", "grpo_64")
 SEEDS = {name: (1, 2, 3) if name in THREE_SEEDS else (1,) for name in RUNS}
 # The runs that one picture and one table compare.
 COMPARED = ["grpo", "dr_grpo", "dapo", "gspo", "grpo_lora", "rloo", "reinforce_baseline", "remax"]
-COMPARED += ["ppo_rlhf", "vapo", "trl_grpo", "trl_rloo"]
+COMPARED += ["ppo_rlhf", "vapo", "grpo_vllm", "trl_grpo", "trl_rloo"]
+# The runs of docs/lessons.md, in a table of their own.
+LESSONS = {
+    "anywhere": "grpo.py, paid for the answer anywhere",
+    "four_passes": "grpo.py, four passes",
+    "four_passes_unclipped": "grpo.py, four passes, no clip",
+    "lora_rank_1": "grpo_lora.py, rank 1",
+    "grpo_lora": "grpo_lora.py, rank 16",
+    "lora_rank_64": "grpo_lora.py, rank 64",
+    "lora_slow": "grpo_lora.py, rank 16, rate 1e-5",
+    "rloo_norm_1000": "rloo.py, --max-grad-norm 1000",
+}
 
 KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
 KEPT += ["rollout/format_reward"]
@@ -341,10 +352,10 @@ def single_runs_table(records: list[dict]) -> str:
     return table([*header, "seconds a step", "minutes", "GB"], rows)
 
 
-def compared_table(records: list[dict]) -> str:
-    """Each algorithm after 40 steps: the mean of its seeds."""
+def compared_table(records: list[dict], labels: dict[str, str]) -> str:
+    """Runs of 40 steps, by name: the mean of the seeds."""
     rows = []
-    for name in COMPARED:
+    for name, label in labels.items():
         mine = [record for record in records if record["name"] == name]
         if not mine:
             continue
@@ -355,7 +366,7 @@ def compared_table(records: list[dict]) -> str:
             return f"{np.mean([record['curves'][key][-5:] for record in mine]):.{digits}f}"
 
         greedy = [[x["eval/accuracy"] for x in record["eval"].values()] for record in mine]
-        row = [label(name), str(len(mine))]
+        row = [label, str(len(mine))]
         row += [f"{value:.2f}" for value in np.mean(greedy, 0)[1:]]
         row += [last_five("rollout/accuracy", 2), last_five("rollout/response_len", 0)]
         row += [last_five("kl/ref", 2), last_five("policy/entropy", 2)]
@@ -408,9 +419,10 @@ def draw_compared(records: list[dict]) -> None:
         mine = [record for record in records if record["name"] == name]
         if not mine:
             continue
-        # A trainer of TRL has the color of its algorithm, and a dashed line.
-        of = name.removeprefix("trl_")
-        style = dict(color=colors[COMPARED.index(of) % 10], linestyle="--" if of != name else "-")
+        # A trainer of TRL has the color of its algorithm, and a dashed line. With vLLM it is dotted.
+        of = name.removeprefix("trl_").removesuffix("_vllm")
+        linestyle = "--" if name.startswith("trl_") else ":" if name == "grpo_vllm" else "-"
+        style = dict(color=colors[COMPARED.index(of)], linestyle=linestyle)
         greedy = np.array([[x["eval/accuracy"] for x in r["eval"].values()] for r in mine])
         across = [int(step) for step in mine[0]["eval"]]
         axes[0][0].plot(
@@ -432,7 +444,8 @@ def blocks() -> dict[str, str]:
     first = next(x for x in records if x["name"] == "grpo_64" and x["seed"] == 1)
     return {
         "results": single_runs_table(records),
-        "algorithms": compared_table(records),
+        "algorithms": compared_table(records, {name: label(name) for name in COMPARED}),
+        "lessons": compared_table(records, LESSONS),
         "samples": samples_block(first),
     }
 

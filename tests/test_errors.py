@@ -147,6 +147,16 @@ def test_a_temperature_that_vllm_would_replace(tmp_path):
         script.check_args(tiny_args(script, tmp_path, temperature=0.009))
 
 
+def test_the_mean_of_one_return_is_no_baseline(tmp_path):
+    """All advantages would be 0."""
+    script = __import__("reinforce_baseline")
+    one = dict(num_prompts=1, num_generations=1, num_minibatches=1)
+    with pytest.raises(ValueError, match="--baseline batch_mean needs two or more sequences"):
+        script.check_args(tiny_args(script, tmp_path, **one))
+    script.check_args(tiny_args(script, tmp_path, **one, baseline="moving_average"))
+    script.check_args(tiny_args(script, tmp_path, **one | {"num_prompts": 2}))
+
+
 def test_dapo_refuses_a_penalty_for_every_response(tmp_path):
     """Its default, 60 tokens, is longer than short responses: one token would lose 0.48."""
     script = __import__("dapo")
