@@ -106,9 +106,8 @@ LESSONS = {
     "four_passes": "grpo.py, four passes",
     "four_passes_unclipped": "grpo.py, four passes, no clip",
     "lora_rank_1": "grpo_lora.py, rank 1",
-    "grpo_lora": "grpo_lora.py, rank 16",
     "lora_rank_64": "grpo_lora.py, rank 64",
-    "lora_slow": "grpo_lora.py, rank 16, rate 1e-5",
+    "lora_slow": "grpo_lora.py, rate 1e-5",
     "rloo_norm_1000": "rloo.py, --max-grad-norm 1000",
 }
 
