@@ -811,6 +811,21 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data, monkeypatch):
     assert plain(evaluated[0]) == plain(dict(saved["engine"])) != plain(evaluated[-1])
 
 
+def test_a_run_that_goes_on_with_a_stale_engine(tmp_path, data, monkeypatch):
+    """Its gap is no mistake: grpo_offpolicy.py checks only the gap of a fresh engine."""
+    script = __import__("grpo_offpolicy")
+    given = dict(staleness=100, num_steps=2, save_every=1, learning_rate=2e-3, dataset=data)
+    args = make_args(script, **given, runs_dir=str(tmp_path), run_name="run")
+    with monkeypatch.context() as patch:
+        equations = iter([script.compute_advantages])  # of step 1 alone
+        patch.setattr(script, "compute_advantages", lambda rewards: next(equations)(rewards))
+        with pytest.raises(StopIteration):
+            script.main(args)
+    script.main(args)
+    last = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert last["step"] == 2 and last["rollout/logprob_gap"] > 0.01  # on a CPU 0.001 is an error
+
+
 # ---- learning
 
 
