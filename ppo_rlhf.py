@@ -221,7 +221,7 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def whiten(advantages, mask):
-    """Shift advantages (N, R) to mean 0 over the mask, and to variance 1; 0 where masked."""
+    """Shift and scale advantages (N, R) to mean 0 and variance 1 over the mask; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
     mean = masked_mean(advantages, mask)  # ()
     variance = masked_mean((advantages - mean) ** 2, mask)  # ()

@@ -354,7 +354,7 @@ def single_runs_table(records: list[dict]) -> str:
 def compared_table(records: list[dict], labels: dict[str, str]) -> str:
     """Runs of 40 steps, by name: the mean of the seeds."""
     rows = []
-    for name, label in labels.items():
+    for name, shown in labels.items():
         mine = [record for record in records if record["name"] == name]
         if not mine:
             continue
@@ -365,7 +365,7 @@ def compared_table(records: list[dict], labels: dict[str, str]) -> str:
             return f"{np.mean([record['curves'][key][-5:] for record in mine]):.{digits}f}"
 
         greedy = [[x["eval/accuracy"] for x in record["eval"].values()] for record in mine]
-        row = [label, str(len(mine))]
+        row = [shown, str(len(mine))]
         row += [f"{value:.2f}" for value in np.mean(greedy, 0)[1:]]
         row += [last_five("rollout/accuracy", 2), last_five("rollout/response_len", 0)]
         row += [last_five("kl/ref", 2), last_five("policy/entropy", 2)]
@@ -420,7 +420,11 @@ def draw_compared(records: list[dict]) -> None:
             continue
         # A trainer of TRL has the color of its algorithm, and a dashed line. With vLLM it is dotted.
         of = name.removeprefix("trl_").removesuffix("_vllm")
-        linestyle = "--" if name.startswith("trl_") else ":" if name == "grpo_vllm" else "-"
+        linestyle = "-"
+        if name.startswith("trl_"):
+            linestyle = "--"
+        if name == "grpo_vllm":
+            linestyle = ":"
         style = dict(color=colors[COMPARED.index(of)], linestyle=linestyle)
         greedy = np.array([[x["eval/accuracy"] for x in r["eval"].values()] for r in mine])
         across = [int(step) for step in mine[0]["eval"]]
