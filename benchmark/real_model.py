@@ -70,13 +70,16 @@ RUNS = {
     "vapo": ("vapo", f"{GROUPS} --value-warmup-steps 5", REWARD),
     "grpo_vllm": ("grpo_vllm", GROUPS, REWARD),
     # Lessons.
+    "dapo_no_penalty": ("dapo", f"{GROUPS} --overlong-cache 0", REWARD),
     "rloo_norm_1000": ("rloo", f"{GROUPS} --max-grad-norm 1000", REWARD),
+    "rloo_no_kl": ("rloo", f"{GROUPS} --beta 0", REWARD),
     "four_passes": ("grpo", f"{GROUPS} --num-iterations 4", REWARD),
     "four_passes_unclipped": ("grpo", f"{GROUPS} --num-iterations 4 --clip-eps 1e9", REWARD),
     "anywhere": ("grpo", GROUPS, ANYWHERE),
     "lora_rank_1": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 1", REWARD),
     "lora_rank_64": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 64", REWARD),
     "lora_slow": ("grpo_lora", f"{GROUPS} --learning-rate 1e-5", REWARD),
+    "lora_fast": ("grpo_lora", f"{GROUPS} --learning-rate 3e-4", REWARD),
     # grpo.py with twice the batch, and on word problems.
     "grpo_64": ("grpo", f"{ARITHMETIC} --num-steps 60 --num-prompts 8", REWARD),
     "svamp": (
@@ -108,7 +111,10 @@ LESSONS = {
     "lora_rank_1": "grpo_lora.py, rank 1",
     "lora_rank_64": "grpo_lora.py, rank 64",
     "lora_slow": "grpo_lora.py, rate 1e-5",
+    "lora_fast": "grpo_lora.py, rate 3e-4",
+    "dapo_no_penalty": "dapo.py, --overlong-cache 0",
     "rloo_norm_1000": "rloo.py, --max-grad-norm 1000",
+    "rloo_no_kl": "rloo.py, --beta 0",
 }
 
 KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
