@@ -204,12 +204,15 @@ def test_rows_by_hand():
     assert rows == [(35, [0, 2, 4]), (22, [15, 20]), (4, [9])]
 
 
-def test_micro_batches_keep_to_the_budget():
+@pytest.mark.parametrize("module", [grpo, grpo_tools])
+def test_micro_batches_keep_to_the_budget(module):
     """A micro-batch's rows times its longest row is at most --micro-batch-tokens, unless it has one sequence."""
-    rollout, model = make_rollout(), build("Llama")
-    prompt_lengths, response_lengths = rollout.prompt_mask.sum(1), rollout.response_mask.sum(1)
+    rollout, model = make_rollout(module), build("Llama")
+    # A tool's tokens take memory, too.
+    mask = getattr(rollout, "context_mask", rollout.response_mask)
+    prompt_lengths, response_lengths = rollout.prompt_mask.sum(1), mask.sum(1)
     for budget in (1, 30, 40, 99, 10**6):
-        batches = micro_batches(grpo, model, rollout, torch.arange(21), budget)
+        batches = micro_batches(module, model, rollout, torch.arange(21), budget)
         assert sorted(sum([rows for rows, _ in batches], [])) == list(range(21))
         for rows, part in batches:
             lengths = []
