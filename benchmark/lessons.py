@@ -458,7 +458,7 @@ LESSONS = {
         | EXPLAINED,
     ),
     "groups": Lesson(
-        "The group size changes how many groups teach, and the accuracy little",
+        "Of larger groups a larger share teaches, and the accuracy changes little",
         {
             f"G = {G}": f"{PLAIN} --num-generations {G} --num-prompts {128 // G}"
             for G in (2, 4, 8, 16, 32)
@@ -510,7 +510,7 @@ LESSONS = {
         rows=2,
     ),
     "baselines": Lesson(
-        "A baseline raises the variance once nearly all answers are right",
+        "The usual baselines raise the variance once nine of ten answers are right",
         {
             "no baseline": f"{BASELINE} --baseline none",
             "moving average": f"{BASELINE} --baseline moving_average",
