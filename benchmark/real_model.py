@@ -72,7 +72,7 @@ RUNS = {
     # Lessons.
     "four_updates": ("grpo", f"{GROUPS} --num-minibatches 4", REWARD),
     "dapo_no_penalty": ("dapo", f"{GROUPS} --overlong-cache 0", REWARD),
-    "dapo_as_sampled": ("dapo", f"{GROUPS} --overlong-cache 0 --max-resample 1", REWARD),
+    "dapo_as_sampled": ("dapo", f"{GROUPS} --overlong-cache 0 --max-resample 0", REWARD),
     "rloo_norm_1000": ("rloo", f"{GROUPS} --max-grad-norm 1000", REWARD),
     "rloo_no_kl": ("rloo", f"{GROUPS} --beta 0", REWARD),
     "four_passes": ("grpo", f"{GROUPS} --num-iterations 4", REWARD),
@@ -116,7 +116,7 @@ LESSONS = {
     "lora_fast": "grpo_lora.py, rate 3e-4",
     "four_updates": "grpo.py, four updates of one pass",
     "dapo_no_penalty": "dapo.py, --overlong-cache 0",
-    "dapo_as_sampled": "dapo.py, --overlong-cache 0 --max-resample 1",
+    "dapo_as_sampled": "dapo.py, --overlong-cache 0 --max-resample 0",
     "rloo_norm_1000": "rloo.py, --max-grad-norm 1000",
     "rloo_no_kl": "rloo.py, --beta 0",
 }
