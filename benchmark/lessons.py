@@ -103,7 +103,10 @@ LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "rollout/logprob_
 
 # ==== what a table shows of a record ====
 def curve(record: dict, metric: str) -> np.ndarray | None:
-    """A record's metric at each step, NaN where it is missing; fractions in percent. None if no step has the metric."""
+    """A record's metric at each step, fractions in percent. None if no step has the metric.
+
+    NaN where it is missing or not finite: the explained variance is -inf if all returns are equal.
+    """
     curves = record["curves"]
     if metric == "length/all":
         right, wrong = curve(record, "length/right"), curve(record, "length/wrong")
@@ -112,6 +115,7 @@ def curve(record: dict, metric: str) -> np.ndarray | None:
     if metric not in curves:
         return None
     values = np.array([np.nan if value is None else value for value in curves[metric]], dtype=float)
+    values[~np.isfinite(values)] = np.nan
     return 100 * values if metric in PERCENT else values
 
 

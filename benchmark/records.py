@@ -143,7 +143,7 @@ def spread(values: list[float], digits: int = 0) -> str:
     known = [value for value in values if not np.isnan(value)]
     if not known:
         return "-"
-    text = f"{np.mean(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+    text = f"{np.mean(known):z.{digits}f} ({min(known):z.{digits}f} to {max(known):z.{digits}f})"
     return text if len(known) == len(values) else f"{text} in {len(known)} of {len(values)} runs"
 
 

@@ -24,6 +24,7 @@ def test_the_columns_of_the_lessons_by_hand(monkeypatch):
         "episodes": [8 * k for k in range(1, 11)],
         "rollout/accuracy": [k / 10 for k in range(10)],
         "kl/ref": [None, 2.0, 4.0, *[1.0] * 7],
+        "policy/entropy": [-math.inf, 2.0, math.nan, 4.0, *[1.0] * 6],
         "length/right": [None, *[10.0] * 9],
         "length/wrong": [20.0] * 10,
     }
@@ -31,6 +32,7 @@ def test_the_columns_of_the_lessons_by_hand(monkeypatch):
     assert lessons.over("rollout/accuracy", 2, 4)(record) == pytest.approx(20)
     assert lessons.over("rollout/accuracy", -5, -1)(record) == pytest.approx(70)
     assert lessons.over("kl/ref", 1, 3)(record) == 3
+    assert lessons.over("policy/entropy", 1, 4)(record) == 3
     assert math.isnan(lessons.over("kl/ref", 11, 20)(record))
     assert math.isnan(lessons.over("value/explained_var", 1, 5)(record))
     assert lessons.highest("kl/ref")(record) == 4
