@@ -80,7 +80,6 @@ RUNS = {
     "anywhere": ("grpo", GROUPS, ANYWHERE),
     "lora_rank_1": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 1", REWARD),
     "lora_rank_64": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 64", REWARD),
-    "lora_slow": ("grpo_lora", f"{GROUPS} --learning-rate 1e-5", REWARD),
     "lora_fast": ("grpo_lora", f"{GROUPS} --learning-rate 3e-4", REWARD),
     # grpo.py with twice the batch, and on word problems.
     "grpo_64": ("grpo", f"{ARITHMETIC} --num-steps 60 --num-prompts 8", REWARD),
@@ -112,7 +111,6 @@ LESSONS = {
     "four_passes_unclipped": "grpo.py, four passes, no clip",
     "lora_rank_1": "grpo_lora.py, rank 1",
     "lora_rank_64": "grpo_lora.py, rank 64",
-    "lora_slow": "grpo_lora.py, rate 1e-5",
     "lora_fast": "grpo_lora.py, rate 3e-4",
     "four_updates": "grpo.py, four updates of one pass",
     "dapo_no_penalty": "dapo.py, --overlong-cache 0",
