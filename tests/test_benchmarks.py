@@ -56,6 +56,7 @@ def test_the_columns_of_the_lessons_by_hand(monkeypatch):
     assert math.isnan(parts_at(run([1, *[3] * 9, 2, 3, 3])))
     assert records.spread([math.nan, 1, 3], 1) == "2.0 (1.0 to 3.0) in 2 of 3 runs"
     assert records.spread([math.nan] * 3) == "-" and records.spread([1, 2, 6]) == "3 (1 to 6)"
+    assert records.spread([-0.3, 0.1]) == "0 (0 to 0)"
 
 
 def test_the_gamed_reward_counts_characters(monkeypatch):
