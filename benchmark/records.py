@@ -51,7 +51,7 @@ def provenance() -> dict:
 
     commit = git("rev-parse", "--short", "HEAD")
     changes = git("status", "--porcelain", "--", "*.py", "utils", "assets", "variants/*.diff")
-    packages = ("torch", "transformers", "datasets", "tyro", "wandb")
+    packages = ("torch", "transformers", "datasets", "tyro")
     return {
         "commit": commit,
         "dirty": commit is None or changes != "",
