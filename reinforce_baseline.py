@@ -195,15 +195,22 @@ def compute_baseline(args, returns, average):
     average is the moving average of the earlier steps' mean returns, or at step 1 this step's mean.
     """
     if args.baseline == "batch_mean":
-        return returns.mean().item()
+        return mean_return(returns)
     if args.baseline == "moving_average":
         return average
     return 0.0
 
 
+def mean_return(returns):
+    """The mean of the returns (B, G), a float. The mean of equal returns is exactly their value."""
+    # The computed mean of equal numbers is rounded, but not that of their distances to the first.
+    first = returns[0, 0]  # ()
+    return (first + (returns - first).mean()).item()
+
+
 def update_average(average, returns):
     """The moving average of the mean return, after a step with returns (B, G)."""
-    return DECAY * average + (1 - DECAY) * returns.mean().item()
+    return average + (1 - DECAY) * (mean_return(returns) - average)
 
 
 def compute_advantages(returns, baseline):
@@ -362,7 +369,7 @@ def main(args: Args) -> dict:
         # The moving average starts at the first step's mean return. It takes in this step's returns
         # only after it has served as the baseline, so the log shows the next step's. It's kept in
         # `state`, so that a resumed run goes on with it.
-        average = state.get("rollout/return_average", returns.mean().item())
+        average = state.get("rollout/return_average", mean_return(returns))
         baseline = compute_baseline(args, returns, average)
         state["rollout/return_average"] = update_average(average, returns)
         advantages = compute_advantages(returns, baseline).view(-1, 1)  # (N, 1)

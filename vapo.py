@@ -221,6 +221,8 @@ BUNDLED = Args(
 def whiten(advantages, mask):
     """Shift and scale advantages (N, R) to mean 0 and variance 1 over the mask; 0 where masked."""
     # The variance is the biased one, and 1e-8 is added to it, as in Huang et al. 2024.
+    # The computed mean of equal numbers is rounded. Minus one of them, equal advantages are 0.
+    advantages = advantages - advantages[mask][0]  # (N, R)
     mean = masked_mean(advantages, mask)  # ()
     variance = masked_mean((advantages - mean) ** 2, mask)  # ()
     whitened = (advantages - mean) * torch.rsqrt(variance + 1e-8)  # (N, R)

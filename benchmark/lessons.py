@@ -6,8 +6,8 @@
     python benchmark/lessons.py                    all lessons
     python benchmark/lessons.py --draw             draw from the records, without runs
 
-Every run is one command: an unchanged script with flags, a script that a patch of variants/ makes, or gamed.py, which
-adds a reward to grpo.py. The record contains the command. Two runs go at a time, each on one thread.
+Every run is one command: an unchanged script with flags, a script that a patch of variants/ makes, or gamed.py or
+equal.py, which change the rewards of grpo.py. The record contains the command. Two runs go at a time, each on one thread.
 benchmark/records/lessons.jsonl gets one line for each run: command, commit (and "dirty", if the tree had changes), the
 machine's state before the run, versions, args, wall time, the evaluations, and a curve over the steps for every metric.
 A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs end, and its output
@@ -311,6 +311,25 @@ LESSONS = {
             }.items()
         },
         rows=2,
+    ),
+    "equal": Lesson(
+        "Equal rewards unlearn the task if their mean is rounded",
+        {
+            "0.3, rounded": "benchmark/equal.py --reward 0.3 --rounded --beta 0 --num-steps 40",
+            "0.5, rounded": "benchmark/equal.py --reward 0.5 --rounded --beta 0 --num-steps 40",
+            "0.3, grpo.py": "benchmark/equal.py --reward 0.3 --beta 0 --num-steps 40",
+        },
+        [
+            Panel(STEPS, ACCURACY),
+            Panel(STEPS, "optim/grad_norm"),
+            Panel(STEPS, "rollout/response_len"),
+        ],
+        HELD_OUT
+        | {
+            "sampled, first five, %": (over(ACCURACY, 1, 5), 1),
+            "sampled, last five, %": (over(ACCURACY, -5, -1), 1),
+            "largest norm of a gradient": (highest("optim/grad_norm"), 7),
+        },
     ),
     "teacher": Lesson(
         "A teacher is better than a reward where samples are few",

@@ -122,14 +122,6 @@ def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_to
 # ---- advantages
 
 
-@pytest.mark.parametrize("reward", [0.0, 0.1, 0.3, 1.4, 1 / 3, -7.7])
-@pytest.mark.parametrize("G", [2, 3, 7, 8])
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
-def test_equal_rewards_give_nearly_zero(member, reward, G):
-    # In float32 the mean of equal rewards can be off by an ulp. A division by a tiny std would make this error large.
-    assert advantages_of(member, torch.full((2, G), reward)).abs().max() < 0.01
-
-
 @pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
 def test_advantages_stay_within_their_group(member):
     rewards = torch.tensor([[0.0, 1.0, 0.5], [10.0, 20.0, 30.0]])
