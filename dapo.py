@@ -199,8 +199,8 @@ BUNDLED = Args(
 def compute_advantages(rewards):
     """Group-relative, Eq. 9: rewards (groups, G) -> the same. The std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # The computed mean of equal numbers is rounded. Minus the first reward, equal rewards are 0, and
-    # so are their advantages.
+    # The mean of equal numbers is rounded. Minus the first reward, equal rewards are 0, and so are
+    # their advantages.
     rewards = rewards - rewards[:, :1]  # (groups, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 

@@ -247,8 +247,8 @@ def add_adapters(args, model):
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # The computed mean of equal numbers is rounded. Minus the first reward, equal rewards are 0, and
-    # so are their advantages.
+    # The mean of equal numbers is rounded. Minus the first reward, equal rewards are 0, and so are
+    # their advantages.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 

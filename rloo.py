@@ -185,8 +185,8 @@ def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
 def compute_advantages(returns):
     """(B, G) -> (B, G): each return minus the mean of the prompt's other returns. Kool 2019."""
     assert returns.ndim == 2 and returns.shape[1] >= 2, returns.shape
-    # The computed mean of equal numbers is rounded. Minus the first return, equal returns are 0, and
-    # so are their advantages.
+    # The mean of equal numbers is rounded. Minus the first return, equal returns are 0, and so are
+    # their advantages.
     returns = returns - returns[:, :1]  # (B, G)
     others_mean = (returns.sum(1, keepdim=True) - returns) / (returns.shape[1] - 1)  # (B, G)
     return returns - others_mean

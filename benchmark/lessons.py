@@ -7,7 +7,8 @@
     python benchmark/lessons.py --draw             draw from the records, without runs
 
 Every run is one command: an unchanged script with flags, a script that a patch of variants/ makes, or gamed.py or
-equal.py, which change the rewards of grpo.py. The record contains the command. Two runs go at a time, each on one thread.
+equal.py, which change the rewards of grpo.py. The record contains the command. Two runs go at a time, each on one
+thread.
 benchmark/records/lessons.jsonl gets one line for each run: command, commit (and "dirty", if the tree had changes), the
 machine's state before the run, versions, args, wall time, the evaluations, and a curve over the steps for every metric.
 A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs end, and its output
@@ -328,7 +329,7 @@ LESSONS = {
         | {
             "sampled, first five, %": (over(ACCURACY, 1, 5), 1),
             "sampled, last five, %": (over(ACCURACY, -5, -1), 1),
-            "largest norm of a gradient": (highest("optim/grad_norm"), 7),
+            "largest norm of a gradient": (highest("optim/grad_norm"), 5),
         },
     ),
     "teacher": Lesson(

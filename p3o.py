@@ -1,0 +1,1366 @@
+"""P3O: Pairwise Proximal Policy Optimization, in one file. Wu et al. 2023, arXiv:2310.00212,
+Theorem 1 and Section 4.2, with joint clipping (P3O-V2).
+
+The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
+maximize J, the mean over all pairs of a prompt's responses. The gradient of the loss is -grad J:
+
+    J        = E[ 2/(G (G-1)) sum_{i<j} J_ij ]
+    J_ij     = 1/2 min( sg(D_ij) x_ij, sg(D_ij) clip(x_ij, c_ij - eps, c_ij + eps) )
+    D_ij     = (U_i - U_j) rho_i rho_j
+    x_ij     = log pi_theta(o_i | q) - log pi_theta(o_j | q)     c_ij is the same with pi_old
+    rho_i    = pi_theta(o_i | q) / pi_old(o_i | q)   pi_old: the weights that sampled the responses
+    U_i      = r_i - beta sum_t (log pi_old(o_it | q, o_i<t) - log pi_ref(o_it | q, o_i<t))
+                                                                             the return
+
+sg stops the gradient. A pair pushes its better response up and the other one down, equally hard. So
+only differences of returns matter, and no baseline is needed. The clip ends this push once log rho
+of the better response is more than eps above log rho of the other one. Without the clip, the
+gradient is that of Theorem 1:
+
+    grad J   = E[ 2/(G (G-1)) sum_{i<j} 1/2 (U_i - U_j) rho_i rho_j grad x_ij ]
+             = E[ 1/G sum_i A_i grad log pi_theta(o_i | q) ],   A_i = 1/(G-1) sum_{j != i} D_ij
+
+For rho = 1, A_i is the advantage of rloo.py. With the clip, the sum leaves out the clipped pairs.
+
+Parent: rloo.py. Differences: (1) the difference of two returns is multiplied by both ratios, and by
+0 if the pair is clipped. So each update computes the advantages again, which from the second update
+on costs a forward pass of the whole rollout; (2) each rollout serves four updates. With one update
+this is rloo.py, except for rounding.
+
+Departures from the paper: the paper has two responses per prompt, and here all pairs of a group
+count. The two responses of a pair may be in different minibatches. Then each minibatch pushes only
+its own response. Section 4.2 also has separate clipping (P3O-V1). There the half of o_i is 1/2 min(
+d rho_i, d clip(rho_i, 1-eps, 1+eps) ) with d = sg((U_i - U_j) rho_j). This may end one half of a
+pair and not the other one. Joint clipping keeps the halves equal and opposite, so the A_i of a
+group add up to 0. But it doesn't limit a change that both responses share. We couldn't check the
+two forms of clipping, nor eps, against the text of Section 4.2. rho_i rho_j counts as at most e^20,
+so that no weight is infinite.
+
+The log of samples has the advantages of the last update. policy/clip_frac counts tokens, not pairs.
+
+Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
+belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
+micro-batch has n sequences, and T response tokens in all. In
+the equations D is the weight of a pair.
+
+    python p3o.py                                 the bundled adder, on a CPU
+    python p3o.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
+"""
+
+import copy
+import inspect
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import datasets
+import torch
+import torch.nn.functional as F
+import tyro
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
+from tqdm import trange
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
+
+from utils.masking import masked_sum
+from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
+
+SCRIPT = Path(__file__).resolve()
+REWARDS = [accuracy_reward, format_reward]  # summed; the first gives 1.0 for a right answer
+CLIP_FRAC_EPS = 0.2  # policy/clip_frac counts ratios outside 1 +- this; no token is clipped
+# Worked examples, each a question and its answer. With --examples they stand before each question.
+# A small model imitates an example better than it follows a description. If you change REWARDS or
+# the task, change the examples, too.
+EXAMPLES = [
+    (
+        "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
+        "<think>After buying, he has 12 + 5 = 17 apples. After eating, he has 17 - 2 = 15.</think>"
+        "\n<answer>15</answer>",
+    ),
+    (
+        "A box holds 4 rows of 6 eggs. How many eggs does it hold?",
+        "<think>It holds 4 * 6 = 24 eggs.</think>\n<answer>24</answer>",
+    ),
+    (
+        "Mia has 15 stickers and gives 7 of them to Ben. How many stickers does she have left?",
+        "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
+    ),
+]
+
+
+@dataclass
+class Args:
+    # The defaults if --model is given. Otherwise the defaults are those of BUNDLED, below.
+    # ---- run
+    seed: int = 1
+    """seed of everything random: the order of the data, the samples, the minibatches"""
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
+    """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
+    runs_dir: str = "runs"
+    """folder that holds the runs"""
+    run_name: str | None = None
+    """name of the run's folder; if it has a checkpoint, the run is resumed; None: a new name"""
+    eval_every: int = 50
+    """steps between evaluations (always before and after); 0: none between"""
+    save_every: int = 50
+    """steps between checkpoints (always after the last step); 0: none between"""
+    track: bool = False
+    """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
+    # ---- model and data
+    model: str = "SmolLM2-1.7B-Instruct"
+    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X changes other defaults"""
+    dataset: str = "openai/gsm8k:main"
+    """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
+    eval_size: int = 500
+    """number of held-out problems to evaluate on (the first ones)"""
+    question_column: str = "question"
+    """column that holds the question: a text, or a list of chat messages"""
+    answer_column: str = "answer"
+    """column that holds the gold answer; if it contains "####", only what follows counts"""
+    examples: bool = True
+    """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
+    instructions: str = ""
+    """text before each question"""
+    max_prompt_tokens: int = 512
+    """longer prompts are skipped, counted and reported"""
+    # ---- sampling
+    num_prompts: int = 16
+    """prompts per step (B)"""
+    num_generations: int = 8
+    """samples per prompt (G)"""
+    max_new_tokens: int = 300
+    """maximum response length in tokens (R)"""
+    temperature: float = 0.9
+    """divides the logits, in sampling and in every log-probability"""
+    sampling_tokens: int = 49152
+    """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
+    cuda_graph: bool = True
+    """on a GPU, replay the decode step from a CUDA graph; a few families can't be recorded"""
+    # ---- optimization
+    num_steps: int = 200
+    """steps in the whole run, each with a rollout and its updates"""
+    learning_rate: float = 1e-5
+    """peak learning rate of Adam (betas 0.9, 0.999; no weight decay)"""
+    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
+    """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
+    warmup_updates: int = 10
+    """updates over which the learning rate rises linearly; the last of them has the peak rate"""
+    num_minibatches: int = 4
+    """updates per rollout, which is shuffled and divided among them as evenly as possible"""
+    micro_batch_tokens: int = 2048
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
+    gradient_checkpointing: bool = True
+    """recompute activations: less memory, a third more time"""
+    max_grad_norm: float = 1.0
+    """the gradient is scaled down to this norm if it is larger"""
+    # ---- algorithm
+    clip_eps: float = 0.2
+    """a pair stops learning once its better response has gained this much on the other, in nats"""
+    beta: float = 0.04
+    """weight of the KL to the reference in the return; 0: no reference"""
+
+
+# The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
+BUNDLED = Args(
+    model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
+    dataset=str(SCRIPT.parent / "assets" / "addition"),
+    examples=False,
+    max_prompt_tokens=64,
+    max_new_tokens=32,
+    temperature=1.0,
+    eval_every=20,
+    learning_rate=1e-4,
+    warmup_updates=0,
+    gradient_checkpointing=False,
+    num_steps=60,
+    beta=0.01,
+)
+
+
+# ==== algorithm ====
+def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
+    """The returns (B, G): each reward (B, G) minus beta times the KL of its whole response.
+
+    The KL is estimated by Schulman's k1: the sum of old_logprobs - ref_logprobs over the tokens.
+    """
+    kl = masked_sum(old_logprobs - ref_logprobs, mask, axis=1)  # (N,)
+    return rewards - args.beta * kl.view_as(rewards)
+
+
+def compute_advantages(args, returns, logratio):
+    """(B, G) -> (B, G): the mean of D_ij over the other samples j. A clipped pair counts as 0.
+
+    logratio (B, G) is log rho of each response, for the current policy.
+    """
+    assert returns.ndim == 2 and returns.shape[1] >= 2, returns.shape
+<<<<<<< /tmp/tmpp5pmef3b/p3o.py
+    assert logratio.shape == returns.shape
+    difference = returns[:, :, None] - returns[:, None, :]  # (B, G, G), U_i - U_j
+    moved = logratio[:, :, None] - logratio[:, None, :]  # (B, G, G), x_ij - c_ij
+    clipped = moved * difference.sign() > args.clip_eps  # (B, G, G) bool
+    # At most e^20, so that no weight is infinite.
+    ratios = (logratio[:, :, None] + logratio[:, None, :]).clamp(max=20).exp()  # (B, G, G)
+    weights = (difference * ratios).masked_fill(clipped, 0.0)  # (B, G, G), D_ij
+    return weights.sum(2) / (returns.shape[1] - 1)
+||||||| /tmp/tmp7622c5es/before
+    # The computed mean of equal numbers is rounded. Minus the first return, equal returns are 0, and
+    # so are their advantages.
+    returns = returns - returns[:, :1]  # (B, G)
+    others_mean = (returns.sum(1, keepdim=True) - returns) / (returns.shape[1] - 1)  # (B, G)
+    return returns - others_mean
+=======
+    # The mean of equal numbers is rounded. Minus the first return, equal returns are 0, and so are
+    # their advantages.
+    returns = returns - returns[:, :1]  # (B, G)
+    others_mean = (returns.sum(1, keepdim=True) - returns) / (returns.shape[1] - 1)  # (B, G)
+    return returns - others_mean
+>>>>>>> /work/main/rloo.py
+
+
+def minibatches(args, num_seqs):
+    """The indices of each update's sequences: all sequences are shuffled and split evenly."""
+    return torch.randperm(num_seqs).tensor_split(args.num_minibatches)
+
+
+def lr_factor(args, update, num_updates):
+    """The learning rate of an update (0, 1, .. num_updates - 1), as a share of the peak."""
+    if update < args.warmup_updates:
+        return (update + 1) / args.warmup_updates
+    remaining = (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
+    if args.lr_schedule == "linear":
+        return remaining
+    if args.lr_schedule == "cosine":
+        return 0.5 - 0.5 * math.cos(math.pi * remaining)
+    return 1.0
+
+
+def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+    """The REINFORCE loss of the n sequences of a micro-batch. Its gradient estimates that of -J.
+
+    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs and ref_logprobs
+    (n, R) are 0 elsewhere; advantages (n, 1). num_seqs is the number of sequences in the whole
+    minibatch, so that the losses of its micro-batches add up to the loss of the minibatch.
+    old_logprobs and ref_logprobs serve the metrics alone; with args.beta 0, ref_logprobs is not
+    used. Returns the scalar loss, and stats: each metric summed over the tokens that count.
+    """
+    assert logprobs.shape == old_logprobs.shape == mask.shape
+    assert advantages.shape == (len(mask), 1)
+    token_loss = -advantages * logprobs  # (n, R)
+    seq_loss = masked_sum(token_loss, mask, axis=1)  # (n,): log pi(o | q) is a sum over tokens
+    loss = seq_loss.sum() / num_seqs
+
+    # The rest is for the log alone: the loss has no ratio, and the KL is a part of the return.
+    logratio = logprobs - old_logprobs  # (n, R)
+    ratio = logratio.exp()  # (n, R)
+    below = ratio < 1 - CLIP_FRAC_EPS  # (n, R) bool
+    above = ratio > 1 + CLIP_FRAC_EPS  # (n, R) bool
+    per_token = {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below | above,
+        "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
+        "policy/ratio_mean": ratio,
+        "policy/entropy": -logprobs,  # estimates the entropy, in later updates only roughly
+    }
+    if args.beta > 0:
+        ref_logratio = ref_logprobs - logprobs  # (n, R)
+        per_token["kl/ref"] = torch.expm1(ref_logratio) - ref_logratio  # k3; the return has k1
+    stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
+    return loss, stats
+
+
+# ==== training ====
+class Rollout(NamedTuple):
+    """The sampled responses of N sequences; row i of each tensor belongs to sequence i."""
+
+    prompt_ids: Tensor  # (N, P), padded on the left
+    prompt_mask: Tensor  # (N, P) bool
+    response_ids: Tensor  # (N, R)
+    response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
+    sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
+    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
+    # or more responses to one prompt.
+    pack_of: list[int] | None = None
+
+    def select(self, indices, pack_of=None):
+        """The rollout of these sequences alone."""
+        *tensors, _ = self  # pack_of isn't kept: it numbers the packs of one micro-batch
+        return Rollout(*[tensor[indices] for tensor in tensors], pack_of)
+
+
+def main(args: Args) -> dict:
+    """Train, and return the metrics of the last step."""
+    check_args(args)
+    model, tokenizer, eos_ids = load_model(args)
+    train_data, test_data = load_data(args, tokenizer)
+    # The reference is the initial policy, so it's copied before a checkpoint is loaded. On a GPU it
+    # is in bf16, so kl/ref is small, but not 0, before the first update.
+    ref_model = inference_copy(model) if args.beta > 0 else None
+    sampler = inference_copy(model) if model.device.type == "cuda" else model
+
+    G = args.num_generations
+    N = args.num_prompts * G
+    updates_per_step = args.num_minibatches
+    num_updates = args.num_steps * updates_per_step
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
+    trained = {
+        "model": model,
+        "optimizer": optimizer,
+    }
+
+    run_dir = name_run(args)
+    if (run_dir / "checkpoint.pt").exists():
+        state, metrics = load_checkpoint(args, run_dir, trained)
+        sampler.load_state_dict(model.state_dict())
+        metrics_file, samples_file = open_logs(args, run_dir, resume="must")
+    else:
+        make_run(args, run_dir)
+        metrics_file, samples_file = open_logs(args, run_dir, resume="never")
+        state = {"step": 0, "episodes": 0, "tokens": 0}
+        metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(args, metrics_file, metrics)
+        accuracy = metrics["eval/accuracy"]
+        print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
+
+    batch_indices = shuffled_batches(args, len(train_data))
+    first_step = state["step"] + 1
+    # disable=None: no bar if the output isn't a terminal.
+    progress = trange(first_step, args.num_steps + 1, disable=None)
+    for step in progress:
+        # ---- 1. rollout
+        start_time = time.perf_counter()
+        # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
+        # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
+        torch.manual_seed(1_000_003 * args.seed + step)
+        batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
+        rollout = sample_responses(args, sampler, batch, G, args.temperature, eos_ids)
+        completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
+        response_mask = rollout.response_mask  # (N, R)
+        response_lengths = response_mask.sum(1)  # (N,)
+        ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
+        rollout_seconds = time.perf_counter() - start_time
+
+        # ---- 2. old and reference log-probabilities
+        # The sampler rounds differently, so the trainer computes the old log-probabilities again.
+        # In bf16 the rounding depends on which sequences share a micro-batch. So the micro-batches
+        # here are those of the updates: then every ratio is exactly 1 before the first update.
+        updates = list(minibatches(args, N))  # the indices of each update's sequences
+        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
+        # because load_config sets all dropout to 0.
+        model.train()
+        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        # The returns contain the KL, so they need the old log-probabilities now. Without a KL, a
+        # single update fills them in itself, below. With a KL, it writes the same numbers again.
+        if updates_per_step > 1 or ref_model is not None:
+            old_logprobs = rollout_logprobs(args, model, rollout, updates)
+        if ref_model is not None:
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, updates)
+
+        # ---- 3. reward, return and advantage
+        scores = {}  # name of the reward function -> (N,) float32
+        for name, values in apply_rewards(completions, batch).items():
+            scores[name] = torch.tensor(values, device=model.device)
+        rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
+        # (B, G): the rewards minus beta times the KL to the reference.
+        returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
+
+        # ---- 4. update
+        # Sums over the updates of this step, for the log.
+        total_loss = 0.0
+        total_grad_norm = 0.0
+        num_skipped = 0
+        token_sums = defaultdict(float)  # name of a metric -> sum over tokens
+        first_update = (step - 1) * updates_per_step  # the number of updates before this step
+        for update, minibatch in enumerate(updates, start=first_update):
+            current_logprobs = old_logprobs  # (N, R)
+            if update > first_update:  # the weights have changed
+                current_logprobs = rollout_logprobs(args, model, rollout, updates)
+            logratio = masked_sum(current_logprobs - old_logprobs, response_mask, axis=1)  # (N,)
+            advantages = compute_advantages(args, returns, logratio.view(-1, G))  # (B, G)
+            advantages = advantages.view(-1, 1)  # (N, 1)
+            lr = args.learning_rate * lr_factor(args, update, num_updates)
+            optimizer.param_groups[0]["lr"] = lr
+            for indices, part in micro_batches(args, model, rollout, minibatch):
+                logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
+                if updates_per_step == 1:
+                    old_logprobs[indices] = logprobs.detach()
+                loss, stats = policy_loss(
+                    args,
+                    logprobs,
+                    old_logprobs[indices],
+                    ref_logprobs[indices],
+                    advantages[indices],
+                    response_mask[indices],
+                    num_seqs=len(minibatch),
+                )
+                loss.backward()
+                total_loss += loss.detach()
+                for name, value in stats.items():
+                    token_sums[name] += value
+            grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            total_grad_norm += grad_norm
+            if torch.isfinite(grad_norm):
+                optimizer.step()
+            else:
+                num_skipped += 1
+            optimizer.zero_grad()
+        if sampler is not model:
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
+        total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
+        update_seconds = time.perf_counter() - start_time - rollout_seconds
+
+        # ---- 5. log
+        num_tokens = int(response_lengths.sum())
+        state["step"] = step
+        state["episodes"] += N
+        state["tokens"] += num_tokens
+        # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
+        # its own name may change.
+        right = scores[REWARDS[0].__name__]  # (N,) float32
+        gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
+        metrics = {
+            "rollout/reward_mean": rewards.mean(),
+            "rollout/reward_std": rewards.std(),
+            "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
+            **{f"rollout/{name}": score.mean() for name, score in scores.items()},
+            "rollout/accuracy": right.mean(),
+            "rollout/response_len": response_lengths.float().mean(),
+            "rollout/eos_frac": ended.float().mean(),
+            "rollout/logprob_gap": gap.mean(),
+            "rollout/logprob_gap_max": gap.max(),
+            **{name: total / num_tokens for name, total in token_sums.items()},
+            "policy/loss": total_loss / updates_per_step,
+            "optim/grad_norm": total_grad_norm / updates_per_step,
+            "optim/lr": lr,
+            "optim/skipped": num_skipped,
+            "time/rollout_s": rollout_seconds,
+            "time/update_s": update_seconds,
+            "time/tokens_per_s": num_tokens / rollout_seconds,
+        }
+        if model.device.type == "cuda":
+            metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        metrics = state | {name: float(value) for name, value in metrics.items()}
+        if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
+            metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        log_metrics(args, metrics_file, metrics)
+        for k, example in enumerate(batch):
+            group = slice(k * G, (k + 1) * G)
+            sample = {
+                "step": step,
+                "prompt": example["prompt"],
+                "answer": example["answer"],
+                "completions": completions[group],
+                "rewards": rewards[k].tolist(),
+                "right": (right[group] == 1).tolist(),
+                "advantages": advantages[group, 0].tolist(),
+                "ended": ended[group].tolist(),
+            }
+            print(json.dumps(sample), file=samples_file)
+        show_progress(args, progress, metrics, sample)
+        if step == first_step:
+            check_gap(args, model, gap.mean())
+
+        # ---- 6. save
+        if step == args.num_steps or (args.save_every and step % args.save_every == 0):
+            save_checkpoint(args, run_dir, trained, state, metrics)
+
+    model.save_pretrained(run_dir / "model")
+    tokenizer.save_pretrained(run_dir / "model")
+    accuracy = metrics["eval/accuracy"]
+    print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
+    return metrics
+
+
+# ==== sampling and log-probabilities ====
+# A first reading may stop here. The rest makes the loop fast, or prepares it.
+
+# The sampler's cache of keys and values has a column for each token. When it is full, the finished
+# responses are dropped, and it grows by this many columns. With more, attention reads more empty
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. For a
+# GPU the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
+# then it looks right before the cache grows, and at least one row is left to keep. I haven't
+# measured the number for a GPU.
+SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
+# The samples of a prompt are packed into rows of at most this many times the prompt's length. A
+# sample that is longer has a row of its own. In longer packs attention costs more than the shared
+# prompt saves. I measured models with D = 64, 576 and 2048: 3 or 4 is among the best for each.
+PACK_LENGTH = 4
+PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
+# writes a gradient as large as the head. So few large chunks are faster, but need more memory.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
+
+
+@dataclass
+class Decoding:
+    """What a decode step reads, and changes in place: a CUDA graph replays on the same memory."""
+
+    cache: StaticCache  # keys and values, with a row for each sequence that is sampled
+    bias: Tensor  # (rows, 1, 1, columns), added to the attention scores: 0 shows a column
+    logits: Tensor  # (rows, 1, V): those of the next token
+    token: Tensor  # (rows,): the last token of each row
+    position: Tensor  # (rows,): its position, padding not counted
+    next_column: Tensor  # (1,): the column of the cache that the next step fills
+
+    def keep(self, rows, new_columns):
+        """Keep these rows (a row may repeat), and append empty columns to the cache."""
+        for layer in self.cache.layers:
+            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
+            # both. Its own reorder_cache would select the rows of both, but can't append columns.
+            if isinstance(layer, LinearAttentionLayer):
+                LinearAttentionLayer.reorder_cache(layer, rows)
+            if isinstance(layer, StaticLayer):
+                layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
+                layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+        self.bias = F.pad(self.bias[rows], (0, new_columns), value=hidden_bias(self.bias.dtype))
+        self.logits, self.token = self.logits[rows], self.token[rows]
+        self.position = self.position[rows]
+
+
+def hidden_bias(dtype):
+    """The bias of a column that attention must not see: finite, as in transformers' own masks."""
+    return torch.finfo(dtype).min
+
+
+@torch.no_grad()
+def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
+
+    Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
+    sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
+    top-p, no repetition penalty. Temperature 0 is greedy.
+    """
+    model.eval()
+    device = prompt_ids.device
+    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
+    max_columns = num_filled + args.max_new_tokens
+    num_columns = min(num_filled + SEGMENT[device.type], max_columns)
+    # The keys and values of each prompt are computed once, and repeated for its samples.
+    decoding = prefill(model, prompt_ids, prompt_mask)
+    # Which of the N sequences each row samples. At first row i samples sequence i, and is a copy of
+    # the row of its prompt, i // num_samples.
+    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
+    decoding.keep(sequence // num_samples, num_columns - num_filled)
+    finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
+    response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
+    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+    graph = None
+    for t in range(args.max_new_tokens):
+        if t > 0:  # the prefill has computed the logits for t = 0
+            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
+                live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+                num_columns = min(num_filled + SEGMENT[device.type], max_columns)
+                decoding.keep(live, num_columns - num_filled)
+                sequence, finished = sequence[live], finished[live]
+                graph = None  # it was recorded on the old tensors
+            if graph is not None:
+                graph.replay()
+            else:
+                decode(model, decoding)
+                if args.cuda_graph and device.type == "cuda":
+                    # The call above was the warm-up that a graph needs. Recording runs nothing.
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        decode(model, decoding)
+            num_filled += 1
+
+        logits = decoding.logits[:, 0].float()  # (rows, V) float32
+        if temperature == 0:
+            logprobs = logits.log_softmax(1)  # (rows, V)
+            token = logprobs.argmax(1)  # (rows,)
+        else:
+            # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
+            logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
+            noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
+            token = (logprobs + noise).argmax(1)  # (rows,)
+        decoding.token.copy_(token)
+        response_ids[sequence, t] = token
+        response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
+        finished |= torch.isin(token, eos_ids)
+        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
+        if (device.type != "cuda" or t % 16 == 0) and finished.all():
+            break
+
+    # A finished row is still sampled until it is dropped. Tokens after an EOS token don't count.
+    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
+    num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
+    response_mask = num_eos_before == 0  # (N, R) bool
+    return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
+
+
+def prefill(model, prompt_ids, prompt_mask):
+    """The Decoding after the prompts (B, P), with a row for each prompt."""
+    # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
+    # CUDA graph needs. A layer with linear attention or a convolution has a state of fixed size.
+    cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
+    for i, is_sliding in enumerate(cache.is_sliding):
+        if is_sliding:
+            # transformers' layer would drop what lies before its window. Here a mask hides it.
+            cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
+    positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
+    outputs = model(
+        prompt_ids,
+        attention_mask=prompt_mask.long(),
+        position_ids=positions,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    bias = torch.where(prompt_mask, 0.0, hidden_bias(model.dtype)).to(model.dtype)  # (B, P)
+    return Decoding(
+        cache=cache,
+        bias=bias[:, None, None],  # (B, 1, 1, P)
+        logits=outputs.logits,  # (B, 1, V)
+        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,)
+        position=prompt_mask.sum(1),  # (B,)
+        next_column=torch.tensor([prompt_ids.shape[1]], device=prompt_ids.device),  # (1,)
+    )
+
+
+def decode(model, decoding):
+    """Feed the last tokens to the model, and write the logits of the next ones."""
+    config = model.config.get_text_config()
+    window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
+    bias, next_column = decoding.bias, decoding.next_column
+    bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
+    # Until the cache is longer than the window, one mask serves all layers. After that, a model
+    # without layer_types has the window in all layers: one mask again. A model with layer_types
+    # takes a dict, with a mask for each type.
+    mask = bias
+    if window and bias.shape[3] > window:
+        columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
+        is_outside = columns <= next_column - window  # (columns,) bool: outside the window
+        mask = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
+        if getattr(config, "layer_types", None):
+            mask = {
+                "sliding_attention": mask,
+                "full_attention": bias,
+                "linear_attention": None,  # this type and the next take no mask
+                "conv": None,
+            }
+    outputs = model(
+        decoding.token[:, None],
+        attention_mask=mask,
+        position_ids=decoding.position[:, None],
+        past_key_values=decoding.cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    decoding.logits.copy_(outputs.logits)
+    decoding.position.add_(1)
+    next_column.add_(1)
+
+
+def response_states(model, rollout):
+    """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
+
+    The order is that of rollout.response_ids[rollout.response_mask].
+    """
+    # Samples of a prompt are packed into one row: the prompt once, and then each response without
+    # its last token, which predicts nothing. A token sees the prompt and its own response, so each
+    # response is computed as if it were alone. Here is a pack of prompt q, response a of 3 tokens,
+    # and response b of 4. x marks what the last a and the last b in the row see:
+    #
+    #                q q q a a b b b
+    #             a  x x x x x
+    #             b  x x x     x x x
+    #      position  0 1 2 3 4 3 4 5
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
+    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
+    pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
+    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
+    places = []  # T pairs: the pack and the column from which a response token is predicted
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        row = pack_of[i]
+        if row == len(packs):  # the first sequence of a pack; packs are numbered in order
+            packs.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
+        pack = packs[row]
+        # The prompt's last token predicts the first token of the response.
+        places.append((row, len(prompt) - 1))
+        for position, token in enumerate(response[:-1], start=len(prompt)):
+            places.append((row, len(pack)))  # the column of this token, which predicts the next one
+            pack.append((token, position, i))
+
+    # Pad on the right, where no token sees the padding. If there is a mask, the padding has
+    # position 0, because a pack may have more columns than the model has positions. If there is
+    # none, its positions continue those of the row: transformers would take a position that starts
+    # again for the start of another text.
+    shares = len(packs) < len(prompts)
+    length = max(len(pack) for pack in packs)
+    for pack in packs:
+        for column in range(len(pack), length):
+            pack.append((0, 0 if shares else column, PROMPT))
+    device = rollout.prompt_ids.device
+    ids, positions, owners = torch.tensor(packs, device=device).unbind(2)  # (packs, length) each
+    bias = None  # each token sees all before it: attention needs no mask, and is fastest
+    if shares:
+        is_prompt = owners[:, None, :] == PROMPT  # (packs, 1, length) bool
+        is_own = owners[:, None, :] == owners[:, :, None]  # (packs, length, length) bool
+        is_visible = (is_prompt | is_own).tril()  # (packs, length, length) bool
+        bias = torch.where(is_visible, 0.0, hidden_bias(model.dtype)).to(model.dtype)[:, None]
+    # Autocast's cache would hold a bf16 copy of every weight at the same time.
+    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+        outputs = model.base_model(
+            input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
+        )
+    rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
+    # F.embedding selects the states. Indexing would, too, but its backward pass adds up the
+    # gradients in an order that varies.
+    return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
+
+
+def unpadded(values, mask):
+    """The rows of values (n, length) as lists, without the masked slots."""
+    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
+
+
+def compute_logits(model, hidden):
+    """The logits (.., V) float32 of hidden states (.., D)."""
+    # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
+    logits = model.get_output_embeddings()(hidden.float())  # (.., V) float32
+    # Some families scale the logits, and some cap them.
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere; in MPT it is None
+    scale = scale * getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
+    scale = scale / getattr(config, "logits_scaling", 1.0)  # Granite, MiniCPM3
+    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3n and 4, VaultGemma
+    if scale != 1.0:
+        logits = logits * scale
+    if cap:
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
+    hidden = response_states(model, rollout)  # (T, D)
+    targets = rollout.response_ids[rollout.response_mask]  # (T,)
+    vocabulary_size = model.get_output_embeddings().weight.shape[0]
+
+    def chunk_logprobs(chunk_hidden, chunk_targets):
+        logits = compute_logits(model, chunk_hidden).div_(temperature)  # (chunk, V) float32
+        return -F.cross_entropy(logits, chunk_targets, reduction="none")
+
+    # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
+    # time, and the backward pass computes them again.
+    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // vocabulary_size)
+    logprobs = []
+    for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
+        logprobs.append(
+            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        )
+    zeros = torch.zeros(rollout.response_mask.shape, device=hidden.device)  # (n, R)
+    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, updates):
+    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
+
+    updates is a list of minibatches, each a tensor of sequence indices (n,). Each one is split into
+    the same micro-batches as in its update.
+    """
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for minibatch in updates:
+        for indices, part in micro_batches(args, model, rollout, minibatch):
+            logprobs[indices] = compute_logprobs(model, part, args.temperature)
+    return logprobs
+
+
+def micro_batches(args, model, rollout, sequences):
+    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
+
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
+    are together, so that little is padded. A sequence that is longer than the maximum is alone.
+    """
+    packs = make_packs(args, model, rollout, sequences)
+    batches = []
+    while packs:
+        num_packs = max(1, args.micro_batch_tokens // packs[0].length)  # the first is the longest
+        indices = []  # n
+        pack_of = []  # n
+        for number, pack in enumerate(packs[:num_packs]):
+            indices += pack.members
+            pack_of += [number] * len(pack.members)
+        batches.append((indices, rollout.select(indices, pack_of)))
+        packs = packs[num_packs:]
+    return batches
+
+
+@dataclass
+class Pack:
+    """Samples of a prompt that share a row in response_states."""
+
+    prompt: list[int]
+    length: int  # tokens of the prompt and the responses
+    members: list[int] = field(default_factory=list)  # the indices of the sequences
+
+
+def make_packs(args, model, rollout, sequences):
+    """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
+    response_lengths = rollout.response_mask.sum(1).tolist()  # N
+    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
+    # and alone in the next one, which rounds differently.
+    lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
+    shares = can_share(model, int(lengths.max()))
+    # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
+    # families don't need this limit: it only makes their packs shorter.
+    max_length = min(args.micro_batch_tokens, window_of(model))
+    packs = []
+    for i in sorted(sequences.tolist()):
+        limit = min(PACK_LENGTH * len(prompts[i]), max_length)
+        fits = (
+            shares
+            and packs
+            and packs[-1].prompt == prompts[i]
+            and packs[-1].length + response_lengths[i] <= limit
+        )
+        if not fits:
+            packs.append(Pack(prompts[i], len(prompts[i])))
+        packs[-1].length += response_lengths[i]
+        packs[-1].members.append(i)
+    return sorted(packs, key=lambda pack: -pack.length)
+
+
+def can_share(model, longest):
+    """Whether samples can share a row. longest: tokens of the rollout's longest sequence."""
+    # The state of linear attention or of a convolution goes through the whole row.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
+    # A model that takes no positions, such as MPT, counts the columns of a row.
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    # Most models apply their window in the mask that transformers makes. A pack brings a mask of
+    # its own, without a window. So no sequence may be longer than the window.
+    return is_attention and takes_positions and longest <= window_of(model)
+
+
+def window_of(model):
+    """How many tokens some or all layers see; inf without a window."""
+    config = model.config.get_text_config()
+    names = ("sliding_window", "window_size", "keep_window_size")  # most models, GPT-Neo, Doge
+    return min(getattr(config, name, None) or float("inf") for name in names)
+
+
+def inference_copy(model):
+    """A copy of the model that isn't trained. On a GPU it's in bf16, except for its head.
+
+    Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
+    as many bytes.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        # Buffers are left alone: the rotary frequencies stay in float32.
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        # The head stays in float32. It may share its weight with the embedding, which is bf16 now,
+        # so it's replaced by a copy of the model's. Its input is bf16, so the hook converts.
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
+    return copied
+
+
+def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
+    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
+    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
+    prompt_mask = ids >= 0  # (B, P) bool
+    prompt_ids = ids.clamp(min=0)  # (B, P)
+
+    # Take as many prompts at a time as fit into --sampling-tokens when every response has its
+    # maximum length.
+    tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
+    at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
+    num_parts = math.ceil(len(prompt_ids) / at_a_time)
+    parts = []
+    for part_ids, part_mask in zip(
+        prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
+    ):
+        parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
+    results = zip(*parts, strict=True)
+    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
+    return Rollout(
+        prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
+        prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
+        response_ids=response_ids,
+        response_mask=response_mask,
+        sampled_logprobs=sampled_logprobs,
+    )
+
+
+def response_texts(tokenizer, rollout, eos_ids):
+    """The N responses as texts, without the EOS token."""
+    is_text = rollout.response_mask & ~torch.isin(rollout.response_ids, eos_ids)  # (N, R)
+    return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
+
+
+def evaluate(args, model, tokenizer, examples, eos_ids):
+    """Metrics of greedy responses to held-out examples."""
+    rollout = sample_responses(args, model, examples, 1, 0.0, eos_ids)
+    completions = response_texts(tokenizer, rollout, eos_ids)
+    ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
+    means = {}  # name of the reward function -> its mean
+    for name, values in apply_rewards(completions, examples).items():
+        means[name] = sum(values) / len(values)
+    metrics = {
+        "eval/reward_mean": sum(means.values()),
+        **{f"eval/{name}": mean for name, mean in means.items()},
+        "eval/accuracy": means[REWARDS[0].__name__],
+        "eval/response_len": rollout.response_mask.sum().item() / len(examples),
+        "eval/eos_frac": ended.float().mean().item(),
+    }
+    if accuracy_reward in REWARDS:
+        # The lenient accuracy reads the last number of a response, with or without tags. If it is
+        # far above the accuracy, the policy computes well and misses the format.
+        answers = [example["answer"] for example in examples]
+        lenient = lenient_accuracy_reward(completions, answers)
+        metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
+    return metrics
+
+
+def apply_rewards(completions, examples):
+    """The scores that each reward function gives to N completions: its name -> N floats.
+
+    A function gets the completions, and the columns of the data set as lists of N values. `answer`
+    is the gold answer as a text.
+    """
+    samples_per_example = len(completions) // len(examples)
+    rows = [example for example in examples for _ in range(samples_per_example)]  # N
+    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+    texts = []
+    for row, completion in zip(rows, completions, strict=True):
+        # A reasoning model's chat template may open the <think> that the completion closes.
+        opened = row["prompt"].rstrip().endswith("<think>")
+        texts.append("<think>" + completion if opened else completion)
+    scores = {}
+    for reward in REWARDS:
+        values = [float(score) for score in reward(completions=texts, **columns)]
+        if len(values) != len(completions):
+            raise ValueError(
+                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
+            )
+        scores[reward.__name__] = values
+    return scores
+
+
+# ==== data and model ====
+def load_splits(args):
+    """The rows of --dataset: a dict or DatasetDict of train and test."""
+    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
+    if path.is_file():
+        splits = datasets.load_dataset(str(path.parent), data_files=path.name)
+    elif path.is_dir():
+        splits = datasets.load_dataset(str(path))
+    else:  # id or id:config of the hub
+        splits = datasets.load_dataset(*args.dataset.split(":"))
+    # This raises an error that names the columns there are, if one is missing.
+    splits.select_columns([args.question_column, args.answer_column])
+    if "train" not in splits:
+        raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
+    if "test" not in splits and "validation" in splits:
+        splits["test"] = splits["validation"]
+    if "test" in splits:
+        return splits
+    print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
+    rows = splits["train"]
+    questions = [str(question) for question in rows[args.question_column]]
+    distinct = list(dict.fromkeys(questions))  # in the order of the rows
+    # Equal questions are in the same split.
+    held_out = set(distinct[len(distinct) * 9 // 10 :])
+    splits = {"train": [], "test": []}
+    for row, question in zip(rows, questions, strict=True):
+        split = "test" if question in held_out else "train"
+        splits[split].append(row)
+    return splits
+
+
+def load_data(args, tokenizer):
+    """The train and the test split, each a list of examples.
+
+    An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
+    the data set, for the rewards.
+    """
+    splits = load_splits(args)
+    data = {}
+    for split in ("train", "test"):
+        examples = []
+        num_too_long = num_unreadable = num_empty = 0
+        for row in splits[split]:
+            chat = read_chat(args, row[args.question_column])
+            contents = [message["content"] for message in chat]
+            # Leave out a missing text, which a chat template would write as the word None, and an
+            # empty question. Earlier messages, such as the system's, may be empty.
+            if not chat or None in contents or not contents[-1].strip():
+                num_empty += 1
+                continue
+            prompt = render(args, tokenizer, chat)
+            ids = tokenize(tokenizer, prompt)
+            answer = str(row[args.answer_column])
+            if len(ids) > args.max_prompt_tokens:
+                num_too_long += 1
+            elif not has_gold(answer, REWARDS):
+                num_unreadable += 1
+            else:
+                columns = row | {"answer": answer}
+                columns.pop("completions", None)  # rewards get the sampled ones by this name
+                examples.append(
+                    {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": columns}
+                )
+        counts = (
+            f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
+            f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
+            f"{num_empty} without a {args.question_column}"
+        )
+        if not examples:
+            raise ValueError(f"--dataset {args.dataset}: {counts}")
+        print(counts)
+        data[split] = examples
+    train_prompts = {example["prompt"] for example in data["train"]}
+    num_shared = sum(example["prompt"] in train_prompts for example in data["test"])
+    print(f"test data: {num_shared} of its problems are also in the train data")
+    print(f"first prompt: {data['train'][0]['prompt']!r}, answer {data['train'][0]['answer']!r}")
+    return data["train"], data["test"][: args.eval_size]
+
+
+def read_chat(args, question):
+    """A question, which is a text or a chat, as a list of messages whose contents are texts."""
+    if not isinstance(question, list):
+        question = [{"role": "user", "content": question}]
+    chat = []
+    for message in question:
+        content = message["content"]
+        if isinstance(content, list):
+            # A part without a text, such as an image, raises an error.
+            content = "".join(part["text"] for part in content)
+        chat.append(message | {"content": content})
+    if chat and chat[-1]["role"] != "user":
+        raise ValueError(
+            f"--question-column {args.question_column}: the last message of a chat must be from "
+            f"the user, but one is from the {chat[-1]['role']}"
+        )
+    return chat
+
+
+def render(args, tokenizer, chat):
+    """The text that the policy continues: the chat in the model's template, or a plain text."""
+    *earlier, question = chat
+    if args.instructions:
+        # The instructions stand in the user's message, because some templates refuse a system
+        # message.
+        question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
+    examples = EXAMPLES if args.examples else []
+    # A base model gets a plain text. A chat of several messages needs a template: without one,
+    # apply_chat_template below raises an error.
+    if not tokenizer.chat_template and not earlier:
+        if not examples:
+            return question["content"]  # to be continued as it is, such as "12+7="
+        text = ""
+        for example, answer in examples:
+            # With the EOS token after each answer, the model ends its own answer, too.
+            text += f"{example}\n{answer}{tokenizer.eos_token or ''}\n"
+        return text + question["content"] + "\n"
+    turns = []
+    for example, answer in examples:
+        turns.append({"role": "user", "content": example})
+        turns.append({"role": "assistant", "content": answer})
+    start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
+    chat = [*chat[:start], *turns, *chat[start:-1], question]
+    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+
+
+def tokenize(tokenizer, prompt):
+    """The ids of a prompt, a list."""
+    if tokenizer.chat_template:
+        # The template writes the BOS token itself: the tokenizer would add a second one.
+        return tokenizer(prompt, add_special_tokens=False).input_ids
+    ids = tokenizer(prompt).input_ids
+    if ids[-1] == tokenizer.eos_token_id:
+        # Some tokenizers end each text with EOS, but the response has yet to come.
+        ids.pop()
+    return ids
+
+
+def shuffled_batches(args, num_examples):
+    """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
+    torch.manual_seed(args.seed)
+    num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
+    # A batch may hold the end of one epoch and the start of the next.
+    order = torch.cat([torch.randperm(num_examples) for _ in range(num_epochs)])
+    return order.split(args.num_prompts)
+
+
+def load_model(args):
+    """The policy on its device, its tokenizer, and the ids of all tokens that end a response.
+
+    The weights are float32: at these learning rates most updates are too small to change a bf16
+    weight. On a GPU, autocast computes in bf16.
+    """
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+    name = args.model
+    if "/" not in name and not os.path.exists(name):
+        name = f"HuggingFaceTB/{name}"
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    config = load_config(args, name)
+    # Ministral 3 and others are published with a vision part, which a run neither uses nor trains.
+    is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
+    model, info = auto_class.from_pretrained(
+        name, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    check_weights(model, info, f"--model {name}")
+    # Still on the CPU: the TF32 of a GPU could differ by more than the tolerance.
+    check_head(model, f"--model {name}")
+    model.to(device)
+    if args.gradient_checkpointing:
+        # No forward pass is random, so the random state needn't be kept.
+        model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
+    eos_ids = find_eos_ids(model, tokenizer)
+    # The saved model has them in its generation_config.json, so that others end a response there.
+    # No other setting is kept: the policy is trained without top-k and repetition penalty.
+    model.generation_config = GenerationConfig(
+        eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
+    )
+    return model, tokenizer, torch.tensor(eos_ids, dtype=torch.long, device=device)
+
+
+def check_weights(model, info, flag):
+    """Raise an error if the files and the network have different weights. flag names the model."""
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"{flag}: its files have no weights for {missing}")
+    # Files may hold more layers than the network has, such as layers for images. But one more
+    # weight in a layer of the network, such as a bias, changes what the network computes.
+    layers = {name.rpartition(".")[0] for name in model.state_dict()}
+    for name in sorted(info["unexpected_keys"]):
+        if name.rpartition(".")[0] in layers:
+            raise ValueError(f"{flag}: its network has no place for {name}, a weight in its files")
+
+
+def check_head(model, flag):
+    """Raise an error if compute_logits differs from the model's own code. flag names the model."""
+    ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits  # (1, 5, V)
+        hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 5, D)
+        error = (compute_logits(model, hidden) - logits).abs().max()
+    # The two may round differently, because some families scale the hidden states, not the logits.
+    if not error <= 1e-5 * logits.abs().max():  # NaN is refused, too
+        raise ValueError(
+            f"{flag}: not supported, because compute_logits doesn't know the head of this family, "
+            f"{model.config.model_type}"
+        )
+
+
+# The sampler can't hold the state of these families, or hide columns of their cache. Or they route
+# at random in training (PhiMoE), or need images (PaliGemma).
+UNSUPPORTED = """
+    bloom deepseek_v32 deepseek_v4 falcon_mamba glm_moe_dsa llama4 llama4_text mamba mamba2 minimax
+    paligemma phimoe rwkv zamba zamba2
+""".split()
+
+
+def load_config(args, name):
+    """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
+    config = AutoConfig.from_pretrained(name)
+    text_config = config.get_text_config()
+    for kind in (config.model_type, text_config.model_type):
+        if kind in UNSUPPORTED:
+            raise ValueError(f"{name}: not supported, because of its family, {kind}")
+    if getattr(config, "alibi", False):  # some Falcon models
+        raise ValueError(f"{name}: not supported, because of its ALiBi")
+    for part in (config, text_config):
+        for key, value in vars(part).items():
+            if isinstance(value, float) and ("drop" in key or "jitter" in key):
+                setattr(part, key, 0.0)  # its noise would change the ratios
+    # GPT-Neo and Doge apply a window inside their layers, so it is a limit like the context.
+    keys = ("max_position_embeddings", "window_size", "keep_window_size")
+    limits = [getattr(text_config, key, None) for key in keys]
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond this length it rotates all positions by other angles, and cached keys keep theirs.
+        limits.append(rope["original_max_position_embeddings"])
+    for limit in limits:
+        if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
+            raise ValueError(
+                f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
+                f"context or attention window of {name}; lower one of them"
+            )
+    return config
+
+
+def find_eos_ids(model, tokenizer):
+    """The ids of all tokens that end a response, sorted.
+
+    These are the EOS tokens of the tokenizer and of the model's generation config, and the token
+    with which the chat template ends a turn, if it is an added token. All three may differ.
+    """
+    eos_ids = {tokenizer.eos_token_id}
+    of_model = model.generation_config.eos_token_id
+    eos_ids |= set(of_model) if isinstance(of_model, list) else {of_model}
+    if tokenizer.chat_template:
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        end_of_turn = rendered.rpartition("answer")[2].strip()
+        first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
+        # Ordinary text after the answer, such as a line break, must not end a response.
+        eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
+    return sorted(eos_ids - {None})
+
+
+# ==== runs ====
+def check_args(args):
+    """Raise an error for values that would silently train something else."""
+    if args.num_generations < 2:
+        raise ValueError(
+            "--num-generations must be at least 2: the prompt's other samples give the baseline"
+        )
+    for name in ("temperature", "clip_eps", "max_grad_norm"):
+        if not getattr(args, name) > 0:
+            raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    if args.num_minibatches > args.num_prompts * args.num_generations:
+        raise ValueError("--num-minibatches must be at most the number of sequences of a step")
+    if args.beta < 0:
+        raise ValueError("--beta must not be negative")
+    if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
+        raise ValueError("two functions in REWARDS have the same name")
+
+
+def check_gap(args, model, gap):
+    """Raise an error if sampler and trainer differ by too many nats a token.
+
+    They have the same weights up to rounding, so a large gap means that generate or
+    compute_logprobs computes this kind of model wrongly.
+    """
+    tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
+    if not gap < tolerance:  # NaN is refused, too
+        raise ValueError(
+            f"--model {args.model}: not supported, because sampling and training differ by "
+            f"{gap:.2g} nats a token"
+        )
+
+
+def name_run(args):
+    """The folder of the run."""
+    when = time.strftime("%Y%m%d-%H%M%S")
+    name = args.run_name or f"{SCRIPT.stem}__{Path(args.model).name}__{args.seed}__{when}"
+    return Path(args.runs_dir, name)
+
+
+def make_run(args, run_dir):
+    """Make the folder of a new run, with its arguments and a copy of this script."""
+    run_dir.mkdir(parents=True)  # raises an error if it exists
+    content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
+    (run_dir / "args.json").write_text(json.dumps(content, indent=2))
+    shutil.copy(SCRIPT, run_dir)
+
+
+def open_logs(args, run_dir, resume):
+    """The run's open files metrics.jsonl and samples.jsonl; with --track, also start W&B."""
+    if args.track:
+        import wandb  # here, so that only a tracked run needs it
+
+        wandb.init(
+            id=run_dir.name,
+            name=run_dir.name,
+            dir=run_dir,
+            config=vars(args),
+            resume=resume,  # "must" or "never": never into another run of the same name
+            reinit="finish_previous",  # a run that failed in the same process may still be open
+        )
+    names = ("metrics.jsonl", "samples.jsonl")
+    return [open(run_dir / name, "a", buffering=1) for name in names]
+
+
+def log_metrics(args, file, metrics):
+    """Write the metrics as one line, and with --track to W&B."""
+    print(json.dumps(metrics), file=file)
+    if args.track:
+        import wandb
+
+        wandb.log(metrics, step=metrics["step"])
+
+
+def show_progress(args, progress, metrics, sample):
+    """Put metrics beside the bar, and about ten times a run print them and a sample."""
+    shown = {
+        "reward": metrics["rollout/reward_mean"],
+        "acc": metrics["rollout/accuracy"],
+        "len": metrics["rollout/response_len"],
+        "eos": metrics["rollout/eos_frac"],
+    }
+    progress.set_postfix(shown)
+    step = metrics["step"]
+    if step == 1 or step % max(1, args.num_steps // 10) == 0:
+        progress.write(f"step {step}: {progress.postfix}")
+        prompt = sample["prompt"][-60:]
+        completion = sample["completions"][0]
+        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
+
+
+def save_checkpoint(args, run_dir, trained, state, metrics):
+    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
+    content = {name: part.state_dict() for name, part in trained.items()}
+    content |= {"args": vars(args), "state": state, "metrics": metrics}
+    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    torch.save(content, run_dir / "checkpoint.tmp")
+    os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
+
+
+def load_checkpoint(args, run_dir, trained):
+    """Load the run's checkpoint into the trained parts, and return its state and metrics."""
+    copied = run_dir / SCRIPT.name  # the script with which the run began
+    if not copied.exists() or copied.read_bytes() != SCRIPT.read_bytes():
+        raise ValueError(
+            f"--run-name {args.run_name}: this run began with another script, or with another "
+            f"version of {SCRIPT.name}; its copy is in {run_dir}"
+        )
+    saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
+    others = []  # the flags that differ from those of the saved run
+    for name, value in vars(args).items():
+        if name not in ("runs_dir", "run_name") and value != saved["args"].get(name):
+            others.append("--" + name.replace("_", "-"))
+    if others:
+        raise ValueError(
+            f"--run-name {args.run_name}: this run began with other values of {', '.join(others)}; "
+            "repeat its command to go on with it, or choose another name for a new run"
+        )
+    for name, part in trained.items():
+        part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
+    # The steps after the checkpoint are repeated, so their lines are cut off.
+    for name, size in saved["log_sizes"].items():
+        os.truncate(run_dir / name, size)
+    state = saved["state"]
+    print(f"{run_dir} goes on after {state['step']} of {args.num_steps} steps")
+    return state, saved["metrics"]
+
+
+if __name__ == "__main__":
+    has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
+    defaults = Args() if has_model else BUNDLED
+    main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))
