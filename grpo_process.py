@@ -41,7 +41,6 @@ micro-batch has n sequences, and T response tokens in all. A group has K steps i
 """
 
 import copy
-import inspect
 import json
 import math
 import os
@@ -50,11 +49,12 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import datasets
+import jinja2
 import torch
 import torch.nn.functional as F
 import tyro
@@ -70,7 +70,13 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    LinearAttentionLayer,
+    StaticCache,
+    StaticLayer,
+)
 
 from utils.masking import masked_mean, masked_sum
 from utils.rewards import (
@@ -370,21 +376,21 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    # The pack of each sequence, set by micro_batches. A pack is a row of a forward pass, with one
-    # or more responses to one prompt.
-    pack_of: list[int] | None = None
+    # Set by micro_batches: with how many tokens all prompts begin alike, if they are computed once.
+    common: int = 0
 
-    def select(self, indices, pack_of=None):
+    def select(self, indices, common=0):
         """The rollout of these sequences alone."""
-        *tensors, _ = self  # pack_of isn't kept: it numbers the packs of one micro-batch
-        return Rollout(*[tensor[indices] for tensor in tensors], pack_of)
+        *tensors, _ = self
+        return Rollout(*[tensor[indices] for tensor in tensors], common)
 
 
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     check_args(args)
-    model, tokenizer, eos_ids = load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(find_model(args))
     train_data, test_data = load_data(args, tokenizer)
+    model, eos_ids = load_model(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded. On a GPU it
     # is in bf16, so kl/ref is small, but not 0, before the first update.
     ref_model = inference_copy(model) if args.beta > 0 else None
@@ -401,13 +407,11 @@ def main(args: Args) -> dict:
     }
 
     run_dir = name_run(args)
+    metrics_file, samples_file = open_run(args, run_dir)
     if (run_dir / "checkpoint.pt").exists():
         state, metrics = load_checkpoint(args, run_dir, trained)
         sampler.load_state_dict(model.state_dict())
-        metrics_file, samples_file = open_logs(args, run_dir, resume="must")
     else:
-        make_run(args, run_dir)
-        metrics_file, samples_file = open_logs(args, run_dir, resume="never")
         state = {"step": 0, "episodes": 0, "tokens": 0}
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
@@ -449,9 +453,8 @@ def main(args: Args) -> dict:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
 
         # ---- 3. reward and advantage
-        scores = {}  # name of the reward function -> (N,) float32
-        for name, values in apply_rewards(completions, batch).items():
-            scores[name] = torch.tensor(values, device=model.device)
+        # Name of the reward function -> (N,) float32.
+        scores = apply_rewards(completions, batch, model.device)
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # The rewards above are only logged. The advantages come from the rewards of the steps.
         answers = [example["answer"] for example in batch for _ in range(G)]  # N
@@ -584,12 +587,7 @@ def main(args: Args) -> dict:
 # GPU the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
 # then it looks right before the cache grows, and at least one row is left to keep. I haven't
 # measured the number for a GPU.
-SEGMENT = {"cpu": 32, "cuda": 128, "mps": 32}
-# The samples of a prompt are packed into rows of at most this many times the prompt's length. A
-# sample that is longer has a row of its own. In longer packs attention costs more than the shared
-# prompt saves. I measured models with D = 64, 576 and 2048: 3 or 4 is among the best for each.
-PACK_LENGTH = 4
-PROMPT = -1  # the owner of a prompt's tokens, which all responses of a pack see
+SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient as large as the head. So few large chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
@@ -600,11 +598,10 @@ class Decoding:
     """What a decode step reads, and changes in place: a CUDA graph replays on the same memory."""
 
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
-    bias: Tensor  # (rows, 1, 1, columns), added to the attention scores: 0 shows a column
+    mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, 1, V): those of the next token
     token: Tensor  # (rows,): the last token of each row
     position: Tensor  # (rows,): its position, padding not counted
-    next_column: Tensor  # (1,): the column of the cache that the next step fills
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
@@ -616,14 +613,11 @@ class Decoding:
             if isinstance(layer, StaticLayer):
                 layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
                 layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
-        self.bias = F.pad(self.bias[rows], (0, new_columns), value=hidden_bias(self.bias.dtype))
+                layer.max_cache_len += new_columns
+        # transformers hides the columns that are still empty, and those outside of a window.
+        self.mask = F.pad(self.mask[rows], (0, new_columns), value=True)
         self.logits, self.token = self.logits[rows], self.token[rows]
         self.position = self.position[rows]
-
-
-def hidden_bias(dtype):
-    """The bias of a column that attention must not see: finite, as in transformers' own masks."""
-    return torch.finfo(dtype).min
 
 
 @torch.no_grad()
@@ -699,7 +693,7 @@ def prefill(model, prompt_ids, prompt_mask):
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
-            # transformers' layer would drop what lies before its window. Here a mask hides it.
+            # transformers' layer drops what lies before its window, so it couldn't grow.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     outputs = model(
@@ -710,41 +704,20 @@ def prefill(model, prompt_ids, prompt_mask):
         use_cache=True,
         logits_to_keep=1,
     )
-    bias = torch.where(prompt_mask, 0.0, hidden_bias(model.dtype)).to(model.dtype)  # (B, P)
     return Decoding(
         cache=cache,
-        bias=bias[:, None, None],  # (B, 1, 1, P)
+        mask=prompt_mask,  # (B, P)
         logits=outputs.logits,  # (B, 1, V)
         token=torch.zeros_like(prompt_ids[:, 0]),  # (B,)
         position=prompt_mask.sum(1),  # (B,)
-        next_column=torch.tensor([prompt_ids.shape[1]], device=prompt_ids.device),  # (1,)
     )
 
 
 def decode(model, decoding):
     """Feed the last tokens to the model, and write the logits of the next ones."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)  # how many tokens some or all layers see
-    bias, next_column = decoding.bias, decoding.next_column
-    bias.index_fill_(3, next_column, 0.0)  # show the column that this call writes
-    # Until the cache is longer than the window, one mask serves all layers. After that, a model
-    # without layer_types has the window in all layers: one mask again. A model with layer_types
-    # takes a dict, with a mask for each type.
-    mask = bias
-    if window and bias.shape[3] > window:
-        columns = torch.arange(bias.shape[3], device=bias.device)  # (columns,)
-        is_outside = columns <= next_column - window  # (columns,) bool: outside the window
-        mask = bias.masked_fill(is_outside, hidden_bias(bias.dtype))  # (rows, 1, 1, columns)
-        if getattr(config, "layer_types", None):
-            mask = {
-                "sliding_attention": mask,
-                "full_attention": bias,
-                "linear_attention": None,  # this type and the next take no mask
-                "conv": None,
-            }
     outputs = model(
         decoding.token[:, None],
-        attention_mask=mask,
+        attention_mask=decoding.mask,
         position_ids=decoding.position[:, None],
         past_key_values=decoding.cache,
         use_cache=True,
@@ -752,7 +725,6 @@ def decode(model, decoding):
     )
     decoding.logits.copy_(outputs.logits)
     decoding.position.add_(1)
-    next_column.add_(1)
 
 
 def response_states(model, rollout):
@@ -760,57 +732,51 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    # Samples of a prompt are packed into one row: the prompt once, and then each response without
-    # its last token, which predicts nothing. A token sees the prompt and its own response, so each
-    # response is computed as if it were alone. Here is a pack of prompt q, response a of 3 tokens,
-    # and response b of 4. x marks what the last a and the last b in the row see:
-    #
-    #                q q q a a b b b
-    #             a  x x x x x
-    #             b  x x x     x x x
-    #      position  0 1 2 3 4 3 4 5
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
-    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
-    pack_of = rollout.pack_of or range(len(prompts))  # by default each sequence is alone
-    packs = []  # lists of (token, position, owner); the owner is i or PROMPT
-    places = []  # T pairs: the pack and the column from which a response token is predicted
-    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        row = pack_of[i]
-        if row == len(packs):  # the first sequence of a pack; packs are numbered in order
-            packs.append([(token, position, PROMPT) for position, token in enumerate(prompt)])
-        pack = packs[row]
-        # The prompt's last token predicts the first token of the response.
-        places.append((row, len(prompt) - 1))
-        for position, token in enumerate(response[:-1], start=len(prompt)):
-            places.append((row, len(pack)))  # the column of this token, which predicts the next one
-            pack.append((token, position, i))
-
-    # Pad on the right, where no token sees the padding. If there is a mask, the padding has
-    # position 0, because a pack may have more columns than the model has positions. If there is
-    # none, its positions continue those of the row: transformers would take a position that starts
-    # again for the start of another text.
-    shares = len(packs) < len(prompts)
-    length = max(len(pack) for pack in packs)
-    for pack in packs:
-        for column in range(len(pack), length):
-            pack.append((0, 0 if shares else column, PROMPT))
-    device = rollout.prompt_ids.device
-    ids, positions, owners = torch.tensor(packs, device=device).unbind(2)  # (packs, length) each
-    bias = None  # each token sees all before it: attention needs no mask, and is fastest
-    if shares:
-        is_prompt = owners[:, None, :] == PROMPT  # (packs, 1, length) bool
-        is_own = owners[:, None, :] == owners[:, :, None]  # (packs, length, length) bool
-        is_visible = (is_prompt | is_own).tril()  # (packs, length, length) bool
-        bias = torch.where(is_visible, 0.0, hidden_bias(model.dtype)).to(model.dtype)[:, None]
+    mask = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R) bool
+    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
+    rows = unpadded(ids, mask)  # n lists: a prompt and its response
+    starts = rollout.prompt_mask.sum(1).tolist()  # n: where each response begins
+    common, cache, num_parts = rollout.common, None, 1
+    states = []
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
-        outputs = model.base_model(
-            input_ids=ids, attention_mask=bias, position_ids=positions, use_cache=False
-        )
-    rows, columns = torch.tensor(places, device=device).unbind(1)  # (T,) each
-    # F.embedding selects the states. Indexing would, too, but its backward pass adds up the
-    # gradients in an order that varies.
-    return F.embedding(rows * length + columns, outputs.last_hidden_state.flatten(0, 1))
+        if common > 0:
+            # All rows begin with the same tokens. A token sees only those before it, so these have
+            # the same keys and values in every row. They are computed once, and the gradients of
+            # all rows flow back through them.
+            cache = DynamicCache(config=model.config)
+            cache.layers = [BeginningLayer() for _ in cache.layers]
+            beginning = torch.tensor([rows[0][:common]], device=ids.device)  # (1, common)
+            model.base_model(beginning, past_key_values=cache, use_cache=True)
+            if cache.get_seq_length() == 0:  # GPT-2 ignores a cache with gradient checkpointing
+                common, cache = 0, None
+            elif len(rows) >= 4:
+                num_parts = 2  # less is padded, because micro_batches sorts the rows by length
+        for part in torch.arange(len(rows)).tensor_split(num_parts):
+            rests = [torch.tensor(rows[i][common:]) for i in part]  # k
+            # Padding is on the right, where no token sees it.
+            rests = pad_sequence(rests, batch_first=True).to(ids.device)  # (k, length)
+            outputs = model.base_model(rests, past_key_values=cache, use_cache=cache is not None)
+            for i, hidden in zip(part, outputs.last_hidden_state, strict=True):  # (length, D)
+                # The prompt's last token predicts the response's first, whose last predicts none.
+                states.append(hidden[starts[i] - common - 1 : len(rows[i]) - common - 1])
+    return torch.cat(states)
+
+
+class BeginningLayer(DynamicLayer):
+    """A layer's keys and values of what all rows begin with.
+
+    The rows read them and add nothing, so gradient checkpointing can run each layer twice.
+    """
+
+    def update(self, keys, values, *args, **kwargs):
+        """Called by the model's layer. Returns all keys and values that its tokens attend to."""
+        if len(keys) == 1:  # the beginning itself: later passes have two or more rows
+            self.keys, self.values, self.is_initialized = keys, values, True
+            return keys, values
+        shape = (len(keys), -1, -1, -1)
+        keys = torch.cat([self.keys.expand(shape), keys], 2)
+        return keys, torch.cat([self.values.expand(shape), values], 2)
 
 
 def unpadded(values, mask):
@@ -874,76 +840,45 @@ def rollout_logprobs(args, model, rollout, updates):
 def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
 
-    A micro-batch has at most --micro-batch-tokens tokens, padding included. Packs of similar length
-    are together, so that little is padded. A sequence that is longer than the maximum is alone.
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
+    longer than the maximum is alone.
     """
-    packs = make_packs(args, model, rollout, sequences)
-    batches = []
-    while packs:
-        num_packs = max(1, args.micro_batch_tokens // packs[0].length)  # the first is the longest
-        indices = []  # n
-        pack_of = []  # n
-        for number, pack in enumerate(packs[:num_packs]):
-            indices += pack.members
-            pack_of += [number] * len(pack.members)
-        batches.append((indices, rollout.select(indices, pack_of)))
-        packs = packs[num_packs:]
-    return batches
-
-
-@dataclass
-class Pack:
-    """Samples of a prompt that share a row in response_states."""
-
-    prompt: list[int]
-    length: int  # tokens of the prompt and the responses
-    members: list[int] = field(default_factory=list)  # the indices of the sequences
-
-
-def make_packs(args, model, rollout, sequences):
-    """The packs of these sequences (n,), longest first. Neighbors of one prompt share a pack."""
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
-    response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    # The longest sequence of the whole rollout decides. Else a sequence could be packed in one pass
-    # and alone in the next one, which rounds differently.
-    lengths = rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)  # (N,)
-    shares = can_share(model, int(lengths.max()))
-    # GPT-Neo and Doge apply their window to the columns of a row, so no row may be longer. Other
-    # families don't need this limit: it only makes their packs shorter.
-    max_length = min(args.micro_batch_tokens, window_of(model))
-    packs = []
-    for i in sorted(sequences.tolist()):
-        limit = min(PACK_LENGTH * len(prompts[i]), max_length)
-        fits = (
-            shares
-            and packs
-            and packs[-1].prompt == prompts[i]
-            and packs[-1].length + response_lengths[i] <= limit
-        )
-        if not fits:
-            packs.append(Pack(prompts[i], len(prompts[i])))
-        packs[-1].length += response_lengths[i]
-        packs[-1].members.append(i)
-    return sorted(packs, key=lambda pack: -pack.length)
-
-
-def can_share(model, longest):
-    """Whether samples can share a row. longest: tokens of the rollout's longest sequence."""
-    # The state of linear attention or of a convolution goes through the whole row.
+    lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
+    # Keys and values aren't all that a layer with linear attention or a convolution passes on.
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
-    # A model that takes no positions, such as MPT, counts the columns of a row.
-    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    # Most models apply their window in the mask that transformers makes. A pack brings a mask of
-    # its own, without a window. So no sequence may be longer than the window.
-    return is_attention and takes_positions and longest <= window_of(model)
 
+    def count(batch):
+        """The tokens to compute, padding included, and with how many the prompts begin alike."""
+        longest = max(lengths[i] for i in batch)
+        common = len(os.path.commonprefix([prompts[i] for i in batch]))
+        # A prompt's last token stays, because it predicts the first one of each response.
+        common = min(common, min(len(prompts[i]) for i in batch) - 1)
+        # The tokens after the common ones need a mask, with which attention is slower.
+        pays = (len(batch) - 1) * common > len(batch) * longest / 5
+        if not pays or not is_attention:
+            common = 0
+        return common + len(batch) * (longest - common), common
 
-def window_of(model):
-    """How many tokens some or all layers see; inf without a window."""
-    config = model.config.get_text_config()
-    names = ("sliding_window", "window_size", "keep_window_size")  # most models, GPT-Neo, Doge
-    return min(getattr(config, name, None) or float("inf") for name in names)
+    extra = args.micro_batch_tokens / 32  # what a micro-batch costs on top, in tokens
+    splits = []
+    # Neighbors have similar lengths, or similar prompts. What takes fewer tokens is chosen.
+    for order in (lambda i: -lengths[i], lambda i: prompts[i]):
+        batches = [[]]
+        for i in sorted(sequences.tolist(), key=order):
+            joined, _ = count([*batches[-1], i])
+            apart = sum(count(batch)[0] for batch in (batches[-1], [i]) if batch) + extra
+            if batches[-1] and (joined > args.micro_batch_tokens or joined > apart):
+                batches.append([])
+            batches[-1].append(i)
+        splits.append(batches)
+    batches = min(splits, key=lambda split: sum(count(batch)[0] + extra for batch in split))
+    found = []
+    for batch in batches:
+        batch = sorted(batch, key=lambda i: -lengths[i])
+        found.append((batch, rollout.select(batch, count(batch)[1])))
+    return found
 
 
 def inference_copy(model):
@@ -1006,8 +941,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
-    for name, values in apply_rewards(completions, examples).items():
-        means[name] = sum(values) / len(values)
+    for name, score in apply_rewards(completions, examples, eos_ids.device).items():
+        means[name] = score.mean().item()
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
@@ -1024,8 +959,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     return metrics
 
 
-def apply_rewards(completions, examples):
-    """The scores that each reward function gives to N completions: its name -> N floats.
+def apply_rewards(completions, examples, device):
+    """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. `answer`
     is the gold answer as a text.
@@ -1045,13 +980,13 @@ def apply_rewards(completions, examples):
             raise ValueError(
                 f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
-        scores[reward.__name__] = values
+        scores[reward.__name__] = torch.tensor(values, device=device)
     return scores
 
 
 # ==== data and model ====
 def load_splits(args):
-    """The rows of --dataset: a dict or DatasetDict of train and test."""
+    """The rows of --dataset: a DatasetDict of train, and of test if there are held-out rows."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
@@ -1065,71 +1000,77 @@ def load_splits(args):
         raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
-    if "test" in splits:
-        return splits
-    print(f"{args.dataset} has no test split: the last tenth of its questions is held out")
-    rows = splits["train"]
-    questions = [str(question) for question in rows[args.question_column]]
-    distinct = list(dict.fromkeys(questions))  # in the order of the rows
-    # Equal questions are in the same split.
-    held_out = set(distinct[len(distinct) * 9 // 10 :])
-    splits = {"train": [], "test": []}
-    for row, question in zip(rows, questions, strict=True):
-        split = "test" if question in held_out else "train"
-        splits[split].append(row)
     return splits
 
 
 def load_data(args, tokenizer):
-    """The train and the test split, each a list of examples.
+    """The train and the test split, each a list of examples."""
+    splits = load_splits(args)
+    train_data = read_examples(args, tokenizer, splits, "train")
+    if "test" in splits:
+        test_data = read_examples(args, tokenizer, splits, "test")
+        train_prompts = {example["prompt"] for example in train_data}
+        num_shared = sum(example["prompt"] in train_prompts for example in test_data)
+        print(f"test data: {num_shared} of its problems are also in the train data")
+    else:
+        prompts = list(dict.fromkeys(example["prompt"] for example in train_data))
+        if len(prompts) < 2:
+            raise ValueError(f"--dataset {args.dataset}: one question, so none can be held out")
+        held_out = set(prompts[len(prompts) * 9 // 10 :])  # so equal questions are in one split
+        test_data = [example for example in train_data if example["prompt"] in held_out]
+        train_data = [example for example in train_data if example["prompt"] not in held_out]
+        print(
+            f"{args.dataset} has no test split: the last tenth of its questions is held out, "
+            f"{len(test_data)} problems"
+        )
+    print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
+    return train_data, test_data[: args.eval_size]
+
+
+def read_examples(args, tokenizer, splits, split):
+    """The examples of a split. Prints how many rows are skipped, and raises an error if all are.
 
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
     the data set, for the rewards.
     """
-    splits = load_splits(args)
-    data = {}
-    for split in ("train", "test"):
-        examples = []
-        num_too_long = num_unreadable = num_empty = 0
-        for row in splits[split]:
-            chat = read_chat(args, row[args.question_column])
-            contents = [message["content"] for message in chat]
-            # Leave out a missing text, which a chat template would write as the word None, and an
-            # empty question. Earlier messages, such as the system's, may be empty.
-            if not chat or None in contents or not contents[-1].strip():
-                num_empty += 1
-                continue
-            prompt = render(args, tokenizer, chat)
-            ids = tokenize(tokenizer, prompt)
-            answer = str(row[args.answer_column])
-            if len(ids) > args.max_prompt_tokens:
-                num_too_long += 1
-            elif not has_gold(answer, REWARDS):
-                num_unreadable += 1
-            else:
-                columns = row | {"answer": answer}
-                columns.pop("completions", None)  # rewards get the sampled ones by this name
-                examples.append(
-                    {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": columns}
-                )
-        counts = (
-            f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
-            f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
-            f"{num_empty} without a {args.question_column}"
-        )
-        if not examples:
-            raise ValueError(f"--dataset {args.dataset}: {counts}")
-        print(counts)
-        data[split] = examples
-    train_prompts = {example["prompt"] for example in data["train"]}
-    num_shared = sum(example["prompt"] in train_prompts for example in data["test"])
-    print(f"test data: {num_shared} of its problems are also in the train data")
-    print(f"first prompt: {data['train'][0]['prompt']!r}, answer {data['train'][0]['answer']!r}")
-    return data["train"], data["test"][: args.eval_size]
+    examples = []
+    num_too_long = num_unreadable = num_empty = 0
+    for row in splits[split]:
+        chat = read_chat(args, row[args.question_column])
+        answer = row[args.answer_column]
+        if not isinstance(answer, str | int | float | None):
+            raise ValueError(
+                f"--answer-column {args.answer_column}: neither a text nor a number: {answer!r}"
+            )
+        if chat is None:
+            num_empty += 1
+            continue
+        prompt = render(args, tokenizer, chat)
+        ids = tokenize(tokenizer, prompt)
+        if len(ids) > args.max_prompt_tokens:
+            num_too_long += 1
+        elif answer is None or not has_gold(str(answer), REWARDS):
+            num_unreadable += 1
+        else:
+            columns = row | {"answer": str(answer)}
+            example = {"prompt": prompt, "prompt_ids": ids, "answer": str(answer)}
+            examples.append(example | {"columns": columns})
+    counts = (
+        f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
+        f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
+        f"{num_empty} without a {args.question_column}"
+    )
+    if not examples:
+        raise ValueError(f"--dataset {args.dataset}: {counts}")
+    print(counts)
+    return examples
 
 
 def read_chat(args, question):
-    """A question, which is a text or a chat, as a list of messages whose contents are texts."""
+    """A question, a text or a chat, as a list of messages whose contents are texts.
+
+    None without a question, or if a message has no content. Earlier ones may have an empty text.
+    """
     if not isinstance(question, list):
         question = [{"role": "user", "content": question}]
     chat = []
@@ -1138,8 +1079,12 @@ def read_chat(args, question):
         if isinstance(content, list):
             # A part without a text, such as an image, raises an error.
             content = "".join(part["text"] for part in content)
+        if content is None:
+            return None
         chat.append(message | {"content": content})
-    if chat and chat[-1]["role"] != "user":
+    if not chat or not chat[-1]["content"].strip():
+        return None
+    if chat[-1]["role"] != "user":
         raise ValueError(
             f"--question-column {args.question_column}: the last message of a chat must be from "
             f"the user, but one is from the {chat[-1]['role']}"
@@ -1171,7 +1116,37 @@ def render(args, tokenizer, chat):
         turns.append({"role": "assistant", "content": answer})
     start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
     chat = [*chat[:start], *turns, *chat[start:-1], question]
-    return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    return fill_template(tokenizer, chat, add_generation_prompt=True)
+
+
+def fill_template(tokenizer, chat, **options):
+    """The chat as a text, in the model's template, with each message word for word.
+
+    Some templates change what they are given: they delete the thoughts of earlier turns. So they
+    get a placeholder for each message, and the messages take the places of these afterwards.
+    """
+    marks = [f"[[[message {i}]]]" for i in range(len(chat))]
+    for as_parts in (False, True):  # templates of models with images may read only lists of parts
+        given = []
+        for message, mark in zip(chat, marks, strict=True):
+            content = [{"type": "text", "text": mark}] if as_parts else mark
+            given.append(message | {"content": content})
+        try:
+            template = tokenizer.apply_chat_template(given, tokenize=False, **options)
+        except jinja2.UndefinedError:  # it looked for parts in a text
+            template = ""
+        missing = [
+            message for message, mark in zip(chat, marks, strict=True) if mark not in template
+        ]
+        if not missing:
+            break
+    else:
+        role, content = missing[0]["role"], missing[0]["content"]
+        raise ValueError(f"--model: its chat template drops a message of the {role}: {content!r}")
+    # Split at the placeholders: a message may contain what looks like one.
+    texts = dict(zip(marks, [message["content"] for message in chat], strict=True))
+    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", template)
+    return "".join(texts.get(piece, piece) for piece in pieces)
 
 
 def tokenize(tokenizer, prompt):
@@ -1195,8 +1170,15 @@ def shuffled_batches(args, num_examples):
     return order.split(args.num_prompts)
 
 
-def load_model(args):
-    """The policy on its device, its tokenizer, and the ids of all tokens that end a response.
+def find_model(args):
+    """The folder or hub id of --model."""
+    if "/" in args.model or os.path.exists(args.model):
+        return args.model
+    return f"HuggingFaceTB/{args.model}"
+
+
+def load_model(args, tokenizer):
+    """The policy on its device, and the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
@@ -1208,10 +1190,7 @@ def load_model(args):
         # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
-    name = args.model
-    if "/" not in name and not os.path.exists(name):
-        name = f"HuggingFaceTB/{name}"
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    name = find_model(args)
     config = load_config(args, name)
     # Ministral 3 and others are published with a vision part, which a run neither uses nor trains.
     is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -1219,33 +1198,36 @@ def load_model(args):
     model, info = auto_class.from_pretrained(
         name, config=config, dtype=torch.float32, output_loading_info=True
     )
-    check_weights(model, info, f"--model {name}")
+    check_weights(info, f"--model {name}")
     # Still on the CPU: the TF32 of a GPU could differ by more than the tolerance.
     check_head(model, f"--model {name}")
     model.to(device)
     if args.gradient_checkpointing:
-        # No forward pass is random, so the random state needn't be kept.
-        model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
+        use_checkpointing(model)
     eos_ids = find_eos_ids(model, tokenizer)
     # The saved model has them in its generation_config.json, so that others end a response there.
     # No other setting is kept: the policy is trained without top-k and repetition penalty.
     model.generation_config = GenerationConfig(
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
-    return model, tokenizer, torch.tensor(eos_ids, dtype=torch.long, device=device)
+    return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
-def check_weights(model, info, flag):
-    """Raise an error if the files and the network have different weights. flag names the model."""
+def use_checkpointing(network):
+    """Recompute the activations of each layer in the backward pass."""
+    # No forward pass is random, so the random state needn't be kept.
+    network.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
+    for module in network.modules():
+        # transformers would hide the cache from these layers, because most caches would change
+        # twice. A BeginningLayer doesn't.
+        module._can_checkpoint_with_cache = True
+
+
+def check_weights(info, flag):
+    """Raise an error if the files lack weights of the network. flag names the model."""
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"{flag}: its files have no weights for {missing}")
-    # Files may hold more layers than the network has, such as layers for images. But one more
-    # weight in a layer of the network, such as a bias, changes what the network computes.
-    layers = {name.rpartition(".")[0] for name in model.state_dict()}
-    for name in sorted(info["unexpected_keys"]):
-        if name.rpartition(".")[0] in layers:
-            raise ValueError(f"{flag}: its network has no place for {name}, a weight in its files")
 
 
 def check_head(model, flag):
@@ -1263,40 +1245,20 @@ def check_head(model, flag):
         )
 
 
-# The sampler can't hold the state of these families, or hide columns of their cache. Or they route
-# at random in training (PhiMoE), or need images (PaliGemma).
-UNSUPPORTED = """
-    bloom deepseek_v32 deepseek_v4 falcon_mamba glm_moe_dsa llama4 llama4_text mamba mamba2 minimax
-    paligemma phimoe rwkv zamba zamba2
-""".split()
-
-
 def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    for kind in (config.model_type, text_config.model_type):
-        if kind in UNSUPPORTED:
-            raise ValueError(f"{name}: not supported, because of its family, {kind}")
-    if getattr(config, "alibi", False):  # some Falcon models
-        raise ValueError(f"{name}: not supported, because of its ALiBi")
     for part in (config, text_config):
         for key, value in vars(part).items():
-            if isinstance(value, float) and ("drop" in key or "jitter" in key):
+            if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)  # its noise would change the ratios
-    # GPT-Neo and Doge apply a window inside their layers, so it is a limit like the context.
-    keys = ("max_position_embeddings", "window_size", "keep_window_size")
-    limits = [getattr(text_config, key, None) for key in keys]
-    rope = getattr(text_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        # Beyond this length it rotates all positions by other angles, and cached keys keep theirs.
-        limits.append(rope["original_max_position_embeddings"])
-    for limit in limits:
-        if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
-            raise ValueError(
-                f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the "
-                f"context or attention window of {name}; lower one of them"
-            )
+    limit = getattr(text_config, "max_position_embeddings", None)
+    if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
+        raise ValueError(
+            f"--max-prompt-tokens + --max-new-tokens: more than the {limit} tokens of the context "
+            f"of {name}; lower one of them"
+        )
     return config
 
 
@@ -1311,7 +1273,7 @@ def find_eos_ids(model, tokenizer):
     eos_ids |= set(of_model) if isinstance(of_model, list) else {of_model}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
-        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        rendered = fill_template(tokenizer, turns)
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
         # Ordinary text after the answer, such as a line break, must not end a response.
@@ -1329,8 +1291,6 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    if args.beta < 0:
-        raise ValueError("--beta must not be negative")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
         raise ValueError("two functions in REWARDS have the same name")
 
@@ -1356,29 +1316,61 @@ def name_run(args):
     return Path(args.runs_dir, name)
 
 
-def make_run(args, run_dir):
-    """Make the folder of a new run, with its arguments and a copy of this script."""
-    run_dir.mkdir(parents=True)  # raises an error if it exists
-    content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
-    (run_dir / "args.json").write_text(json.dumps(content, indent=2))
-    shutil.copy(SCRIPT, run_dir)
+def open_run(args, run_dir):
+    """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
-
-def open_logs(args, run_dir, resume):
-    """The run's open files metrics.jsonl and samples.jsonl; with --track, also start W&B."""
+    With --track, it also starts W&B. A run goes on if its command is repeated. Before its first
+    checkpoint, nothing is lost if it begins again.
+    """
+    goes_on = run_dir.exists()
+    if goes_on:
+        check_same_run(args, run_dir)
     if args.track:
         import wandb  # here, so that only a tracked run needs it
 
+        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
         wandb.init(
             id=run_dir.name,
             name=run_dir.name,
-            dir=run_dir,
+            dir=args.runs_dir,
             config=vars(args),
-            resume=resume,  # "must" or "never": never into another run of the same name
+            resume="allow" if goes_on else "never",  # never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
+    run_dir.mkdir(parents=True, exist_ok=goes_on)
+    content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
+    (run_dir / "args.json").write_text(json.dumps(content, indent=2))
+    shutil.copy(SCRIPT, run_dir)
+    mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
     names = ("metrics.jsonl", "samples.jsonl")
-    return [open(run_dir / name, "a", buffering=1) for name in names]
+    return [open(run_dir / name, mode, buffering=1) for name in names]
+
+
+def check_same_run(args, run_dir):
+    """Raise an error if the folder's run began with another script or with other flags."""
+    flag = f"--run-name {args.run_name}"
+    if not (run_dir / SCRIPT.name).exists():
+        raise ValueError(f"{flag}: {run_dir} isn't a run of {SCRIPT.name}; choose another name")
+    if (run_dir / SCRIPT.name).read_bytes() != SCRIPT.read_bytes():
+        raise ValueError(
+            f"{flag}: this run began with another version of {SCRIPT.name}; its copy is in {run_dir}"
+        )
+    saved = json.loads((run_dir / "args.json").read_text())
+    changed = []  # the flags that differ from those of the saved run
+    for name, value in vars(args).items():
+        if name not in ("runs_dir", "run_name") and value != saved.get(name):
+            changed.append("--" + name.replace("_", "-"))
+    is_longer = changed == ["--num-steps"] and args.num_steps > saved["num_steps"]
+    if is_longer and args.lr_schedule == "constant_with_warmup":
+        return  # its steps are those of a run that was as long from the start
+    if changed:
+        reason = ""
+        if is_longer:
+            reason = f" (with --lr-schedule {args.lr_schedule}, each rate depends on the length)"
+        raise ValueError(
+            f"{flag}: this run began with other values of {', '.join(changed)}{reason}; repeat its "
+            "command to go on with it, or choose another name for a new run"
+        )
 
 
 def log_metrics(args, file, metrics):
@@ -1392,18 +1384,13 @@ def log_metrics(args, file, metrics):
 
 def show_progress(args, progress, metrics, sample):
     """Put metrics beside the bar, and about ten times a run print them and a sample."""
-    shown = {
-        "step_reward": metrics["rollout/step_reward"],
-        "acc": metrics["rollout/accuracy"],
-        "len": metrics["rollout/response_len"],
-        "eos": metrics["rollout/eos_frac"],
-    }
-    progress.set_postfix(shown)
+    names = {"acc": "accuracy", "len": "response_len", "eos": "eos_frac"}
+    names = {"step_reward": "step_reward"} | names
+    progress.set_postfix({word: metrics[f"rollout/{name}"] for word, name in names.items()})
     step = metrics["step"]
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
+        prompt, completion = sample["prompt"][-60:], sample["completions"][0]
         progress.write(f"step {step}: {progress.postfix}")
-        prompt = sample["prompt"][-60:]
-        completion = sample["completions"][0]
         earned = [step.reward for step in sample["steps"][0]]
         progress.write(f"    {prompt!r} -> {completion!r}, rewards of its steps {earned}")
 
@@ -1411,7 +1398,7 @@ def show_progress(args, progress, metrics, sample):
 def save_checkpoint(args, run_dir, trained, state, metrics):
     """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
     content = {name: part.state_dict() for name, part in trained.items()}
-    content |= {"args": vars(args), "state": state, "metrics": metrics}
+    content |= {"state": state, "metrics": metrics}
     content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
     torch.save(content, run_dir / "checkpoint.tmp")
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
@@ -1419,22 +1406,7 @@ def save_checkpoint(args, run_dir, trained, state, metrics):
 
 def load_checkpoint(args, run_dir, trained):
     """Load the run's checkpoint into the trained parts, and return its state and metrics."""
-    copied = run_dir / SCRIPT.name  # the script with which the run began
-    if not copied.exists() or copied.read_bytes() != SCRIPT.read_bytes():
-        raise ValueError(
-            f"--run-name {args.run_name}: this run began with another script, or with another "
-            f"version of {SCRIPT.name}; its copy is in {run_dir}"
-        )
     saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
-    others = []  # the flags that differ from those of the saved run
-    for name, value in vars(args).items():
-        if name not in ("runs_dir", "run_name") and value != saved["args"].get(name):
-            others.append("--" + name.replace("_", "-"))
-    if others:
-        raise ValueError(
-            f"--run-name {args.run_name}: this run began with other values of {', '.join(others)}; "
-            "repeat its command to go on with it, or choose another name for a new run"
-        )
     for name, part in trained.items():
         part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
     # The steps after the checkpoint are repeated, so their lines are cut off.

@@ -1,0 +1,61 @@
+"""What a prompt should contain stands in it word for word, with every chat template that TRL has."""
+
+from pathlib import Path
+
+import pytest
+from conftest import REAL
+from transformers import AutoTokenizer
+
+import grpo
+
+trl = pytest.importorskip("trl")
+TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
+# A message may look like a placeholder, or have spaces that templates trim.
+QUESTION = "  <think> How many [[[message 0]]] are 3 + 4?\n{{ x }} </think>\n"
+
+
+TOKENIZER = AutoTokenizer.from_pretrained(REAL / "smollm2")
+
+
+def tokenizer_with(template):
+    TOKENIZER.chat_template = template.read_text(encoding="utf-8")
+    return TOKENIZER
+
+
+def test_trl_has_templates():
+    assert len(TEMPLATES) > 60
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_examples_and_question_stand_in_the_prompt(template):
+    tokenizer = tokenizer_with(template)
+    chats = [[{"role": "user", "content": QUESTION}]]
+    turns = [("user", "Hello <think>"), ("assistant", "<think>so</think>Hi"), ("user", QUESTION)]
+    chats.append([{"role": role, "content": text} for role, text in turns])
+    for chat in chats:
+        prompt = grpo.render(grpo.Args(instructions="Count."), tokenizer, chat)
+        texts = [text for example in grpo.EXAMPLES for text in example]
+        texts += [message["content"] for message in chat[:-1]] + ["Count.\n\n" + QUESTION]
+        places = [prompt.find(text) for text in texts]
+        assert -1 not in places and places == sorted(places)
+        assert all(prompt.count(text) == 1 for text in texts)
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.stem)
+def test_a_response_like_the_examples_has_all_tags(template):
+    """A template may open the <think> in the prompt, which the response then closes."""
+    tokenizer = tokenizer_with(template)
+    prompt = grpo.render(grpo.Args(), tokenizer, [{"role": "user", "content": QUESTION}])
+    given = "<think>3 + 4 = 7</think><answer>7</answer>"
+    if prompt.rstrip().endswith("<think>"):
+        given = given.removeprefix("<think>")
+    example = {"prompt": prompt, "answer": "7", "columns": {"answer": "7"}}
+    scores = grpo.apply_rewards([given], [example], "cpu")
+    assert scores["accuracy_reward"] == 1 and scores["format_reward"] == pytest.approx(0.4)
+
+
+def test_a_template_that_drops_a_message_is_refused():
+    tokenizer = TOKENIZER
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match="drops a message of the user: 'Tom has 12 apples"):
+        grpo.render(grpo.Args(), tokenizer, [{"role": "user", "content": "2 + 2?"}])
