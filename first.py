@@ -50,6 +50,7 @@ def rollout(model, tokenizer, rows, **options):
 
 
 def compute_advantages(rewards):
+    assert rewards.shape[1] > 1  # a group of one has no std
     rewards = rewards - rewards[:, :1]  # so that equal rewards give exactly 0, without rounding
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 

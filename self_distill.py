@@ -288,7 +288,7 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    # Set by micro_batches: with how many tokens all prompts begin alike, if they are computed once.
+    # How many first tokens all rows have in common and compute once. micro_batches sets it.
     common: int = 0
 
     def select(self, indices, common=0):
@@ -366,8 +366,7 @@ def main(args: Args) -> dict:
         loss_mask = response_mask & has_context[:, None]  # (N, R) bool
 
         # ---- 3. reward, which is only logged
-        # Name of the reward function -> (N,) float32.
-        scores = apply_rewards(completions, batch, model.device)
+        scores = apply_rewards(completions, batch, model.device)  # name -> (N,) float32
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
 
         # ---- 4. advantage and update
@@ -492,8 +491,8 @@ def main(args: Args) -> dict:
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
 # columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. For a
 # GPU the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
-# then it looks right before the cache grows, and at least one row is left to keep. I haven't
-# measured the number for a GPU.
+# then it looks right before the cache grows, and at least one row is left to keep. On an H100, 64
+# and 128 columns were about as fast, and 256 were slower.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient as large as the head. So few large chunks are faster, but need more memory.
@@ -514,7 +513,7 @@ class Decoding:
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
             # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
-            # both. Its own reorder_cache would select the rows of both, but can't append columns.
+            # both. Keys and values also get new columns, which reorder_cache couldn't append.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -615,7 +614,7 @@ def prefill(model, prompt_ids, prompt_mask):
         cache=cache,
         mask=prompt_mask,  # (B, P)
         logits=outputs.logits,  # (B, 1, V)
-        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,)
+        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), none is sampled yet
         position=prompt_mask.sum(1),  # (B,)
     )
 
@@ -643,37 +642,46 @@ def response_states(model, rollout):
     ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
     rows = unpadded(ids, mask)  # n lists: a prompt and its response
     starts = rollout.prompt_mask.sum(1).tolist()  # n: where each response begins
-    common, cache, num_parts = rollout.common, None, 1
     states = []
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
-        if common > 0:
-            # All rows begin with the same tokens. A token sees only those before it, so these have
-            # the same keys and values in every row. They are computed once, and the gradients of
-            # all rows flow back through them.
-            cache = DynamicCache(config=model.config)
-            cache.layers = [BeginningLayer() for _ in cache.layers]
-            beginning = torch.tensor([rows[0][:common]], device=ids.device)  # (1, common)
-            model.base_model(beginning, past_key_values=cache, use_cache=True)
-            if cache.get_seq_length() == 0:  # GPT-2 ignores a cache with gradient checkpointing
-                common, cache = 0, None
-            elif len(rows) >= 4:
-                num_parts = 2  # less is padded, because micro_batches sorts the rows by length
+        cache = None
+        if rollout.common > 0:
+            beginning = torch.tensor([rows[0][: rollout.common]], device=ids.device)  # (1, common)
+            cache = cache_beginning(model, beginning)
+        common = 0 if cache is None else rollout.common
+        # Rows that share a beginning may differ much in length. They are sorted by length, so with
+        # two halves less is padded. A half has two rows or more, as BeginningLayer needs.
+        num_parts = 2 if common > 0 and len(rows) >= 4 else 1
         for part in torch.arange(len(rows)).tensor_split(num_parts):
-            rests = [torch.tensor(rows[i][common:]) for i in part]  # k
+            rests = [torch.tensor(rows[i][common:]) for i in part]  # k tensors
             # Padding is on the right, where no token sees it.
             rests = pad_sequence(rests, batch_first=True).to(ids.device)  # (k, length)
             outputs = model.base_model(rests, past_key_values=cache, use_cache=cache is not None)
             for i, hidden in zip(part, outputs.last_hidden_state, strict=True):  # (length, D)
-                # The prompt's last token predicts the response's first, whose last predicts none.
+                # The state at a token predicts the next one, so the slice is one token early.
                 states.append(hidden[starts[i] - common - 1 : len(rows[i]) - common - 1])
     return torch.cat(states)
+
+
+def cache_beginning(model, ids):
+    """A cache of the tokens with which all rows begin (1, common). None if the model ignores it.
+
+    A token sees only the tokens before it. So the keys and values of these tokens are the same in
+    every row, and it's enough to compute them once. The gradients of all rows flow back through
+    them.
+    """
+    cache = DynamicCache(config=model.config)
+    cache.layers = [BeginningLayer() for _ in cache.layers]
+    model.base_model(ids, past_key_values=cache, use_cache=True)
+    # GPT-2 ignores a cache with gradient checkpointing.
+    return cache if cache.get_seq_length() > 0 else None
 
 
 class BeginningLayer(DynamicLayer):
     """A layer's keys and values of what all rows begin with.
 
-    The rows read them and add nothing, so gradient checkpointing can run each layer twice.
+    Rows read them and add nothing, so gradient checkpointing can run each layer twice.
     """
 
     def update(self, keys, values, *args, **kwargs):
@@ -687,7 +695,7 @@ class BeginningLayer(DynamicLayer):
 
 
 def unpadded(values, mask):
-    """The rows of values (n, length) as lists, without the masked slots."""
+    """The rows of values (n, length) as lists, only where the mask is True."""
     return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
@@ -752,40 +760,55 @@ def micro_batches(args, model, rollout, sequences):
     """
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-    # Keys and values aren't all that a layer with linear attention or a convolution passes on.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
+    extra = args.micro_batch_tokens / 32  # what a micro-batch costs besides its tokens, in tokens
 
-    def count(batch):
-        """The tokens to compute, padding included, and with how many the prompts begin alike."""
-        longest = max(lengths[i] for i in batch)
-        common = len(os.path.commonprefix([prompts[i] for i in batch]))
-        # A prompt's last token stays, because it predicts the first one of each response.
-        common = min(common, min(len(prompts[i]) for i in batch) - 1)
-        # The tokens after the common ones need a mask, with which attention is slower.
-        pays = (len(batch) - 1) * common > len(batch) * longest / 5
-        if not pays or not is_attention:
-            common = 0
-        return common + len(batch) * (longest - common), common
+    def shared(batch):
+        """With how many tokens its rows begin alike, if they are computed once."""
+        batch_prompts = [prompts[i] for i in batch]
+        return shared_tokens(model, batch_prompts, max(lengths[i] for i in batch))
 
-    extra = args.micro_batch_tokens / 32  # what a micro-batch costs on top, in tokens
-    splits = []
-    # Neighbors have similar lengths, or similar prompts. What takes fewer tokens is chosen.
-    for order in (lambda i: -lengths[i], lambda i: prompts[i]):
-        batches = [[]]
-        for i in sorted(sequences.tolist(), key=order):
-            joined, _ = count([*batches[-1], i])
-            apart = sum(count(batch)[0] for batch in (batches[-1], [i]) if batch) + extra
-            if batches[-1] and (joined > args.micro_batch_tokens or joined > apart):
-                batches.append([])
-            batches[-1].append(i)
-        splits.append(batches)
-    batches = min(splits, key=lambda split: sum(count(batch)[0] + extra for batch in split))
+    def cost(batch):
+        """The tokens to compute, padding included, and `extra`."""
+        common = shared(batch)
+        return common + len(batch) * (max(lengths[i] for i in batch) - common) + extra
+
+    def split(order):
+        """Add each sequence to the last micro-batch, if that is possible and saves tokens."""
+        batches = [order[:1]] if order else []
+        for i in order[1:]:
+            joined = [*batches[-1], i]
+            fits = cost(joined) - extra <= args.micro_batch_tokens
+            if fits and cost(joined) <= cost(batches[-1]) + cost([i]):
+                batches[-1] = joined
+            else:
+                batches.append([i])
+        return batches
+
+    # Sequences of similar length need little padding. Sequences of similar prompts share more.
+    by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
+    by_prompt = sorted(by_length, key=lambda i: prompts[i])
+    splits = [split(by_length), split(by_prompt)]
     found = []
-    for batch in batches:
+    for batch in min(splits, key=lambda batches: sum(map(cost, batches))):
         batch = sorted(batch, key=lambda i: -lengths[i])
-        found.append((batch, rollout.select(batch, count(batch)[1])))
+        found.append((batch, rollout.select(batch, shared(batch))))
     return found
+
+
+def shared_tokens(model, prompts, longest):
+    """With how many tokens k rows begin alike, if computing these once pays; else 0.
+
+    prompts are those of the rows, and longest is the number of tokens in the longest row.
+    """
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    can_share = set(layer_types) <= {"full_attention", "sliding_attention"}
+    # The last token of a prompt isn't shared, because it predicts the first of each response.
+    shortest = min(len(prompt) for prompt in prompts)
+    common = min(len(os.path.commonprefix(prompts)), shortest - 1)
+    # It has to save a fifth of the tokens: attention is slower for the rest, which needs a mask.
+    pays = (len(prompts) - 1) * common > len(prompts) * longest / 5
+    return common if can_share and pays else 0
 
 
 def inference_copy(model):
@@ -1009,7 +1032,7 @@ def read_examples(args, tokenizer, splits, split):
 def read_chat(args, question):
     """A question, a text or a chat, as a list of messages whose contents are texts.
 
-    None without a question, or if a message has no content. Earlier ones may have an empty text.
+    None without a question, or if a message has no content. Only the question must not be empty.
     """
     if not isinstance(question, list):
         question = [{"role": "user", "content": question}]
@@ -1153,11 +1176,11 @@ def load_model(args, tokenizer):
     return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
-def use_checkpointing(network):
+def use_checkpointing(model):
     """Recompute the activations of each layer in the backward pass."""
     # No forward pass is random, so the random state needn't be kept.
-    network.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
-    for module in network.modules():
+    model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
+    for module in model.modules():
         # transformers would hide the cache from these layers, because most caches would change
         # twice. A BeginningLayer doesn't.
         module._can_checkpoint_with_cache = True
@@ -1248,8 +1271,8 @@ def check_gap(args, model, gap):
     tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
-            f"--model {args.model}: not supported, because sampling and training differ by "
-            f"{gap:.2g} nats a token"
+            f"--model {args.model}: sampling and training differ by {gap:.2g} nats a token: this "
+            "family isn't supported, or generate and compute_logprobs of this copy differ"
         )
 
 
@@ -1263,10 +1286,10 @@ def name_run(args):
 def open_run(args, run_dir):
     """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
-    With --track, it also starts W&B. A run goes on if its command is repeated. Before its first
-    checkpoint, nothing is lost if it begins again.
+    With --track, it also starts W&B. A run with a name goes on if its command is repeated. Before
+    its first checkpoint it begins again.
     """
-    goes_on = run_dir.exists()
+    goes_on = args.run_name is not None and run_dir.exists()
     if goes_on:
         check_same_run(args, run_dir)
     if args.track:
@@ -1281,10 +1304,15 @@ def open_run(args, run_dir):
             resume="allow" if goes_on else "never",  # never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
-    run_dir.mkdir(parents=True, exist_ok=goes_on)
+    # Write everything under another name first, so that a run's folder is always complete.
+    new_dir = run_dir if goes_on else run_dir.with_name(f"{run_dir.name}.new")
+    new_dir.mkdir(parents=True, exist_ok=True)
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
-    (run_dir / "args.json").write_text(json.dumps(content, indent=2))
-    shutil.copy(SCRIPT, run_dir)
+    (new_dir / "args.tmp").write_text(json.dumps(content, indent=2))
+    os.replace(new_dir / "args.tmp", new_dir / "args.json")
+    if not goes_on:
+        shutil.copy(SCRIPT, new_dir)
+        new_dir.rename(run_dir)  # raises an error if another run has this name
     mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
     names = ("metrics.jsonl", "samples.jsonl")
     return [open(run_dir / name, mode, buffering=1) for name in names]
@@ -1297,7 +1325,7 @@ def check_same_run(args, run_dir):
         raise ValueError(f"{flag}: {run_dir} isn't a run of {SCRIPT.name}; choose another name")
     if (run_dir / SCRIPT.name).read_bytes() != SCRIPT.read_bytes():
         raise ValueError(
-            f"{flag}: this run began with another version of {SCRIPT.name}; its copy is in {run_dir}"
+            f"{flag}: the run began with another version of {SCRIPT.name}; its copy is in {run_dir}"
         )
     saved = json.loads((run_dir / "args.json").read_text())
     changed = []  # the flags that differ from those of the saved run

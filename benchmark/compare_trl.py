@@ -138,6 +138,7 @@ def peak_memory(on_gpu: bool, imported: int) -> int:
 def train_plainrl(script, threads: int, args) -> dict:
     """Train with a script. Return when it started, when each step began and ended, the metrics and the peak memory."""
     import torch
+    from transformers import PreTrainedModel
 
     torch.set_num_threads(threads)
     imported, start, moments = memory("VmRSS"), now(), []
@@ -150,6 +151,9 @@ def train_plainrl(script, threads: int, args) -> dict:
         return sample_responses(*arguments)
 
     script.sample_responses = timed
+    # As with TRL, nothing is saved: it would take longer than the steps of W4.
+    script.save_checkpoint = lambda *arguments: None
+    PreTrainedModel.save_pretrained = lambda *arguments: None
     with tempfile.TemporaryDirectory() as folder:
         script.main(replace(args, runs_dir=folder, run_name="run"))
         metrics, _ = read_run(Path(folder, "run"))
@@ -246,6 +250,7 @@ def chat_prompts(num_prompts: int) -> list[list[dict]]:
 
 def make_model(folder: Path, tokenizer, shape: tuple) -> None:
     """Write a model of SmolLM2's shape with random weights."""
+    import torch
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     names = "num_hidden_layers hidden_size intermediate_size num_attention_heads".split()
@@ -255,7 +260,10 @@ def make_model(folder: Path, tokenizer, shape: tuple) -> None:
         name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
     }
     config = LlamaConfig(**fields)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    # Drawing the weights takes a second on a GPU, and half a minute on a CPU.
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

@@ -4,7 +4,7 @@
     python benchmark/gpu.py FOLDER --parts limits      some parts
     python benchmark/gpu.py FOLDER --tiny              tests this file, on a CPU or an emulated GPU
 
-limits      bandwidth of a copy (read + write), FLOP/s of a matrix product, and the bandwidth of attention with one query
+limits      bandwidth of a copy (read + write), FLOP/s of a matrix product, bandwidth of attention with one query
 bundled     grpo.py without arguments, on the GPU
 scripts     two steps of each of the six main scripts with the real model on problems of GSM8K, three at a time
 arithmetic  40 steps of grpo.py with the real model on assets/arithmetic: its curve
@@ -23,6 +23,7 @@ over the bandwidth are a limit for it. An update takes 6 FLOP per parameter and 
 import argparse
 import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -31,12 +32,13 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from memory import MODELS, count
 from records import FOLDER, ROOT, provenance, read
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
@@ -60,38 +62,34 @@ STEPS = {
     "80 GB": ("grpo", {"sampling_tokens": 131072, "micro_batch_tokens": 8192}),
     "lora": ("grpo_lora", {}),
 }
+# The settings of `sampler`: graph, columns of a segment, and --sampling-tokens.
+SAMPLING = [(True, segment, 131072) for segment in (128, 64, 256)]
+SAMPLING += [(True, 128, 49152), (False, 128, 131072)]
 TINY = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=64, num_attention_heads=4)
 TINY |= dict(num_key_value_heads=2)
 
 
 def write_record(part: str, **found) -> None:
     """Append a record to RECORDS, and print it."""
-    record = {"part": part, "gpu": device_name(), **provenance(), **found}
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, self-test"
+    record = {"part": part, "gpu": gpu, **provenance(), **found}
     RECORDS.parent.mkdir(exist_ok=True)
     with RECORDS.open("a", encoding="utf-8") as file:
         print(json.dumps(record), file=file)
     print(part, json.dumps(found)[:1500], flush=True)
 
 
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, self-test"
-
-
 def seconds(function, repeats: int = 1) -> float:
     """The median wall seconds of a call, including the work on the device."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None
     times = []
     for _ in range(repeats):
-        synchronize()
+        wait()
         start = time.perf_counter()
         function()
-        synchronize()
+        wait()
         times.append(time.perf_counter() - start)
     return statistics.median(times)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def run(script: str, name: str, *flags, kill_after: int | None = None) -> dict:
@@ -118,9 +116,8 @@ def run(script: str, name: str, *flags, kill_after: int | None = None) -> dict:
     metrics = read(metrics_file)
     if not kill_after and process.returncode or len(metrics) < 2:
         return found | {"error": printed[-3000:], "metrics": metrics}
-    samples = read(metrics_file.with_name("samples.jsonl"))[-1]
+    sample = read(metrics_file.with_name("samples.jsonl"))[-1]
     shutil.rmtree(metrics_file.parent)  # the next run needs the disk
-    sample = {name: samples[name] for name in ("prompt", "answer", "completions", "rewards")}
     return found | {"metrics": metrics, "sample": sample}
 
 
@@ -172,12 +169,9 @@ def scripts(options) -> None:
 def arithmetic(options) -> None:
     # The copy of README.md: the reward is 1 if the last number of the response is right.
     text = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    lines = [
-        "REWARDS = [lenient_accuracy_reward]" if x.startswith("REWARDS = ") else x
-        for x in text.split("\n")
-    ]
     copied = ROOT / "arithmetic.py"
-    copied.write_text("\n".join(lines), encoding="utf-8")
+    reward = "REWARDS = [lenient_accuracy_reward]"
+    copied.write_text(re.sub("^REWARDS = .*", reward, text, flags=re.MULTILINE), encoding="utf-8")
     flags = "--no-examples --num-prompts 8 --max-new-tokens 32 --warmup-updates 3 --eval-every 10 --eval-size 200"
     flags = [*flags.split(), "--no-gradient-checkpointing", "--save-every", 0]
     flags += ["--num-steps", 1 if options.tiny else 40]
@@ -191,10 +185,9 @@ def random_policy(options) -> Path:
     folder = options.scratch / "policy"
     if not folder.exists():
         config = MODELS["SmolLM2-1.7B"] | (TINY if options.tiny else {})
-        config = {name: value for name, value in config.items() if name != "model_type"}
         tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
         ids = dict(eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.bos_token_id)
-        config = LlamaConfig(**config, **ids, max_position_embeddings=8192)
+        config = AutoConfig.for_model(**config, **ids, max_position_embeddings=8192)
         # Drawing the weights takes a second on a GPU, and many seconds on a CPU.
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             torch.manual_seed(0)
@@ -210,63 +203,53 @@ def sampler(options) -> None:
     args = grpo.Args(model=str(random_policy(options)), dataset=str(GSM8K), eval_size=8)
     if options.tiny:
         args = replace(args, max_new_tokens=12, num_prompts=2)
-    model, tokenizer, _ = grpo.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model, _ = grpo.load_model(args, tokenizer)
     train_data, _ = grpo.load_data(args, tokenizer)
     batch = train_data[: args.num_prompts]
     copied = grpo.inference_copy(model)
     del model
-    vocabulary = copied.config.vocab_size
-    eos_ids = torch.arange(vocabulary // 170, device=copied.device)
-    segments = dict(grpo.SEGMENT)
-    found, texts = [], {}
-    for cuda_graph, segment, sampling_tokens in [
-        (True, 128, 131072),
-        (True, 64, 131072),
-        (True, 256, 131072),
-        (True, 128, 49152),
-        (False, 128, 131072),
-    ]:
-        grpo.SEGMENT = segments | {"cuda": segment}
+    write_record("sampler", **measure_sampler(args, copied, batch, 1 if options.tiny else 3))
+
+
+def measure_sampler(args, model, batch, repeats: int) -> dict:
+    """Tokens per second with each setting, how long graph and single steps agree, and the longest kernels."""
+    eos_ids = torch.arange(model.config.vocab_size // 170, device=model.device)
+
+    def sample(args):
+        torch.manual_seed(0)
+        return grpo.sample_responses(args, model, batch, args.num_generations, 1.0, eos_ids)
+
+    found, texts = [], []
+    for cuda_graph, segment, sampling_tokens in SAMPLING:
+        grpo.SEGMENT["cuda"] = segment
         args = replace(args, cuda_graph=cuda_graph, sampling_tokens=sampling_tokens)
-
-        def sample(args=args):
-            torch.manual_seed(0)
-            return grpo.sample_responses(args, copied, batch, args.num_generations, 1.0, eos_ids)
-
-        first = seconds(sample)  # the warm-up
-        rollout = sample()
-        texts[cuda_graph, segment, sampling_tokens] = rollout.response_ids
-        elapsed = seconds(sample, 1 if options.tiny else 3)
+        first = seconds(partial(sample, args))  # the warm-up
+        rollout = sample(args)
+        texts.append(rollout.response_ids)
+        elapsed = seconds(partial(sample, args), repeats)
         num_tokens = int(rollout.response_mask.sum())
         row = dict(graph=cuda_graph, segment=segment, sampling_tokens=sampling_tokens)
         row |= dict(seconds=elapsed, first_seconds=first, tokens=num_tokens)
         found.append(row | dict(tokens_per_s=num_tokens / elapsed))
-    grpo.SEGMENT = segments
-    # Rounding may differ between a graph and single steps: then tokens differ from one on.
-    one, other = texts[True, 128, 131072], texts[False, 128, 131072]
-    same = (one == other).cumprod(1).float().mean().item()
+    # The first and the last setting differ in the graph alone. Rounding may differ: then tokens differ from one on.
+    same = (texts[0] == texts[-1]).cumprod(1).float().mean().item()
     kernels = []
     if torch.cuda.is_available():
-        few = replace(args, max_new_tokens=17, cuda_graph=False)
         with torch.profiler.profile() as profile:
-            grpo.sample_responses(few, copied, batch, args.num_generations, 1.0, eos_ids)
+            sample(replace(args, max_new_tokens=17, cuda_graph=False))
         events = [x for x in profile.key_averages() if x.device_type.name == "CUDA"]
         events.sort(key=lambda event: -event.self_device_time_total)
         kernels = [(x.key[:120], x.count, x.self_device_time_total / 1e3) for x in events[:12]]
-    write_record("sampler", rows=found, same_before_first_difference=same, kernels_ms=kernels)
-    del copied
-    torch.cuda.empty_cache()
+    return dict(rows=found, same_before_first_difference=same, kernels_ms=kernels)
 
 
 def steps(options) -> None:
     model = random_policy(options)
-    common = ["--runs-dir", options.scratch, "--model", model, "--dataset", GSM8K]
-    common += ["--eval-size", 8]
     for name in options.steps:
         script, more = STEPS[name]
-        flags = list(common)
-        for key, value in more.items():
-            flags += [f"--{key.replace('_', '-')}", value]
+        flags = ["--runs-dir", options.scratch, "--model", model, "--dataset", GSM8K]
+        flags += ["--eval-size", 8, *[f"--{key}={value}" for key, value in more.items()]]
         if options.tiny:
             flags += ["--num-prompts", 2, "--max-new-tokens", 12]
         calculated = count(script, MODELS["SmolLM2-1.7B"], **more)["peak"] / 1e9
@@ -277,16 +260,7 @@ def steps(options) -> None:
 def trl(options) -> None:
     if options.tiny:
         return
-    command = [
-        "benchmark/compare_trl.py",
-        "speed",
-        "--workload",
-        "W4",
-        "--rounds",
-        "1",
-        "--steps",
-        "2",
-    ]
+    command = "benchmark/compare_trl.py speed --workload W4 --rounds 1 --steps 2".split()
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     write_record("trl", status=done.returncode, printed=(done.stdout + done.stderr)[-3000:])
 
@@ -295,15 +269,12 @@ PARTS = [limits, bundled, scripts, arithmetic, sampler, steps, trl]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     parser.add_argument("model", type=Path, help="a folder with SmolLM2-135M-Instruct")
     names = [part.__name__ for part in PARTS]
     parser.add_argument("--parts", nargs="*", choices=names, default=names)
-    parser.add_argument(
-        "--steps", nargs="*", choices=STEPS, default=list(STEPS), help="of the part steps"
-    )
+    parser.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
     parser.add_argument("--tiny", action="store_true", help="self-test")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
@@ -319,6 +290,7 @@ def main() -> None:
                     part(options)
                 except Exception as error:  # the other parts are measured all the same
                     write_record(part.__name__, error=f"{type(error).__name__}: {error}")
+                torch.cuda.empty_cache()  # of the part's models; nothing without a GPU
                 print(f"{part.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
 
 

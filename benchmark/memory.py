@@ -1,7 +1,7 @@
-"""The memory table of docs/train.md, by calculation: python benchmark/memory.py
+"""The tables of docs/train.md on memory and time, by calculation: python benchmark/memory.py
 
-It has the peak of each model with each script. No model is loaded: the shapes from each model's config.json are in
-MODELS below. For the parts of one peak, or for other flags:
+The first has the peak of each model with each script, the second the seconds of a step on each card. No model is
+loaded: the shapes from each model's config.json are in MODELS below. For the parts of one peak, or for other flags:
 
     python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576
     python benchmark/memory.py grpo path/to/model        a folder with a config.json
@@ -14,6 +14,7 @@ of n GB counts as n * 1e9 bytes. Most cards report 3 to 7 % more, and these byte
 
 import argparse
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,20 @@ from records import ROOT, fill, table
 PROMPT = 330
 # The scripts whose memory this file counts.
 COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]
+# GB, bytes per second, and dense FLOP per second in bf16, of the makers' data sheets.
+CARDS = {
+    "A10": (24, 0.60e12, 125e12),
+    "RTX 4090": (24, 1.01e12, 165e12),
+    "A100": (80, 2.04e12, 312e12),
+    "H100": (80, 3.35e12, 989e12),
+}
+# How much of these a step reaches, and what a layer costs in each micro-batch besides. They make the calculated seconds
+# of grpo.py with SmolLM2-1.7B on an H100 those that were measured there (records/gpu.jsonl).
+DECODING_SHARE, UPDATE_SHARE, LAYER_SECONDS = 0.30, 0.26, 0.0084
+# How often the tokens of a step go through a network. A forward pass counts 1; a backward pass 2, or 1 if only the
+# activations need gradients; recomputing 1. grpo.py has the reference and an update. ppo_rlhf.py has the old and the
+# reference log-probabilities, the old values, and four updates of policy and critic.
+PASSES = {"grpo": 1 + 4, "grpo_lora": 1 + 3, "ppo_rlhf": 2 + 1 + 4 * (4 + 4)}
 # The names of a count that need more words for a reader.
 WORDS = {
     "averages": "Adam's averages",
@@ -200,6 +215,57 @@ def count(script: str, config: dict, **flags) -> dict[str, int]:
     return found | {"peak": always + max(while_sampling, while_training)}
 
 
+def step_seconds(script: str, config: dict, card: str, **flags) -> tuple[float, float]:
+    """Seconds of a step's rollout and of its update on one card, if all responses have the full length.
+
+    A decode step gives each row a token. It reads all weights, and the keys and values of all rows, and takes these
+    bytes over DECODING_SHARE of the bandwidth. A token takes 2 FLOP per parameter in each of PASSES. An update takes
+    its FLOP over UPDATE_SHARE of the peak, and LAYER_SECONDS for each layer of each micro-batch.
+    """
+    f = SimpleNamespace(**FLAGS | flags)
+    if script == "ppo_rlhf":
+        f.num_prompts, f.num_generations = 128, 1  # the script's own defaults
+    s, P = shape(config), parameters(config)
+    _, bandwidth, flops = CARDS[card]
+    head = s.V * s.D
+    N, R = f.num_prompts * f.num_generations, f.max_new_tokens
+    columns = PROMPT + R
+    parts = math.ceil(N * columns / f.sampling_tokens)
+    weights = 2 * (P - head) + 4 * head
+    keys = N * (PROMPT + R / 2) * 2 * 2 * s.layers * s.keys
+    rollout = R * (parts * weights + keys) / bandwidth / DECODING_SHARE
+
+    # What prompts begin with is computed once in a micro-batch, as are the prompts of several responses. So a prompt
+    # counts once, or with 100 tokens of its own if it has one response.
+    prompt = PROMPT / f.num_generations if f.num_generations > 1 else 100
+    tokens = N * (prompt + R)
+    passes = PASSES[script] if f.gradient_checkpointing else PASSES[script] - 1
+    work = 2 * passes * (tokens * (P - head) + N * R * head)
+    batches = math.ceil(tokens / f.micro_batch_tokens)
+    update = work / flops / UPDATE_SHARE + batches * s.layers * LAYER_SECONDS * passes / 5
+    return rollout, update
+
+
+def seconds_table() -> str:
+    rows = []
+    for model, script, flags in [
+        ("Qwen2.5-0.5B", "grpo", {}),
+        ("SmolLM2-1.7B", "grpo_lora", {}),
+        ("SmolLM2-1.7B", "grpo", {}),
+        ("SmolLM2-1.7B", "grpo", dict(sampling_tokens=131072, micro_batch_tokens=8192)),
+        ("SmolLM2-1.7B", "ppo_rlhf", {}),
+        ("Qwen2.5-7B", "grpo_lora", {}),
+    ]:
+        given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        cells = []
+        peak = count(script, MODELS[model], **flags)["peak"] / 1e9
+        for card, (memory, *_) in CARDS.items():
+            rollout, update = step_seconds(script, MODELS[model], card, **flags)
+            cells.append(f"{rollout:.0f} + {update:.0f}" if peak <= memory else "-")
+        rows.append([f"{script}.py, {model} {given}".strip(), *cells])
+    return table(["seconds of rollout + update", *CARDS], rows)
+
+
 def peaks_table() -> str:
     rows = []
     for model, config in MODELS.items():
@@ -227,6 +293,7 @@ def main() -> None:
     script, model = options.pop("script"), options.pop("model")
     if script is None:
         fill(ROOT / "docs" / "train.md", "memory", peaks_table())
+        fill(ROOT / "docs" / "train.md", "seconds", seconds_table())
         return
     if model in MODELS:
         config = MODELS[model]

@@ -104,10 +104,11 @@ def fail(message: str) -> None:
 
 def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
     """The number of right responses to each held-out problem. args.eval_size is the number of problems."""
-    model, tokenizer, eos_ids = grpo.load_model(args)
+    tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.find_model(args))
     _, examples = grpo.load_data(args, tokenizer)
     if len(examples) < args.eval_size:
         fail(f"--problems {args.eval_size}: there are {len(examples)} held-out problems")
+    model, eos_ids = grpo.load_model(args, tokenizer)
     sampler = grpo.inference_copy(model) if model.device.type == "cuda" else model
     right = []
     for number, example in enumerate(tqdm(examples, desc=args.model, disable=None)):
@@ -117,8 +118,8 @@ def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
             args, sampler, [example], samples, args.temperature, eos_ids
         )
         completions = grpo.response_texts(tokenizer, rollout, eos_ids)
-        scores = grpo.apply_rewards(completions, [example])[grpo.REWARDS[0].__name__]
-        right.append(sum(score == 1 for score in scores))
+        scores = grpo.apply_rewards(completions, [example], model.device)
+        right.append(int((scores[grpo.REWARDS[0].__name__] == 1).sum()))
     return right
 
 
@@ -221,8 +222,9 @@ def chances(args: grpo.Args) -> list[float]:
     It is computed, not counted: exp of the sum of the log-probabilities of the solution's tokens at args.temperature. A
     sample with another text may be right, too, so the chance of a right sample is at least as high.
     """
-    model, tokenizer, _ = grpo.load_model(args)
+    tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.find_model(args))
     _, examples = grpo.load_data(args, tokenizer)
+    model, _ = grpo.load_model(args, tokenizer)
     found = []
     for example in examples:
         numbers = [int(number) for number in example["prompt"].removesuffix("=").split("+")]

@@ -228,8 +228,9 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
     flags = ["--model", model_folder, *GROUPS.split(), "--seed", str(seed)]
     args = grpo.tyro.cli(grpo.Args, args=flags)
     (run_dir / "args.json").write_text(json.dumps(vars(args)))
-    model, tokenizer, eos_ids = grpo.load_model(args)
+    tokenizer = grpo.AutoTokenizer.from_pretrained(model_folder)
     train_data, test_data = grpo.load_data(args, tokenizer)
+    model, eos_ids = grpo.load_model(args, tokenizer)
     metrics_file = (run_dir / "metrics.jsonl").open("w")
     samples_file = (run_dir / "samples.jsonl").open("w")
     clock = {"start": 0.0}

@@ -27,15 +27,14 @@ BASELINES = ["none", "mean of all", "mean of the others", "greedy response", "be
 
 
 def rewards_of(examples, completions):
-    return sum(
-        torch.tensor(scores) for scores in grpo.apply_rewards(completions, examples).values()
-    )
+    return sum(grpo.apply_rewards(completions, examples, "cpu").values())
 
 
 def measure(folder, steps: int) -> dict:
     """Variance and signal of the gradient estimate for each baseline, for the policy in this folder."""
     args = replace(grpo.BUNDLED, device="cpu", model=str(folder))
-    model, tokenizer, eos_ids = grpo.load_model(args)
+    tokenizer = grpo.AutoTokenizer.from_pretrained(args.model)
+    model, eos_ids = grpo.load_model(args, tokenizer)
     examples = grpo.load_data(args, tokenizer)[0][:QUESTIONS]
     torch.manual_seed(1)
     sample = partial(grpo.sample_responses, args, model, examples, eos_ids=eos_ids)
@@ -70,9 +69,8 @@ def measure(folder, steps: int) -> dict:
     sums["best constant"] = sums["none"] - best * sums["g"]
 
     record = {"steps": steps, **provenance(), "responses": len(R), "mean_reward": R.mean().item()}
-    record["right"] = (
-        torch.tensor(grpo.apply_rewards(completions, examples)["accuracy_reward"]).mean().item()
-    )
+    scores = grpo.apply_rewards(completions, examples, "cpu")
+    record["right"] = scores["accuracy_reward"].mean().item()
     record["best"] = best.item()
     is_right = R > 1
     record["square_right"] = squares[is_right].mean().item()

@@ -296,6 +296,28 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     assert errors == []
 
 
+def test_the_question_is_seen_and_the_worked_examples_are_folded(chromium, tmp_path):
+    """Also: a run without a KL to the reference isn't told that it lacks one."""
+    examples = "".join(f"user: example {k}\nassistant: {k}\n" for k in range(40))
+    prompts = [f"{examples}user: What is {k} + 1?\nassistant:" for k in range(3)]
+    metrics = [metric(step) for step in range(3)]
+    for record in metrics:
+        del record["kl/ref"]
+    samples = [
+        group(k + 1, prompt, "1", ["1", "2"], [1.0, 0.0]) for k, prompt in enumerate(prompts)
+    ]
+    write_run(tmp_path / "run", metrics, samples, beta=0.0)
+    report.main(report.Args([tmp_path / "run"], tmp_path / "report.html"))
+    page = chromium.new_page()
+    page.goto((tmp_path / "report.html").as_uri())
+    shown = page.locator("#groups .group").first.inner_text()
+    assert "user: What is 0 + 1?\nassistant:" in shown and "example" not in shown
+    page.locator("#groups summary").first.click()
+    assert "user: example 39" in page.locator("#groups .group").first.inner_text()
+    assert "kl/ref" not in page.inner_text("#runs")
+    page.close()
+
+
 def test_equal_seeds_are_never_pooled(chromium, tmp_path):
     paths = [f"/data/of/the/experiment/train_{name}.csv" for name in ("easy", "hard")]
     folders = [write_run(tmp_path / f"s{k}", [metric(1)], dataset=paths[0]) for k in (1, 2)]

@@ -1,16 +1,15 @@
-"""benchmark/lessons.py, records.py, gamed.py, compare_trl.py and gpu.py: what they compute and record.
+"""benchmark/lessons.py, records.py, gamed.py and compare_trl.py: what they compute and record.
 
-memory.py, passk.py and variants.py have files of their own. test_docs.py compares the pages with the records.
+memory.py, passk.py and variants.py have files of their own, and test_cuda.py runs gpu.py. test_docs.py compares the
+pages with the records.
 """
 
 import math
 import sys
-import types
 from dataclasses import replace
 
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 import grpo
 
@@ -72,7 +71,8 @@ def test_the_gamed_reward_counts_characters(monkeypatch):
     assert runs == [replace(grpo.BUNDLED, num_steps=3)] and grpo.REWARDS[:-1] == rewards
     row = {"question": "47+38=", "answer": "85"}
     examples = [{"prompt": "47+38=", "answer": "85", "columns": row}] * 2
-    assert grpo.apply_rewards(["", "abc"], examples)["length_reward"] == [0, 1.5]
+    scores = grpo.apply_rewards(["", "abc"], examples, "cpu")
+    assert scores["length_reward"].tolist() == [0, 1.5]
     assert grpo.SCRIPT.name == "gamed.py"
 
 
@@ -141,18 +141,3 @@ def test_a_record_without_a_commit_counts_as_changed(monkeypatch, tmp_path, miss
         monkeypatch.setattr(records, "ROOT", tmp_path)
     found = records.provenance()
     assert found["commit"] is None and found["dirty"] is True and found["machine"]["cpu"]
-
-
-def test_the_longest_kernel_is_no_operator():
-    """An operator has the time of its kernels. A GPU's profile may have no kernel at all."""
-    import gpu
-
-    def event(key, device_type, on_cpu, on_device):
-        times = dict(self_cpu_time_total=on_cpu, self_device_time_total=on_device)
-        return types.SimpleNamespace(key=key, device_type=device_type, **times)
-
-    operators = [event("slow", DeviceType.CPU, 9, 0), event("attend", DeviceType.CPU, 1, 5)]
-    kernels = [event("copy", DeviceType.CUDA, 0, 1), event("attention", DeviceType.CUDA, 0, 4)]
-    assert gpu.longest_kernel(operators + kernels, on_gpu=True) == "attention"
-    assert gpu.longest_kernel(operators, on_gpu=True) == "the profiler recorded no kernel"
-    assert gpu.longest_kernel(operators, on_gpu=False) == "slow"

@@ -286,7 +286,8 @@ def test_a_teacher_with_capped_logits(tmp_path):
     """The teacher's log-probabilities are those of its own logits, which it caps."""
     model = save_teacher(tmp_path, "gemma2", final_logit_softcapping=0.5, initializer_range=0.5)
     args = bundled(teacher=str(tmp_path), device="cpu")
-    student, tokenizer, _ = distill.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(ADDER)
+    student, _ = distill.load_model(args, tokenizer)
     teacher = distill.load_teacher(args, student, tokenizer)
     mask = torch.ones(1, 3, dtype=torch.bool)
     prompt, response = torch.tensor([[3, 4, 5]]), torch.tensor([[6, 7, 8]])

@@ -8,6 +8,7 @@ What other scripts add is in test_child_equations.py, test_ppo_equations.py, tes
 import dataclasses
 import inspect
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -297,8 +298,9 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
         prompts = ids.expand(-1, 1 + batch[0])
         return dapo.Rollout(prompts, prompts >= 0, ids, ids >= 0, ids.double())
 
-    def rewards(completions, batch):
-        return {"accuracy_reward": [float(j < num_right[x]) for x in batch for j in range(2)]}
+    def rewards(completions, batch, device):
+        values = [float(j < num_right[x]) for x in batch for j in range(2)]
+        return {"accuracy_reward": torch.tensor(values, device=device)}
 
     monkeypatch.setattr(dapo, "sample_responses", sample)
     monkeypatch.setattr(
@@ -310,7 +312,8 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
     args = make_args(dapo, num_prompts=2, num_generations=2, max_resample=max_resample)
     data = list(range(len(num_right)))
     unused = torch.tensor(data).split(2)
-    found = dapo.sample_mixed_groups(args, None, None, data, unused, None)
+    model = SimpleNamespace(device="cpu")
+    found = dapo.sample_mixed_groups(args, model, None, data, unused, None)
     assert found.examples == data[: 2 * num_batches]
     assert found.kept.tolist() == [2 * k + j for k in kept for j in range(2)]
     of_each = [k for k in found.examples for _ in range(2)]
@@ -318,7 +321,9 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
     assert found.rollout.prompt_ids[:, -1].tolist() == of_each
     lengths = [1 + k - k % 2 for k in of_each]
     assert found.rollout.prompt_mask.sum(1).tolist() == lengths
-    assert found.scores == rewards(None, found.examples)
+    assert list(found.scores) == ["accuracy_reward"]
+    expected = rewards(None, found.examples, "cpu")["accuracy_reward"]
+    assert torch.equal(found.scores["accuracy_reward"], expected)
     assert found.completions == ["x"] * len(of_each)
 
 

@@ -89,7 +89,7 @@ def test_wrong_value(tmp_path, given, kind, words):
 
 def test_a_context_that_just_fits(tmp_path):
     grpo.check_args(tiny_args(grpo, tmp_path))
-    grpo.load_model(tiny_args(grpo, tmp_path, max_new_tokens=256 - 64))
+    grpo.load_config(tiny_args(grpo, tmp_path, max_new_tokens=256 - 64), SMALL_MODEL)
 
 
 def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
@@ -108,11 +108,9 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
         args = tiny_args(script, tmp_path, **{name: 0.0})
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be positive"):
             script.check_args(args)
-    # A return with a negative beta would contain the log-probability of the response.
-    for name in sorted(names & {"beta", "max_calls"}):
-        args = tiny_args(script, tmp_path, **{name: -1})
-        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must not be negative"):
-            script.check_args(args)
+    if "max_calls" in names:
+        with pytest.raises(ValueError, match="--max-calls must not be negative"):
+            script.check_args(tiny_args(script, tmp_path, max_calls=-1))
     # 0 switches a correction or a cap off. A small one would cut off what needs no correction: where
     # trainer and sampler agree, every weight is 1.
     for name, too_small in (("rollout_correction", 0.9), ("sequence_cap", 1.0)):
@@ -212,56 +210,13 @@ def test_weights_that_are_not_in_the_files(tmp_path):
         grpo.main(tiny_args(grpo, tmp_path, model=str(model)))
 
 
-def add_weight(folder, name, weight):
-    weights = load_file(folder / "model.safetensors")
-    save_file(weights | {name: weight}, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
-
-
-# The parts of other networks that a file may hold without harm: a head of values, layers for
-# images and for several tokens, and constants of an older transformers.
-HARMLESS = ["v_head.weight", "model.visual.weight", "model.layers.9.mlp.up_proj.weight"]
-HARMLESS += ["model.layers.0.self_attn.masked_bias", "model.layers.0.self_attn.rotary_emb.inv_freq"]
-
-
-@pytest.mark.scripts("grpo", "grpo_lora", "grpo_vllm")
-def test_weights_that_the_network_has_no_place_for(script, tmp_path):
-    """from_pretrained drops them. Beside a weight of the network they change what it computes."""
-    for name in ("model.layers.0.mlp.up_proj.bias", "lm_head.bias"):
-        model = add_weight(copy_model(tmp_path / name), name, torch.ones(8))
-        with pytest.raises(ValueError, match=f"--model .* no place for {re.escape(name)}"):
-            script.load_model(tiny_args(script, tmp_path, model=model))
-    model = copy_model(tmp_path / "harmless")
-    for name in HARMLESS:
-        add_weight(model, name, torch.ones(8))
-    script.load_model(tiny_args(script, tmp_path, model=str(model)))
-
-
-def test_a_reward_model_with_a_bias(tmp_path):
-    """The network's head has none, so all scores would be too low."""
-    script = __import__("ppo_rlhf")
-    folder = shutil.copytree(SMALL_JUDGE, tmp_path / "judge")
-    judge = add_weight(folder, "score.bias", torch.ones(1))
-    _, tokenizer, _ = script.load_model(tiny_args(script, tmp_path))
-    with pytest.raises(ValueError, match="--reward-model .* no place for score.bias"):
-        script.load_reward_model(tiny_args(script, tmp_path, reward_model=judge), tokenizer, "cpu")
-
-
-def test_a_teacher_with_a_bias(tmp_path):
-    script = __import__("distill")
-    model, tokenizer, _ = script.load_model(tiny_args(script, tmp_path, model=SMALL_MODEL))
-    teacher = add_weight(copy_model(tmp_path / "teacher"), "lm_head.bias", torch.ones(8))
-    with pytest.raises(ValueError, match="--teacher .* no place for lm_head.bias"):
-        script.load_teacher(tiny_args(script, tmp_path, teacher=teacher), model, tokenizer)
-
-
 def test_a_sliding_window_is_no_limit(tmp_path):
     """A prompt and a response may be longer than the window. They must fit into the context."""
     fields = dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=20)
     model = str(copy_model(tmp_path / "model", **fields, max_position_embeddings=90))
     grpo.main(tiny_args(grpo, tmp_path, model=model, max_new_tokens=90 - 64, run_name="a"))
-    with pytest.raises(ValueError, match="90 tokens of the context or attention window"):
-        grpo.load_model(tiny_args(grpo, tmp_path, model=model, max_new_tokens=90 - 63))
+    with pytest.raises(ValueError, match="90 tokens of the context"):
+        grpo.load_config(tiny_args(grpo, tmp_path, max_new_tokens=90 - 63), model)
 
 
 @pytest.mark.scripts(
@@ -364,7 +319,7 @@ def test_gold_answers_that_are_no_numbers_are_skipped_and_counted(tmp_path, caps
     ]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     args = tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data.jsonl"), max_prompt_tokens=20)
-    _, tokenizer, _ = grpo.load_model(args)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
     train, test = grpo.load_data(args, tokenizer)
     found = {example["answer"] for example in train + test}
     assert found == {"4", "1.5", "#### 7", "10,000"}
@@ -398,12 +353,6 @@ def test_no_train_split(tmp_path, split):
 
 
 # ---- runs
-def load(script, args, folder):
-    """Call the script's load_checkpoint, which must fail before it looks at the parts to load."""
-    parts = (None, None) if script.__name__ == "grpo_multigpu" else ({},)
-    script.load_checkpoint(args, folder, *parts)
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
@@ -411,33 +360,16 @@ def finished(tmp_path_factory):
     return folder
 
 
-@pytest.mark.scripts("grpo", "grpo_multigpu", "grpo_offpolicy", "grpo_lora")
-def test_a_folder_without_a_checkpoint_is_never_overwritten(script, tmp_path, monkeypatch):
-    """A run that was stopped before its first checkpoint has nothing to go on from."""
-    args = tiny_args(script, tmp_path, run_name="a")
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "evaluate", lambda *given: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            script.main(args)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    before = contents(tmp_path)
-    assert before
-    with pytest.raises(FileExistsError, match="a"):
-        script.main(args)
-    assert contents(tmp_path) == before
-
-
-def test_two_runs_that_start_at_once_have_two_folders(tmp_path, monkeypatch):
-    """Without --run-name, two runs of the same second have the same name. The second run fails."""
+def test_two_runs_of_the_same_second(tmp_path, monkeypatch):
+    """Without --run-name, they have the same name. The second run fails, if its flags are others."""
     monkeypatch.setattr(grpo.time, "strftime", lambda form: "now")
     args = tiny_args(grpo, tmp_path)
     folder = grpo.name_run(args)
     assert folder == tmp_path / "runs" / "grpo__small__1__now"
-    grpo.make_run(args, folder)
+    grpo.open_run(args, folder)
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError):
-        grpo.make_run(args, grpo.name_run(args))
+    with pytest.raises(ValueError, match="other values of --learning-rate"):
+        grpo.main(tiny_args(grpo, tmp_path, learning_rate=0.5))
     assert contents(tmp_path) == before
 
 
@@ -448,32 +380,39 @@ OTHER_FLAGS = [
 ]
 
 
+@pytest.mark.parametrize("has_checkpoint", [True, False])
 @pytest.mark.parametrize("given", OTHER_FLAGS, ids=lambda given: ", ".join(given))
-def test_a_run_refuses_other_flags_and_names_them(finished, given, monkeypatch):
+def test_a_run_refuses_other_flags_and_names_them(
+    finished, tmp_path, given, has_checkpoint, monkeypatch
+):
     """They are neither ignored in silence, nor do they change a run in its middle."""
-    before = contents(finished)
+    run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
+    if not has_checkpoint:
+        (run / "checkpoint.pt").unlink()
+    before = contents(tmp_path)
     # A judge is no policy. Its flag must be named nevertheless.
-    load_model = grpo.load_model
-    monkeypatch.setattr(grpo, "load_model", lambda args: load_model(tiny_args(grpo, finished)))
-    args = tiny_args(grpo, finished, run_name="a", **given)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
+    policy = grpo.load_model(tiny_args(grpo, tmp_path), tokenizer)
+    monkeypatch.setattr(grpo, "load_model", lambda *given: policy)
+    args = tiny_args(grpo, tmp_path, run_name="a", **given)
     flags = [f"--{name.replace('_', '-')}" for name in vars(args) if name in given]
     line = f"--run-name a: this run began with other values of {', '.join(flags)}; repeat its"
     with pytest.raises(ValueError, match=line):
         grpo.main(args)
-    assert contents(finished) == before
+    assert contents(tmp_path) == before
 
 
-def test_every_flag_is_compared(script, tmp_path):
+def test_every_flag_is_compared(tmp_path):
     """Only a run's folder may change: --runs-dir and --run-name."""
-    args = tiny_args(script, tmp_path, run_name="a")
-    shutil.copy(script.SCRIPT, tmp_path)
+    args = tiny_args(grpo, tmp_path, run_name="a")
+    shutil.copy(grpo.SCRIPT, tmp_path)
     fields = [name for name in vars(args) if name not in ("runs_dir", "run_name")]
     for changed in (fields[:1], fields[1:4], fields[::2], fields):
         saved = {name: "another" if name in changed else x for name, x in vars(args).items()}
         saved |= dict(runs_dir="elsewhere", run_name=None)
-        torch.save({"args": saved}, tmp_path / "checkpoint.pt")
+        (tmp_path / "args.json").write_text(json.dumps(saved))
         with pytest.raises(ValueError) as caught:
-            load(script, args, tmp_path)
+            grpo.check_same_run(args, tmp_path)
         assert re.findall(r"--[\w-]+", str(caught.value)) == [
             "--run-name",
             *(f"--{name.replace('_', '-')}" for name in changed),
@@ -487,34 +426,38 @@ def test_a_run_without_a_name_goes_on_under_the_name_of_its_folder(tmp_path, cap
     capsys.readouterr()
     grpo.main(tiny_args(grpo, tmp_path, run_name=folder.name))
     assert f"{folder} goes on after 2 of 2 steps" in capsys.readouterr().out
-    assert contents(folder) == before
+    flags = json.loads(before.pop(folder / "args.json")) | {"run_name": folder.name}
+    assert contents(folder) == before | {folder / "args.json": json.dumps(flags, indent=2).encode()}
 
 
-def test_a_run_of_another_script_is_refused(script, tmp_path):
+def test_a_run_of_another_script_is_refused(tmp_path):
     """Its checkpoint has other parts, or was trained by another loss, other rewards or other examples."""
-    args = tiny_args(script, tmp_path, run_name="a")
-    torch.save({"args": vars(args)}, tmp_path / "checkpoint.pt")
-    line = "--run-name a: this run began with another script, or with another version of"
-    (tmp_path / "another.py").touch()
-    with pytest.raises(ValueError, match=line):
-        load(script, args, tmp_path)
-    text = script.SCRIPT.read_text(encoding="utf-8")
+    args = tiny_args(grpo, tmp_path, run_name="a")
+    run = tmp_path / "runs" / "a"
+    run.mkdir(parents=True)
+    (run / "args.json").write_text(json.dumps(vars(args)))
+    (run / "another.py").touch()
+    text = grpo.SCRIPT.read_text(encoding="utf-8")
     edited = re.sub(r"^REWARDS = .*", "REWARDS = [lenient_accuracy_reward]", text, flags=re.M)
     assert edited != text
-    (tmp_path / script.SCRIPT.name).write_text(edited, encoding="utf-8")
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match=line):
-        load(script, args, tmp_path)
-    assert contents(tmp_path) == before
+    for line in ("isn't a run of grpo.py", "this run began with another version of grpo.py"):
+        before = contents(run)
+        with pytest.raises(ValueError, match=f"--run-name a: .*{line}"):
+            grpo.main(args)
+        assert contents(run) == before
+        (run / "grpo.py").write_text(edited, encoding="utf-8")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK"], ids=["empty", "cut"])
-def test_a_checkpoint_that_cannot_be_read(finished, tmp_path, content):
-    run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
+def test_a_checkpoint_that_cannot_be_read(tmp_path, content):
+    """All files of its run stay as they are."""
+    args = tiny_args(grpo, tmp_path, run_name="a")
+    grpo.main(args)
+    run = tmp_path / "runs" / "a"
     (run / "checkpoint.pt").write_bytes(content)
     before = contents(run)
     with pytest.raises((EOFError, RuntimeError, pickle.UnpicklingError)):
-        grpo.main(tiny_args(grpo, tmp_path, run_name="a"))
+        grpo.main(args)
     assert contents(run) == before
 
 

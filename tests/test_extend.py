@@ -22,6 +22,7 @@ import pytest
 import torch
 from conftest import ROOT, small_recipe
 from test_docs import differences, load
+from transformers import AutoTokenizer
 
 import grpo
 
@@ -37,7 +38,7 @@ ROWS = {
     "word_reward": ([{"question": "12+34=", "answer": "answer"}], {}),
     "keywords_reward": (
         [{"question": "1+2=", "keywords": ["<", "zebra"], "limit": 1000}],
-        {"answer_column": "keywords"},
+        {"answer_column": "limit"},
     ),
     "length_reward": ([SUM], {}),
 }
@@ -89,7 +90,7 @@ def test_the_problems_of_the_example(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = dict(dataset="sums.jsonl", question_column="task", answer_column="result")
     args = dataclasses.replace(grpo.BUNDLED, **flags)
-    _, tokenizer, _ = grpo.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     train, test = grpo.load_data(args, tokenizer)
     assert [len(train), len(test)] == [72, 8]
     for example in train + test:
@@ -140,12 +141,12 @@ def test_the_judge_behind_http(monkeypatch):
     judged.time = types.SimpleNamespace(sleep=lambda seconds: None)
     columns = [{"question": name, "answer": "1"} for name in "pq"]
     batch = [{"prompt": "", "answer": "1", "columns": row} for row in columns]
-    assert judged.apply_rewards(["a", "b"], batch) == {"judge_reward": [0.25, 0.5]}
+    assert judged.apply_rewards(["a", "b"], batch, "cpu")["judge_reward"].tolist() == [0.25, 0.5]
     assert calls == {"a": 1, "b": 2}
     server.shutdown()
     server.server_close()
     with pytest.raises(OSError, match="did not answer"):
-        judged.apply_rewards(["a", "b"], batch)
+        judged.apply_rewards(["a", "b"], batch, "cpu")
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from conftest import ROOT
+from transformers import AutoTokenizer
 
 import grpo
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.skipif(not FOLDER, reason="PLAINRL_REAL_GEMMA names no 
 def test_beyond_its_window_gemma_samples_and_trains_what_a_plain_forward_computes():
     sizes = dict(max_prompt_tokens=560, max_new_tokens=40)
     args = grpo.Args(model=FOLDER, device="cpu", gradient_checkpointing=False, **sizes)
-    model, tokenizer, eos_ids = grpo.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    model, eos_ids = grpo.load_model(args, tokenizer)
     assert model.config.sliding_window == 512
     ids = tokenizer((ROOT / "docs" / "train.md").read_text(encoding="utf-8")).input_ids
     # The window of the first prompt ends within the prompt. That of the second one ends within the response.

@@ -157,13 +157,12 @@ class Policy:
     def __call__(self, ids, attention_mask, position_ids, past_key_values, **options):
         keys = ids[:, None, :, None].float()  # (rows, 1 head, columns, size 1)
         keys, _ = past_key_values.update(keys, keys, 0)
-        if attention_mask.ndim == 2:  # prefill
-            is_visible = attention_mask == 1
-        else:
-            is_visible = attention_mask[:, 0, 0] == 0
+        # transformers would hide the columns that are still empty.
+        is_filled = torch.arange(keys.shape[2]) < past_key_values.get_seq_length()
+        is_visible = attention_mask.bool() & is_filled  # (rows, columns)
         logits = torch.zeros(len(ids), 1, self.size)
         for row, (row_keys, shown) in enumerate(zip(keys[:, 0, :, 0], is_visible, strict=True)):
-            context = row_keys[: len(shown)][shown].long().tolist()
+            context = row_keys[shown].long().tolist()
             assert position_ids[row, -1] == len(context) - 1
             token = self.plan.get(tuple(context), self.eos)
             # The other tokens have the logit 0.
@@ -509,7 +508,7 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
         return "a</s>" + "0" * (len(call) % 4) + "\n"
 
     monkeypatch.setattr(grpo_tools, "TOOL", tool)
-    kind, fields = FAMILIES[family][:2]
+    kind, fields = FAMILIES[family]
     model = random_model(small(CONFIG_MAPPING[kind], fields | dict(vocab_size=len(tokenizer))))
     rows = []
     keep = grpo_tools.Decoding.keep

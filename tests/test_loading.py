@@ -6,6 +6,7 @@ Also: imports have no side effect, and every flag is documented and read.
 import argparse
 import ast
 import dataclasses
+import datetime
 import json
 import os
 import random
@@ -190,7 +191,7 @@ def test_no_question_is_in_both_parts_of_a_file(tmp_path, capsys):
         train, test = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
         assert [x["prompt"] for x in train] == questions[:18] * 10
         assert [x["prompt"] for x in test] == questions[18:] * 10
-        assert "test data: 0 of its problems are also in the train data" in capsys.readouterr().out
+        assert "tenth of its questions is held out, 20 problems" in capsys.readouterr().out
 
 
 def test_test_problems_that_are_trained_on_are_counted(tmp_path, capsys):
@@ -236,6 +237,45 @@ def test_rows_without_a_question_are_skipped_and_counted(tmp_path, capsys, form)
     assert prompts == ["user:1+1=", "user:2+1=", "user:3+1=", *more]
     num_skipped = 5 if form == "chat" else 3
     assert f"{num_skipped} without a question" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_rows_without_an_answer_are_skipped_and_counted(tmp_path, capsys, monkeypatch):
+    """A reward of one's own would get the word None. At the end of a file, such rows aren't the held-out part."""
+    import grpo
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    lines = [{"question": f"{i}+1=", "answer": "x" if i < 20 else None} for i in range(25)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(grpo, "REWARDS", [lambda completions, **columns: [0.0] * len(completions)])
+    args = grpo.Args(dataset=str(tmp_path / "data.jsonl"), examples=False)
+    train, test = grpo.load_data(args, tokenizer)
+    assert [x["prompt"] for x in test] == ["18+1=", "19+1="] and len(train) == 18
+    assert (
+        "20 problems; skipped: 0 longer than --max-prompt-tokens, 5 without a readable answer"
+        in (capsys.readouterr().out)
+    )
+
+
+@pytest.mark.parametrize("answer", [["1"], datetime.date(2026, 1, 2)], ids=["list", "date"])
+def test_an_answer_that_is_no_text_and_no_number(tmp_path, answer):
+    """As a text, it would be the program's own way to write it."""
+    import grpo
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    rows = [{"question": f"{i}+1=", "a": answer} for i in range(2)]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
+    args = grpo.Args(dataset=str(tmp_path / "data.parquet"), answer_column="a", examples=False)
+    with pytest.raises(ValueError, match="--answer-column a: neither a text nor a number"):
+        grpo.load_data(args, tokenizer)
+
+
+def test_one_question_can_not_be_held_out(tmp_path):
+    import grpo
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    folder = write_splits(tmp_path / "data", train=["1+1="] * 20)
+    with pytest.raises(ValueError, match="--dataset .*: one question, so none can be held out"):
+        grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
 
 
 # ---- prompts
@@ -453,8 +493,7 @@ def test_all_columns_reach_the_rewards(first_prompt, tmp_path):
     """`answer` is the gold answer as a text, whatever its column is called."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     row = {"question": "12+34=", "gold": 46, "level": 3, "tests": ["a", "b"]}
-    # The rewards get the sampled completions, and not a column of this name.
-    write_rows(tmp_path / "rows.jsonl", row | {"completions": "46"})
+    write_rows(tmp_path / "rows.jsonl", row)
     columns = first_prompt(tokenizer, answer_column="gold", examples=False)["columns"]
     assert columns == row | {"answer": "46"}
 
@@ -498,7 +537,7 @@ def test_the_saved_model_knows_what_ended_its_responses(script, tmp_path, has_fi
     if not has_file:
         path.unlink()
     args = script.Args(model=str(tmp_path / "model"), device="cpu", **LENGTHS)
-    model, _, eos_ids = script.load_model(args)
+    model, eos_ids = script.load_model(args, tokenizer)
     model.save_pretrained(tmp_path / "saved")
     saved = transformers.GenerationConfig.from_pretrained(tmp_path / "saved")
     expected = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]

@@ -1,10 +1,11 @@
-"""benchmark/memory.py, whose table docs/train.md shows: it counts as torch does. test_cuda.py measures its peaks."""
+"""benchmark/memory.py, whose tables docs/train.md shows: it counts as torch does. test_cuda.py measures its peaks."""
 
 import memory
 import pytest
 import torch
 import transformers
 from conftest import ROOT
+from records import marked
 from transformers import AutoModelForCausalLM
 
 import grpo_lora
@@ -80,6 +81,7 @@ def test_the_peak_is_the_larger_of_sampling_and_update():
             assert peak == always + max(moments)
 
 
-def test_the_table_is_that_of_the_program():
+def test_the_tables_are_those_of_the_program():
     text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-    assert f"<!-- memory -->\n{memory.peaks_table()}<!-- end memory -->\n" in text
+    assert marked("memory", memory.peaks_table()) in text
+    assert marked("seconds", memory.seconds_table()) in text

@@ -223,11 +223,10 @@ def test_the_update_does_not_depend_on_the_number_of_processes(
     The test compares gradients, weights after two steps, metrics, samples and the evaluation.
     """
     runs, gradients, rollout = [], [], torch.load(rollouts)[0]
-    model, shares = AutoModelForCausalLM.from_pretrained(SMALL_MODEL), {}
+    shares = {}
     for n in range(60, 200):
-        args = grpo.Args(micro_batch_tokens=n)
-        batches = grpo.micro_batches(args, model, grpo.Rollout(*rollout), torch.arange(12))
-        shares[n] = len(batches)
+        args, first = grpo_multigpu.Args(micro_batch_tokens=n), grpo_multigpu.Rollout(*rollout)
+        shares[n] = len(grpo_multigpu.micro_batches(args, first, torch.arange(12)))
     # The number of micro-batches is odd, so some processes have one less than the others.
     tokens = next(n for n, number in shares.items() if number % 2 == 1)
     for world in (1, 4) if updates == "one" else (1, 2):
@@ -269,8 +268,6 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
     """Each sequence counts once. All processes make equally many calls, at most one more than an even split has."""
     lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 2], [], set()
     args = grpo_multigpu.Args(micro_batch_tokens=10)
-    model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
-    # Prompts of one token, all different: each sequence has a row of its own.
     prompts, mask = torch.arange(9)[:, None], torch.ones(9, 1, dtype=torch.bool)
     response_mask = torch.arange(8) < torch.tensor(lengths)[:, None] - 1
     ids = torch.zeros(9, 8, dtype=torch.long)
@@ -278,13 +275,13 @@ def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
     monkeypatch.setenv("WORLD_SIZE", str(world))
     for rank in range(world):
         monkeypatch.setenv("RANK", str(rank))
-        own = grpo_multigpu.own_micro_batches(args, model, rollout, torch.tensor(minibatch))
+        own = grpo_multigpu.own_micro_batches(args, rollout, torch.tensor(minibatch))
         assert all(rows == part.prompt_ids[:, 0].tolist() != [] for rows, part, _ in own)
         real += [rows for rows, _, is_repeat in own if not is_repeat]
         numbers.add(len(own))
     assert sorted(i for rows in real for i in rows) == sorted(minibatch)
     assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= 10 for rows in real)
-    alone = grpo.micro_batches(args, model, rollout, torch.tensor(minibatch))
+    alone = grpo_multigpu.micro_batches(args, rollout, torch.tensor(minibatch))
     (number,) = numbers
     assert number - -(-len(alone) // world) in (0, 1)
     if world == 1:
@@ -383,7 +380,7 @@ def test_what_one_process_does_for_all(several, tmp_path, monkeypatch):
     for step, mean in enumerate(means, 1):
         rewards = [x for sample in samples if sample["step"] == step for x in sample["rewards"]]
         assert sum(rewards) / len(rewards) == pytest.approx(mean)
-    assert len(list(folder.rglob("offline-run-*"))) == 1
+    assert len(list(tmp_path.rglob("offline-run-*"))) == 1
     held = [int((tmp_path / f"bytes{rank}").read_text()) for rank in (0, 1)]
     parameters = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).num_parameters()
     assert sum(held) == 16 * parameters and max(held) < 0.51 * sum(held)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT, SMALL_MODEL, SMALL_TASK
 from records import read
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 
@@ -123,7 +123,7 @@ def test_the_counts_are_those_of_the_samples():
     args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, examples=False, max_new_tokens=24)
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
     counts = passk.count_right(args, 12, seed=3)
-    _, tokenizer, _ = grpo.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     _, examples = grpo.load_data(args, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     eos_ids = torch.tensor([tokenizer.eos_token_id])
@@ -216,7 +216,7 @@ def test_the_chance_of_a_solution_token_by_token():
     args = grpo.Args(model=sums, dataset=sums, examples=False, temperature=0.7, device="cpu")
     args.eval_size = 2
     found = passk.chances(args)
-    _, tokenizer, _ = grpo.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(sums)
     model = AutoModelForCausalLM.from_pretrained(sums).double()
     for example, chance in zip(grpo.load_data(args, tokenizer)[1], found, strict=True):
         numbers = [int(x) for x in example["prompt"][:-1].split("+")]

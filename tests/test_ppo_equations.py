@@ -16,8 +16,8 @@ from transformers import (
     GPT2ForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
-    MistralConfig,
-    MistralForSequenceClassification,
+    Qwen3_5TextConfig,
+    Qwen3_5TextForSequenceClassification,
 )
 
 import ppo_rlhf
@@ -534,24 +534,39 @@ def test_the_values_move_and_the_old_ones_stay(tmp_path, monkeypatch):
 
 
 def test_a_value_network_of_another_family_has_rows_of_its_own(tmp_path, monkeypatch):
-    """The policy's samples of a prompt share a row. The value network can't, because it has a window."""
+    """The policy computes once what its prompts begin with. A value network with linear attention can't do so."""
     judge = shutil.copytree(SMALL_JUDGE, tmp_path / "judge")
     torch.manual_seed(0)
-    shape = json.loads((judge / "config.json").read_text())
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "pad_token_id")
-    shape = {name: shape[name] for name in (*names, "num_attention_heads", "num_key_value_heads")}
-    config = MistralConfig(**shape, sliding_window=8, num_labels=1)
-    MistralForSequenceClassification(config).save_pretrained(judge)
-    moved, value_loss = [], ppo_rlhf.value_loss
+    given = json.loads((judge / "config.json").read_text())
+    names = ("vocab_size", "hidden_size", "intermediate_size", "pad_token_id", "head_dim")
+    shape = {name: given[name] for name in (*names, "num_attention_heads", "num_key_value_heads")}
+    shape |= dict(num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    shape |= dict(linear_num_key_heads=2, linear_num_value_heads=2)
+    network = Qwen3_5TextForSequenceClassification(Qwen3_5TextConfig(**shape, num_labels=1))
+    network.save_pretrained(judge)
+    common, values = {"logprobs": [], "values": []}, []
+    compute_logprobs, compute_values = ppo_rlhf.compute_logprobs, ppo_rlhf.compute_values
 
-    def recorded(args, values, old_values, *rest, **counts):
-        moved.append((values - old_values).abs().max().item())
-        return value_loss(args, values, old_values, *rest, **counts)
+    def recorded_logprobs(model, rollout, temperature):
+        common["logprobs"].append(rollout.common)
+        return compute_logprobs(model, rollout, temperature)
 
-    monkeypatch.setattr(ppo_rlhf, "value_loss", recorded)
-    monkeypatch.setattr(ppo_rlhf, "PACK_LENGTH", 100)
-    run(tmp_path, num_generations=4, reward_model=str(judge))
-    assert max(moved) < 1e-5
+    def recorded_values(network, rollout):
+        common["values"].append(rollout.common)
+        values.append((rollout, compute_values(network, rollout)))
+        return values[-1][1]
+
+    monkeypatch.setattr(ppo_rlhf, "compute_logprobs", recorded_logprobs)
+    monkeypatch.setattr(ppo_rlhf, "compute_values", recorded_values)
+    given = dict(num_generations=4, max_new_tokens=8, micro_batch_tokens=64)
+    run(tmp_path, reward_model=str(judge), **given)
+    assert max(common["logprobs"]) > 0 and max(common["values"]) == 0
+    rollout, found = values[0]
+    for i, row in enumerate(found.tolist()):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
+        response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+        expected = plain_outputs(network, (prompt, response))[len(prompt) - 1 : -1]
+        assert row[: len(response)] == pytest.approx(expected, abs=1e-5)
 
 
 def test_no_dropout_anywhere_under_gradient_checkpointing(tmp_path, monkeypatch):

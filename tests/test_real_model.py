@@ -52,7 +52,8 @@ def train(script, reward_model, tmp_path):
 def test_the_default_prompt_earns_the_format_reward(script):
     """With the instructions of an older version, which described the format, this was 0.003 of 0.4."""
     args = script.Args(model=FOLDER, dataset=str(REAL / "gsm8k"), max_new_tokens=100, device="cpu")
-    model, tokenizer, eos_ids = script.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    model, eos_ids = script.load_model(args, tokenizer)
     train_data, _ = script.load_data(args, tokenizer)
     metrics = script.evaluate(args, model, tokenizer, train_data[:6], eos_ids)
     assert metrics["eval/format_reward"] >= 0.15

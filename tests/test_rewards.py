@@ -206,7 +206,7 @@ def score(monkeypatch):
             for x, c in zip(prompts, columns, strict=True)
         ]
         monkeypatch.setattr(grpo, "REWARDS", [reward])
-        return grpo.apply_rewards(completions, rows)[reward.__name__]
+        return grpo.apply_rewards(completions, rows, "cpu")[reward.__name__].tolist()
 
     return call
 
@@ -229,8 +229,9 @@ def test_a_tag_that_the_prompt_has_opened_counts(score):
     A second <think> earns no more. For the other prompt the opening tag is missing.
     """
     text = "so 18</think><answer>18</answer>"
-    assert score(format_reward, [text, text], "q<think>\n", "q") == [0.4, 0.3]
-    assert score(format_reward, ["<think>" + text], "q<think>\n") == [0.4]
+    opened, missing = torch.tensor([0.4, 0.3]).tolist()  # in float32
+    assert score(format_reward, [text, text], "q<think>\n", "q") == [opened, missing]
+    assert score(format_reward, ["<think>" + text], "q<think>\n") == [opened]
 
 
 # tests/test_errors.py has the values that are refused.
@@ -250,8 +251,7 @@ def test_numbers_of_any_kind_are_floats(score, values):
     def reward(completions, **columns):
         return values
 
-    found = score(reward, ["", ""], "a", "b")
-    assert found == [1.0, 0.0] and all(type(x) is float for x in found)
+    assert score(reward, ["", ""], "a", "b") == [1.0, 0.0]
 
 
 # For math_reward: a formula that is the answer in spite of the text beside it, or isn't the answer.

@@ -210,11 +210,11 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
         chat_template = "x"
 
         def apply_chat_template(self, messages, **options):
-            seen.append([message["content"] for message in messages])
-            return messages[-1]["content"]
+            return "|".join(message["content"] for message in messages)
 
         def __call__(self, text, add_special_tokens):
             assert not add_special_tokens
+            seen.append(text)
             return SimpleNamespace(input_ids=[1] * len(text))
 
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -228,7 +228,7 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
     rollout = make_rollout([[1]], [[5, 2]])
     examples = [{"chat": messages, "prompt_ids": [1], "context": "{question}"}]
     self_distill.add_contexts(args, Tokenizer(), rollout, examples)
-    assert seen == [["a", "b", "think\n\n{context}? {{question}}"]]
+    assert seen == ["a|b|think\n\n{context}? {{question}}"]
 
 
 # ---- runs

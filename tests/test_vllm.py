@@ -257,9 +257,10 @@ def test_a_program_that_is_interrupted_goes_on_and_ends(tmp_path):
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)
     assert saved["metrics"] in read_metrics(folder)
     # Let the run end after one more step.
-    saved["args"]["num_steps"] = saved["state"]["step"] + 1
-    torch.save(saved, folder / "checkpoint.pt")
-    process = start_program(tmp_path, *flags, "--num-steps", saved["args"]["num_steps"])
+    fields = json.loads((folder / "args.json").read_text())
+    fields["num_steps"] = saved["state"]["step"] + 1
+    (folder / "args.json").write_text(json.dumps(fields))
+    process = start_program(tmp_path, *flags, "--num-steps", fields["num_steps"])
     out, err = process.communicate(timeout=WAIT)
     assert process.returncode == 0 and "after: accuracy" in out, err
     # At the start the engine's weights are random. The first hand-over replaces them.
@@ -274,7 +275,8 @@ def started(request, tmp_path_factory):
     """Args, engine, model, tokenizer and EOS ids of a random model of the family request.param."""
     folder = save_model(tmp_path_factory.mktemp("models") / request.param, request.param)
     args = grpo_vllm.Args(model=folder, **FIELDS)
-    model, tokenizer, eos_ids = grpo_vllm.load_model(args)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, eos_ids = grpo_vllm.load_model(args, tokenizer)
     engine = grpo_vllm.load_engine(args, model)
     yield args, engine, model, tokenizer, eos_ids
     del engine
