@@ -1236,7 +1236,7 @@ def open_run(args, run_dir):
     With --track, it also starts W&B. A run with a name goes on if its command is repeated. Before
     its first checkpoint it begins again.
     """
-    goes_on = args.run_name is not None and run_dir.exists()
+    goes_on = run_dir.exists()
     if goes_on:
         check_same_run(args, run_dir)
     if args.track:
@@ -1267,6 +1267,8 @@ def open_run(args, run_dir):
 
 def check_same_run(args, run_dir):
     """Raise an error if the folder's run began with another script or with other flags."""
+    if args.run_name is None:
+        raise FileExistsError(f"{run_dir}: another run began in the same second")
     flag = f"--run-name {args.run_name}"
     if not (run_dir / SCRIPT.name).exists():
         raise ValueError(f"{flag}: {run_dir} isn't a run of {SCRIPT.name}; choose another name")

@@ -1363,7 +1363,7 @@ def open_run(args, run_dir):
     its first checkpoint it begins again. Rank 0 does this. The other processes get files that write
     to nowhere.
     """
-    goes_on = args.run_name is not None and run_dir.exists()
+    goes_on = run_dir.exists()
     if goes_on:
         check_same_run(args, run_dir)
     dist.barrier()  # rank 0 makes the folder after all have looked for it
@@ -1397,6 +1397,8 @@ def open_run(args, run_dir):
 
 def check_same_run(args, run_dir):
     """Raise an error if the folder's run began with another script or with other flags."""
+    if args.run_name is None:
+        raise FileExistsError(f"{run_dir}: another run began in the same second")
     flag = f"--run-name {args.run_name}"
     if not (run_dir / SCRIPT.name).exists():
         raise ValueError(f"{flag}: {run_dir} isn't a run of {SCRIPT.name}; choose another name")

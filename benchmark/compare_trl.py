@@ -67,6 +67,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
+from unittest.mock import patch
 
 import numpy as np
 import tyro
@@ -152,9 +153,8 @@ def train_plainrl(script, threads: int, args) -> dict:
 
     script.sample_responses = timed
     # As with TRL, nothing is saved: it would take longer than the steps of W4.
-    script.save_checkpoint = lambda *arguments: None
-    PreTrainedModel.save_pretrained = lambda *arguments: None
-    with tempfile.TemporaryDirectory() as folder:
+    unsaved = patch.object(PreTrainedModel, "save_pretrained")
+    with unsaved, patch.object(script, "save_checkpoint"), tempfile.TemporaryDirectory() as folder:
         script.main(replace(args, runs_dir=folder, run_name="run"))
         metrics, _ = read_run(Path(folder, "run"))
     peak = peak_memory(args.device == "cuda", imported)
