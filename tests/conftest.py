@@ -13,7 +13,7 @@ from pathlib import Path
 
 # The recorded runs are the same on every x86 machine only if all use the same kernels. torch reads
 # this when it is imported.
-os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
+os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

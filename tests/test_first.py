@@ -144,7 +144,7 @@ def test_padding_changes_nothing(first):
         row = ids[i : i + 1, P - p : P + r]  # (1, p + r)
         alone = model(row).logits.log_softmax(2)[0, p - 1 : -1]  # (r, V)
         expected = alone.gather(1, row[0, p:, None])[:, 0]  # (r,)
-        torch.testing.assert_close(logprobs[i, :r], expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(logprobs[i, :r], expected, rtol=0, atol=5e-5)
 
 
 def test_it_samples_from_the_whole_softmax(first, monkeypatch):
