@@ -630,7 +630,7 @@ def response_states(model, rollout):
             rests = [torch.tensor(rows[i][common:]) for i in part]  # k tensors
             # Padding is on the right, where no token sees it.
             rests = pad_sequence(rests, batch_first=True).to(ids.device)  # (k, length)
-            outputs = model.base_model(rests, past_key_values=cache, use_cache=cache is not None)
+            outputs = model.base_model(rests, past_key_values=cache, use_cache=False)
             for i, hidden in zip(part, outputs.last_hidden_state, strict=True):  # (length, D)
                 # The state at a token predicts the next one, so the slice is one token early.
                 states.append(hidden[starts[i] - common - 1 : len(rows[i]) - common - 1])
@@ -646,7 +646,7 @@ def cache_beginning(model, ids):
     """
     cache = DynamicCache(config=model.config)
     cache.layers = [BeginningLayer() for _ in cache.layers]
-    model.base_model(ids, past_key_values=cache, use_cache=True)
+    model.base_model(ids, past_key_values=cache, use_cache=False)
     # GPT-2 ignores a cache with gradient checkpointing.
     return cache if cache.get_seq_length() > 0 else None
 

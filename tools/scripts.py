@@ -21,12 +21,12 @@ SCRIPTS = [
     "remax",
     "grpo_offpolicy",
     "grpo_process",
-    "grpo_multigpu",
-    "grpo_lora",
     "distill",
     "self_distill",
     "vapo",
     "grpo_tools",
+    "grpo_lora",
+    "grpo_multigpu",
     "grpo_vllm",
 ]
 # These run as several processes.
