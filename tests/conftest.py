@@ -42,8 +42,9 @@ LONG = ["test_runs", "test_cuda", "test_sampling", "test_whole_step", "test_repo
 LONG += ["test_multigpu", "test_math_reward", "test_errors", "test_grpo_tools", "test_loading"]
 
 # More threads don't make such small models faster, and on a busy machine they make them slower.
-torch.set_num_threads(1)
-os.environ["OMP_NUM_THREADS"] = "1"  # for the programs that the tests start
+threads = os.environ.get("PLAINRL_THREADS", "1")
+torch.set_num_threads(int(threads))
+os.environ["OMP_NUM_THREADS"] = threads  # for the programs that the tests start
 
 
 def read_table(name):
