@@ -206,8 +206,8 @@ BUNDLED = Args(
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # The computed mean of equal rewards may be off by a rounding error, which Adam would make as
-    # large as any gradient. Without the first reward, equal rewards are exactly 0.
+    # The computed mean of equal rewards may be off by a rounding error. Adam would make that as
+    # large as any other gradient. Minus the first reward, equal rewards are exactly 0.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -732,14 +732,18 @@ def micro_batches(args, model, rollout, sequences):
 
     def split(order):
         """Add each sequence to the last micro-batch, if that is possible and saves tokens."""
-        batches = [order[:1]] if order else []
-        for i in order[1:]:
-            joined = [*batches[-1], i]
-            fits = cost(joined) - extra <= args.micro_batch_tokens
-            if fits and cost(joined) <= cost(batches[-1]) + cost([i]):
-                batches[-1] = joined
+        batches = []
+        last = 0  # the cost of the last micro-batch
+        for i in order:
+            alone = cost([i])
+            joined = cost([*batches[-1], i]) if batches else math.inf
+            fits = joined - extra <= args.micro_batch_tokens
+            if fits and joined <= last + alone:
+                batches[-1].append(i)
+                last = joined
             else:
                 batches.append([i])
+                last = alone
         return batches
 
     # Sequences of similar length need little padding. Sequences of similar prompts share more.
@@ -1040,6 +1044,7 @@ def fill_template(tokenizer, chat, **options):
     get a placeholder for each message, and the messages take the places of these afterwards.
     """
     marks = [f"[[[message {i}]]]" for i in range(len(chat))]
+    missing = chat  # the messages that aren't in the text
     for as_parts in (False, True):  # templates of models with images may read only lists of parts
         given = []
         for message, mark in zip(chat, marks, strict=True):
@@ -1047,14 +1052,15 @@ def fill_template(tokenizer, chat, **options):
             given.append(message | {"content": content})
         try:
             template = tokenizer.apply_chat_template(given, tokenize=False, **options)
-        except jinja2.UndefinedError:  # it looked for parts in a text
-            template = ""
-        missing = [
+        except (jinja2.UndefinedError, TypeError):  # it can read only the other form
+            continue
+        dropped = [
             message for message, mark in zip(chat, marks, strict=True) if mark not in template
         ]
+        missing = min(missing, dropped, key=len)
         if not missing:
             break
-    else:
+    if missing:
         role, content = missing[0]["role"], missing[0]["content"]
         raise ValueError(f"--model: its chat template drops a message of the {role}: {content!r}")
     # Split at the placeholders: a message may contain what looks like one.

@@ -747,14 +747,18 @@ def micro_batches(args, model, rollout, sequences):
 
     def split(order):
         """Add each sequence to the last micro-batch, if that is possible and saves tokens."""
-        batches = [order[:1]] if order else []
-        for i in order[1:]:
-            joined = [*batches[-1], i]
-            fits = cost(joined) - extra <= args.micro_batch_tokens
-            if fits and cost(joined) <= cost(batches[-1]) + cost([i]):
-                batches[-1] = joined
+        batches = []
+        last = 0  # the cost of the last micro-batch
+        for i in order:
+            alone = cost([i])
+            joined = cost([*batches[-1], i]) if batches else math.inf
+            fits = joined - extra <= args.micro_batch_tokens
+            if fits and joined <= last + alone:
+                batches[-1].append(i)
+                last = joined
             else:
                 batches.append([i])
+                last = alone
         return batches
 
     # Sequences of similar length need little padding. Sequences of similar prompts share more.
@@ -1029,6 +1033,7 @@ def fill_template(tokenizer, chat, **options):
     get a placeholder for each message, and the messages take the places of these afterwards.
     """
     marks = [f"[[[message {i}]]]" for i in range(len(chat))]
+    missing = chat  # the messages that aren't in the text
     for as_parts in (False, True):  # templates of models with images may read only lists of parts
         given = []
         for message, mark in zip(chat, marks, strict=True):
@@ -1036,14 +1041,15 @@ def fill_template(tokenizer, chat, **options):
             given.append(message | {"content": content})
         try:
             template = tokenizer.apply_chat_template(given, tokenize=False, **options)
-        except jinja2.UndefinedError:  # it looked for parts in a text
-            template = ""
-        missing = [
+        except (jinja2.UndefinedError, TypeError):  # it can read only the other form
+            continue
+        dropped = [
             message for message, mark in zip(chat, marks, strict=True) if mark not in template
         ]
+        missing = min(missing, dropped, key=len)
         if not missing:
             break
-    else:
+    if missing:
         role, content = missing[0]["role"], missing[0]["content"]
         raise ValueError(f"--model: its chat template drops a message of the {role}: {content!r}")
     # Split at the placeholders: a message may contain what looks like one.

@@ -696,3 +696,16 @@ def test_every_argument_is_documented_and_read(script):
                 read.add(node.attr)
     assert documented - read == set()
     assert read - documented == set()
+
+
+@pytest.mark.scripts("grpo", "ppo_rlhf", "self_distill")
+def test_an_answer_of_zero_is_an_answer(script, tmp_path):
+    rows = [{"question": f"{k}-{k}=", "answer": 0, "hint": "x"} for k in range(20)]
+    path = tmp_path / "zeros.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    args = dataclasses.replace(script.BUNDLED, dataset=str(path))
+    if script.__name__ == "ppo_rlhf":
+        args = dataclasses.replace(args, reward_model=None)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    train_data, test_data = script.load_data(args, tokenizer)
+    assert [example["answer"] for example in train_data + test_data] == ["0"] * 20

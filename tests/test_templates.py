@@ -54,8 +54,13 @@ def test_a_response_like_the_examples_has_all_tags(template):
     assert scores["accuracy_reward"] == 1 and scores["format_reward"] == pytest.approx(0.4)
 
 
-def test_a_template_that_drops_a_message_is_refused():
-    tokenizer = TOKENIZER
-    tokenizer.chat_template = "{{ messages[-1].content }}"
-    with pytest.raises(ValueError, match="drops a message of the user: 'Tom has 12 apples"):
-        grpo.render(grpo.Args(), tokenizer, [{"role": "user", "content": "2 + 2?"}])
+@pytest.mark.parametrize(
+    "template", ["{{ messages[-1].content }}", "{{ 'User: ' + messages[-1].content }}"]
+)
+def test_the_message_that_a_template_drops_is_named(template):
+    """The second template can't read lists of parts at all."""
+    TOKENIZER.chat_template = template
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    chat.append({"role": "user", "content": "2 + 2?"})
+    with pytest.raises(ValueError, match="drops a message of the user: 'Hi'"):
+        grpo.render(grpo.Args(examples=False), TOKENIZER, chat)
