@@ -54,13 +54,21 @@ def test_a_response_like_the_examples_has_all_tags(template):
     assert scores["accuracy_reward"] == 1 and scores["format_reward"] == pytest.approx(0.4)
 
 
+TEXTS_OF_USERS = """{% for message in messages %}
+{%- if message.content is string and message.role == 'user' %}{{ message.content }}{% endif %}{% endfor %}"""
+
+
 @pytest.mark.parametrize(
-    "template", ["{{ messages[-1].content }}", "{{ 'User: ' + messages[-1].content }}"]
+    ("template", "dropped"),
+    [
+        ("{{ messages[-1].content }}", "user: 'Hi'"),
+        ("{{ 'User: ' + messages[-1].content }}", "user: 'Hi'"),  # it can't read lists of parts
+        (TEXTS_OF_USERS, "assistant: 'Hello'"),  # of lists of parts it drops everything
+    ],
 )
-def test_the_message_that_a_template_drops_is_named(template):
-    """The second template can't read lists of parts at all."""
+def test_the_message_that_a_template_drops_is_named(template, dropped):
     TOKENIZER.chat_template = template
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     chat.append({"role": "user", "content": "2 + 2?"})
-    with pytest.raises(ValueError, match="drops a message of the user: 'Hi'"):
+    with pytest.raises(ValueError, match=f"drops a message of the {dropped}"):
         grpo.render(grpo.Args(examples=False), TOKENIZER, chat)
