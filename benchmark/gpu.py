@@ -9,7 +9,7 @@ bundled     grpo.py without arguments, on the GPU
 scripts     two steps of each of the six main scripts with the real model on problems of GSM8K, three at a time
 arithmetic  40 steps of grpo.py with the real model on assets/arithmetic: its curve
 sampler     the sampler on random weights in the shape of SmolLM2-1.7B: graph on and off, and the length of a segment
-steps       three steps of grpo.py and grpo_lora.py in that shape, beside the peak that memory.py calculates
+steps       two steps of grpo.py and grpo_lora.py in that shape, beside the peak that memory.py calculates
 trl         W4 of compare_trl.py, with a record of its own
 
 Random weights end few responses, so in `steps` nearly all samples have the full 300 tokens, which is the most work that
@@ -253,7 +253,7 @@ def steps(options) -> None:
         if options.tiny:
             flags += ["--num-prompts", 2, "--max-new-tokens", 12]
         calculated = count(script, MODELS["SmolLM2-1.7B"], **more)["peak"] / 1e9
-        found = run(script, "steps", *flags, kill_after=3)
+        found = run(script, "steps", *flags, kill_after=2)
         write_record("steps", name=name, script=script, calculated_gb=calculated, **found)
 
 

@@ -158,10 +158,13 @@ def test_micro_batches_by_hand(case):
     sequences = torch.arange(len(prompts))
     batches = micro_batches(grpo, build("Llama"), rollout, sequences, 64)
     assert sorted((rows, part.common) for rows, part in batches) == expected
-    # A state that goes through the whole row isn't among keys and values.
-    for kind in ("linear_attention", "conv", "hybrid", "chunked_attention"):
+    # A state that goes through the whole row isn't among keys and values. On a GPU nothing is shared.
+    kinds = ("linear_attention", "conv", "hybrid", "chunked_attention", "full_attention")
+    for kind in kinds:
         text_config = SimpleNamespace(layer_types=["full_attention", kind])
-        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda x=text_config: x))
+        device = torch.device("cuda" if kind == "full_attention" else "cpu")
+        config = SimpleNamespace(get_text_config=lambda x=text_config: x)
+        model = SimpleNamespace(config=config, device=device)
         batches = micro_batches(grpo, model, rollout, sequences, 64)
         assert not any(part.common for _, part in batches)
 
