@@ -373,7 +373,8 @@ LESSONS = {
     ),
     "rate": Lesson(
         "What shows early that a learning rate is too high",
-        ADDER_RATES | {"2e-3": f"{PLAIN} --learning-rate 2e-3"},
+        {f"{rate}: all weights": command for rate, command in ADDER_RATES.items()}
+        | {"2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"},
         [
             Panel(RATE, ACCURACY, title="last five steps"),
             Panel(RATE, "kl/ref", title="step 3", steps=(3, 3)),
