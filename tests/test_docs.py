@@ -143,19 +143,6 @@ def test_the_answer_to_the_second_exercise(tmp_path, monkeypatch):
     assert whole["tokens"] - broken["tokens"] == 32 * whole["rollout/eos_frac"]
 
 
-def test_the_answer_to_the_third_exercise(tmp_path, monkeypatch):
-    """The reward matches numbers worked by hand, and a run logs the reward under its name."""
-    digits = load(monkeypatch, "digits", differences("algorithms")["digits"])
-    texts = ["<answer>185</answer>", "<answer>85</answer>", "<answer>175</answer>", "85"]
-    texts += ["<answer>1858</answer>", "<answer></answer>", "<answer>9185</answer>"]
-    rewards = digits.digits_reward(texts, ["185"] * 7)
-    assert rewards == pytest.approx([1 / 2, 1 / 3, 1 / 3, 0, 0, 0, 1 / 2])
-    metrics = first_step(digits, tmp_path)
-    assert 0 < metrics["rollout/digits_reward"] <= 0.5
-    parts = [metrics[f"rollout/{f.__name__}"] for f in digits.REWARDS]
-    assert metrics["rollout/reward_mean"] == pytest.approx(sum(parts))
-
-
 def test_the_page_on_the_real_model_states_what_is_recorded():
     """Tables, samples and pictures of docs/real-model.md are those of the records."""
     import real_model
