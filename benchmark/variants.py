@@ -42,7 +42,6 @@ from records import (
     read,
     read_run,
     run_two_at_a_time,
-    spread,
     table,
 )
 
@@ -260,7 +259,6 @@ def results_table(records: dict) -> str:
         "",
         "script",
         "rate",
-        "held out, %",
         "sampled, %",
         "minus grpo, points",
         "told apart",
@@ -274,9 +272,8 @@ def results_table(records: dict) -> str:
         for script in scripts:
             mine = best_runs(records, group, script)
             sampled = [last_accuracy(record) for record in mine]
-            held_out = spread([100 * record["held_out"] for record in mine], 1)
             mean_and_noise = f"{np.mean(sampled):.1f} ± {noise_of_sampling(mine):.1f}"
-            cells = [script, mine[0]["rate"], held_out, mean_and_noise]
+            cells = [script, mine[0]["rate"], mean_and_noise]
             if script == first:
                 cells += ["", ""]
             else:
