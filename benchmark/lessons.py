@@ -15,7 +15,8 @@ A command that has a record isn't run again, and lessons can share a run. If a r
 is printed.
 
 The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
-from the lowest seed to the highest. The program writes the tables into docs/lessons.md and docs/metrics.md.
+from the lowest seed to the highest. The program prints a table for each lesson, and writes most of them into
+docs/lessons.md and docs/metrics.md.
 """
 
 import argparse
@@ -28,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -194,9 +195,11 @@ class Lesson:
     # Name: command without its seed. "1e-4: GRPO" is drawn as "GRPO", in a panel of arms="1e-4".
     arms: dict[str, str]
     panels: list[Panel]
-    # The columns of the table: (function of a record, digits). Empty: no table.
-    columns: dict[str, tuple[Callable[[dict], float], int]] = field(default_factory=dict)
+    # The columns of the table: (function of a record, digits).
+    columns: dict[str, tuple[Callable[[dict], float], int]]
     rows: int = 1  # of panels
+    # Whether the page has the table. The program prints it in any case.
+    on_page: bool = True
     # The arms of which the picture shows each seed in a panel of its own.
     by_seed: tuple[str, ...] = ()
 
@@ -259,6 +262,7 @@ LESSONS = {
             Panel(STEPS, "policy/approx_kl"),
         ],
         LAST | HALFWAY,
+        on_page=False,
     ),
     "goodhart": Lesson(
         "Without a KL penalty, the judge's score hides wrong answers",
@@ -370,6 +374,8 @@ LESSONS = {
             Panel(RATE, ACCURACY, "sums", "sums, steps 21 to 30", steps=(21, 30)),
             Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
         ],
+        LAST,
+        on_page=False,
     ),
     "rate": Lesson(
         "What shows early that a learning rate is too high",
@@ -426,6 +432,7 @@ LESSONS = {
         ],
         USUAL | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
         rows=2,
+        on_page=False,
     ),
     "broken": Lesson(
         "What they look like when something is wrong",
@@ -459,6 +466,7 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "rollout/zero_std_frac")],
         LAST | GROUPS,
+        on_page=False,
     ),
     "dynamic": Lesson(
         "Dynamic sampling takes twice the samples, without a gain",
@@ -502,6 +510,7 @@ LESSONS = {
         }
         | {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
         rows=2,
+        on_page=False,
     ),
     "baselines": Lesson(
         "The usual baselines raise the variance once nine of ten answers are right",
@@ -514,11 +523,14 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "optim/grad_norm")],
         LAST | {"gradient's norm, last five": (over("optim/grad_norm", -5, -1), 1)},
+        on_page=False,
     ),
     "leash": Lesson(
         "The KL leash",
         {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
         [Panel(SAMPLED, ACCURACY), Panel("kl/ref", ACCURACY)],
+        LAST | {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
+        on_page=False,
     ),
     "credit": Lesson(
         "The std, and a reward for each step",
@@ -533,11 +545,15 @@ LESSONS = {
             Panel("advantages", "advantages", ("GRPO", "Dr. GRPO"), "computed from the rewards"),
             Panel(SAMPLED, ACCURACY),
         ],
+        LAST,
+        on_page=False,
     ),
     "clip-higher": Lesson(
         "Clip-Higher",
         {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "policy/entropy")],
+        HELD_OUT | ENTROPY,
+        on_page=False,
     ),
     "vapo": Lesson(
         "VAPO's changes",
@@ -551,6 +567,8 @@ LESSONS = {
             "GRPO": "grpo.py --num-steps 20",
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
+        LAST | EXPLAINED,
+        on_page=False,
     ),
 }
 
@@ -849,9 +867,10 @@ def draw(name: str) -> None:
 
 
 # ==== the page ====
-def table_of_arms(lesson: Lesson, records: dict[str, list[dict]]) -> str:
+def table_of_arms(name: str) -> str:
+    lesson = LESSONS[name]
     rows = []
-    for arm, runs in records.items():
+    for arm, runs in records_of(name).items():
         cells = [spread([f(x) for x in runs], digits) for f, digits in lesson.columns.values()]
         rows.append([arm, *cells])
     return table(["", *lesson.columns], rows)
@@ -861,8 +880,8 @@ def block(name: str) -> str:
     """The generated part of a lesson: a picture, and a table with the results of its arms."""
     lesson = LESSONS[name]
     text = f"![{lesson.title}](lessons/{name}.svg)\n"
-    if lesson.columns:
-        text += f"\n{table_of_arms(lesson, records_of(name))}"
+    if lesson.on_page:
+        text += f"\n{table_of_arms(name)}"
     if page_of(name).name == "lessons.md":
         return text
     # docs/metrics.md has one lesson, and doesn't tell how to print commands.
@@ -902,7 +921,7 @@ def main() -> None:
         run_missing(names)
     for name in names:
         draw(name)
-        print(f"{name}: {LESSONS[name].title}\n\n{block(name)}")
+        print(f"{name}: {LESSONS[name].title}\n\n{table_of_arms(name)}")
         fill(page_of(name), f"lesson {name}", block(name))
     fill(page_of("length"), "cost", total_cost())
 
