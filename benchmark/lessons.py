@@ -882,11 +882,7 @@ def block(name: str) -> str:
     text = f"![{lesson.title}](lessons/{name}.svg)\n"
     if lesson.on_page:
         text += f"\n{table_of_arms(name)}"
-    if page_of(name).name == "lessons.md":
-        return text
-    # docs/metrics.md has one lesson, and doesn't tell how to print commands.
-    fold = f"<details><summary>Commands, each {cost(name)}</summary>"
-    return f"{text}\n{fold}\n\n```\n{commands(name)}\n```\n\n</details>\n"
+    return text
 
 
 def total_cost() -> str:
