@@ -15,7 +15,8 @@ A command that has a record isn't run again, and lessons can share a run. If a r
 is printed.
 
 The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
-from the lowest seed to the highest. The program writes the tables into docs/lessons.md and docs/metrics.md.
+from the lowest seed to the highest. The program prints a table for each lesson, and writes most of them into
+docs/lessons.md and docs/metrics.md.
 """
 
 import argparse
@@ -161,16 +162,6 @@ def accuracy_at(record: dict, responses: int) -> float:
     return over(ACCURACY, max(1, step - 4), step)(record)
 
 
-def after_pretraining(first: int, last: int) -> Callable[[dict], float]:
-    """A record's sampled accuracy, with steps counted from the first update of the policy."""
-
-    def value(record):
-        waited = record["args"].get("value_warmup_steps", 0)
-        return over(ACCURACY, waited + first, waited + last)(record)
-
-    return value
-
-
 def parts_at(metric: str, command: str = PLAIN) -> Callable[[dict], float]:
     """The first of ten steps in a row in which a record's metric lies outside the range of the command's runs."""
 
@@ -207,8 +198,8 @@ class Lesson:
     # The columns of the table: (function of a record, digits).
     columns: dict[str, tuple[Callable[[dict], float], int]]
     rows: int = 1  # of panels
-    # A table for each of these beginnings of arms, with a column for each learning rate.
-    by_rate: tuple[str, ...] = ()
+    # Whether the page has the table. The program prints it in any case.
+    on_page: bool = True
     # The arms of which the picture shows each seed in a panel of its own.
     by_seed: tuple[str, ...] = ()
 
@@ -219,7 +210,6 @@ USUAL = HELD_OUT | LAST
 HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17), 0)}
 GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1), 0)}
 CLIPPED = {"outside the clip range, first five, %": (over("policy/clip_frac", 1, 5), 1)}
-MOVED = {"approx_kl, highest": (highest("policy/approx_kl"), 3)}
 EXPLAINED = {"explained, last five, %": (over("value/explained_var", -5, -1), 0)}
 ENTROPY = {"entropy, last five": (over("policy/entropy", -5, -1), 3)}
 
@@ -261,8 +251,7 @@ LESSONS = {
             f"{kind}, {when}, characters": (over(f"length/{kind}", *steps), 0)
             for kind in ("wrong", "right")
             for when, steps in {"first five": (1, 5), "last five": (-5, -1)}.items()
-        }
-        | {"ended, last five, %": (over("rollout/eos_frac", -5, -1), 0)},
+        },
     ),
     "reuse": Lesson(
         "Up to four passes over a rollout help",
@@ -273,6 +262,7 @@ LESSONS = {
             Panel(STEPS, "policy/approx_kl"),
         ],
         LAST | HALFWAY,
+        on_page=False,
     ),
     "goodhart": Lesson(
         "Without a KL penalty, the judge's score hides wrong answers",
@@ -298,11 +288,6 @@ LESSONS = {
             Panel(STEPS, "rollout/response_len"),
         ],
         HELD_OUT
-        | {
-            "characters, last five": (over("length/all", -5, -1), 0),
-            "tokens, last five": (over("rollout/response_len", -5, -1), 1),
-            "kl/ref, highest": (highest("kl/ref"), 2),
-        }
         | {
             f"{words} departs at step": (parts_at(metric), 0)
             for words, metric in {
@@ -346,7 +331,7 @@ LESSONS = {
         HELD_OUT
         | {
             f"responses {first + 1} to {last}, %": (between(first, last), 0)
-            for first, last in ((0, 640), (640, 1280), (1280, 1600))
+            for first, last in ((0, 640), (1280, 1600))
         },
     ),
     "self_distillation": Lesson(
@@ -374,7 +359,6 @@ LESSONS = {
         [Panel(STEPS, ACCURACY), Panel(STEPS, "tool/calls")],
         USUAL
         | {
-            "calls, steps 1 to 5": (over("tool/calls", 1, 5), 2),
             "calls, highest in a step": (highest("tool/calls"), 2),
             "calls, last five steps": (over("tool/calls", -5, -1), 2),
         },
@@ -391,29 +375,21 @@ LESSONS = {
             Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
         ],
         LAST,
-        by_rate=("adder", "sums"),
+        on_page=False,
     ),
     "rate": Lesson(
         "What shows early that a learning rate is too high",
-        {f"adder, {rate}: all weights": command for rate, command in ADDER_RATES.items()}
-        | {"adder, 2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"}
-        | {arm: command for arm, command in ADDER_RANKS.items() if arm.endswith("rank 16")}
-        | {f"sums, {rate}: all weights": command for rate, command in SUMS_RATES.items()}
-        | {arm: command for arm, command in SUMS_RANKS.items() if arm.endswith("rank 16")},
+        {f"{rate}: all weights": command for rate, command in ADDER_RATES.items()}
+        | {"2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"},
         [
-            Panel(RATE, ACCURACY, "adder", "adder, last five steps"),
-            Panel(RATE, "kl/ref", "adder", "adder, step 3", steps=(3, 3)),
-            Panel(RATE, "optim/grad_norm", "adder", "adder, steps 1 to 5", steps=(1, 5)),
-            Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
-            Panel(RATE, "policy/entropy", "sums", "sums, last five steps"),
-            Panel(RATE, "policy/entropy", "adder", "adder, last five steps"),
+            Panel(RATE, ACCURACY, title="last five steps"),
+            Panel(RATE, "kl/ref", title="step 3", steps=(3, 3)),
+            Panel(RATE, "optim/grad_norm", title="steps 1 to 5", steps=(1, 5)),
         ],
         {
             "kl/ref, step 3": (over("kl/ref", 3, 3), 4),
             "gradient's norm, steps 1 to 5": (over("optim/grad_norm", 1, 5), 2),
-        }
-        | ENTROPY,
-        rows=2,
+        },
     ),
     "clipping": Lesson(
         "Clipping tokens makes no difference at a learning rate that works",
@@ -434,7 +410,7 @@ LESSONS = {
             Panel(SAMPLED, ACCURACY, "3e-4", "learning rate 3e-4"),
             Panel(STEPS, "policy/clip_frac", "1e-4", "learning rate 1e-4"),
         ],
-        LAST | HALFWAY | CLIPPED | MOVED,
+        LAST | HALFWAY | CLIPPED,
     ),
     "critic": Lesson(
         "Advantages that come from the critic alone hurt",
@@ -456,6 +432,7 @@ LESSONS = {
         ],
         USUAL | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
         rows=2,
+        on_page=False,
     ),
     "broken": Lesson(
         "What they look like when something is wrong",
@@ -489,6 +466,7 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "rollout/zero_std_frac")],
         LAST | GROUPS,
+        on_page=False,
     ),
     "dynamic": Lesson(
         "Dynamic sampling takes twice the samples, without a gain",
@@ -525,13 +503,14 @@ LESSONS = {
             Panel(STEPS, ACCURACY, "engine", "engine"),
             Panel(STEPS, "rollout/logprob_gap", "engine", "engine"),
         ],
-        USUAL
+        LAST
         | {
             f"steps {first} to {last}, %": (over(ACCURACY, first, last), 0)
-            for first, last in ((1, 5), (11, 15), (16, 20))
+            for first, last in ((1, 5), (11, 15))
         }
         | {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
         rows=2,
+        on_page=False,
     ),
     "baselines": Lesson(
         "The usual baselines raise the variance once nine of ten answers are right",
@@ -544,12 +523,14 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "optim/grad_norm")],
         LAST | {"gradient's norm, last five": (over("optim/grad_norm", -5, -1), 1)},
+        on_page=False,
     ),
     "leash": Lesson(
         "The KL leash",
         {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
         [Panel(SAMPLED, ACCURACY), Panel("kl/ref", ACCURACY)],
         LAST | {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
+        on_page=False,
     ),
     "credit": Lesson(
         "The std, and a reward for each step",
@@ -564,17 +545,15 @@ LESSONS = {
             Panel("advantages", "advantages", ("GRPO", "Dr. GRPO"), "computed from the rewards"),
             Panel(SAMPLED, ACCURACY),
         ],
-        LAST
-        | {
-            f"steps {first} to {last}, %": (over(ACCURACY, first, last), 1)
-            for first, last in ((1, 2), (3, 7))
-        },
+        LAST,
+        on_page=False,
     ),
     "clip-higher": Lesson(
         "Clip-Higher",
         {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "policy/entropy")],
-        HELD_OUT | {"entropy, first five": (over("policy/entropy", 1, 5), 3)} | ENTROPY,
+        HELD_OUT | ENTROPY,
+        on_page=False,
     ),
     "vapo": Lesson(
         "VAPO's changes",
@@ -588,7 +567,8 @@ LESSONS = {
             "GRPO": "grpo.py --num-steps 20",
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
-        LAST | {"steps 6 to 10 of the policy, %": (after_pretraining(6, 10), 0)} | EXPLAINED,
+        LAST | EXPLAINED,
+        on_page=False,
     ),
 }
 
@@ -887,41 +867,22 @@ def draw(name: str) -> None:
 
 
 # ==== the page ====
-def table_of_arms(lesson: Lesson, records: dict[str, list[dict]]) -> str:
+def table_of_arms(name: str) -> str:
+    lesson = LESSONS[name]
     rows = []
-    for arm, runs in records.items():
+    for arm, runs in records_of(name).items():
         cells = [spread([f(x) for x in runs], digits) for f, digits in lesson.columns.values()]
         rows.append([arm, *cells])
     return table(["", *lesson.columns], rows)
 
 
-def tables_by_rate(lesson: Lesson, records: dict[str, list[dict]]) -> str:
-    """For each task and each column: a table with a row for each line of the picture, and a column for each rate."""
-    tables = []
-    for task in lesson.by_rate:
-        for column, (f, digits) in lesson.columns.items():
-            cells = defaultdict(dict)  # name -> learning rate -> cell
-            for arm, runs in records.items():
-                if arm.startswith(task):
-                    rate = runs[0]["args"]["learning_rate"]
-                    cells[label(arm)][rate] = spread([f(record) for record in runs], digits)
-            rates = sorted({rate for row in cells.values() for rate in row})
-            rows = [[name, *[row.get(rate, "") for rate in rates]] for name, row in cells.items()]
-            tables.append(table([f"{task}: {column}", *map(rate_name, rates)], rows))
-    return "\n".join(tables)
-
-
 def block(name: str) -> str:
     """The generated part of a lesson: a picture, and a table with the results of its arms."""
-    lesson, records = LESSONS[name], records_of(name)
-    picture = f"![{lesson.title}](lessons/{name}.svg)"
-    results = (tables_by_rate if lesson.by_rate else table_of_arms)(lesson, records)
-    text = f"{picture}\n\n{results}"
-    if page_of(name).name == "lessons.md":
-        return text
-    # docs/metrics.md has one lesson, and doesn't tell how to print commands.
-    fold = f"<details><summary>Commands, each {cost(name)}</summary>"
-    return f"{text}\n{fold}\n\n```\n{commands(name)}\n```\n\n</details>\n"
+    lesson = LESSONS[name]
+    text = f"![{lesson.title}](lessons/{name}.svg)\n"
+    if lesson.on_page:
+        text += f"\n{table_of_arms(name)}"
+    return text
 
 
 def total_cost() -> str:
@@ -956,7 +917,7 @@ def main() -> None:
         run_missing(names)
     for name in names:
         draw(name)
-        print(f"{name}: {LESSONS[name].title}\n\n{block(name)}")
+        print(f"{name}: {LESSONS[name].title}\n\n{table_of_arms(name)}")
         fill(page_of(name), f"lesson {name}", block(name))
     fill(page_of("length"), "cost", total_cost())
 

@@ -169,7 +169,7 @@ def results_table(records: list[dict], ks: list[int]) -> str:
 # ==== the lesson ====
 SEEDS = (1, 2, 3)
 SAMPLES, PROBLEMS = 128, 200
-SHOWN = (1, 8, 64)  # the columns of the table
+SHOWN = (1, 64)  # the columns of the table
 DRAWN = list(range(1, 65))  # the points of the picture
 RECORDS = FOLDER / "passk.jsonl"
 PAGE = ROOT / "docs" / "lessons.md"
@@ -307,11 +307,11 @@ def arm_curves(found: list[dict], ks: list[int]) -> np.ndarray:
     return np.array([curves(record["samples"], record["right"], ks) for record in found])
 
 
-def spread_of_seeds(values: list[float], digits: int = 1) -> str:
+def spread_of_seeds(values: list[float]) -> str:
     """The mean, with the lowest and the highest seed in parentheses. With one seed, only its number."""
-    text = f"{np.mean(values):.{digits}f}"
+    text = f"{np.mean(values):.1f}"
     if len(values) > 1:
-        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+        text += f" ({min(values):.1f} to {max(values):.1f})"
     return text
 
 
@@ -319,7 +319,6 @@ def lesson_table() -> str:
     """Markdown: pass@k in percent, and what happens to the problems that were never right before."""
     arms, rows = read_arms(), []
     (before,) = arms[BEFORE]
-    start = 100 * curves(before["samples"], before["right"], SHOWN)  # (problems, ks)
     was_never = np.array(before["right"]) == 0  # (problems,)
     for arm, found in arms.items():
         each = 100 * arm_curves(found, SHOWN)  # (seeds, problems, ks)
@@ -328,21 +327,12 @@ def lesson_table() -> str:
         cells = []
         for values, error in zip(of_seeds.T, errors, strict=True):
             cells.append(f"{spread_of_seeds(values.tolist())} ± {error:.1f}")
-        if arm == BEFORE:
-            cells.append("")
-        else:
-            # Both arms have the same problems, so the choice of the problems adds little noise to the difference.
-            change, error = mean_and_error(each.mean(0)[:, -1] - start[:, -1])
-            cells.append(f"{change:+.1f} ± {error:.1f}")
         never = np.array([record["right"] for record in found]) == 0  # (seeds, problems)
-        for now in (never, was_never & ~never, ~was_never & never):  # never right, new, lost
+        for now in (never, was_never & ~never):  # never right, new
             cells.append(spread_of_seeds((100 * now.mean(1)).tolist()))
-        # Only the problems that were never right before.
-        chances = 100 * np.array([record["chances"] for record in found])[:, was_never]
-        cells.append(spread_of_seeds(np.median(chances, axis=1).tolist(), digits=2))
         rows.append([arm, *cells])
-    header = ["%", *[f"pass@{k}" for k in SHOWN], f"change of pass@{SHOWN[-1]}"]
-    return table([*header, "never right", "new", "lost", "chance where never right"], rows)
+    header = ["%", *[f"pass@{k}" for k in SHOWN]]
+    return table([*header, "never right", "new"], rows)
 
 
 def drawn_from() -> str:
@@ -380,23 +370,10 @@ def draw() -> None:
     save(figure, PICTURE, drawn_from())
 
 
-def commands() -> str:
-    """The commands of the lesson, one a line."""
-    replace_rewards = f"s/^REWARDS = .*/{RIGHT_ALONE}/"
-    lines = [f"sed '{replace_rewards}' reinforce_baseline.py > {COPY}", f"python {BUILD_TEACHER}"]
-    lines += [f"python {command}" for command in TRAINED.values()]
-    numbers = f"--samples {SAMPLES} --problems {PROBLEMS}"
-    lines += [f"python benchmark/passk.py {SUMS} {numbers}"]
-    lines += [f"python benchmark/passk.py runs/NAME {numbers}"]
-    return "\n".join(lines) + "\n"
-
-
 def block() -> str:
-    """The generated part of the page: picture, table and commands."""
+    """The generated part of the page: picture and table."""
     title = "pass@k before and after three kinds of training"
-    picture = f"![{title}](lessons/{PICTURE.name})"
-    fold = f"<details>\n<summary>Commands</summary>\n\n```\n{commands()}```\n\n</details>\n"
-    return f"{picture}\n\n{lesson_table()}\n{fold}"
+    return f"![{title}](lessons/{PICTURE.name})\n\n{lesson_table()}"
 
 
 # ==== the command line ====

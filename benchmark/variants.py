@@ -1,8 +1,8 @@
-"""Compare the losses on assets/sums: the runs, the table and the picture of variants/README.md.
+"""Compare the losses on assets/sums: the runs, a table, and the picture of variants/README.md.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/variants.py           make the missing runs, and write the table and the picture
-    python benchmark/variants.py --draw    only write them from the records; groups with missing runs are left out
+    python benchmark/variants.py           make the missing runs, print the table, and draw the picture
+    python benchmark/variants.py --draw    only print and draw the records; groups with missing runs are left out
 
 Every script trains for 30 steps, on 128 responses per step. The runs form three groups, because some losses differ from
 grpo.py only if a rollout is used for many updates, or only if the sampler is not the policy:
@@ -36,13 +36,11 @@ from pictures import GRAY, digest, panels, save
 from records import (
     FOLDER,
     ROOT,
-    fill,
     machine,
     provenance,
     read,
     read_run,
     run_two_at_a_time,
-    spread,
     table,
 )
 
@@ -260,7 +258,6 @@ def results_table(records: dict) -> str:
         "",
         "script",
         "rate",
-        "held out, %",
         "sampled, %",
         "minus grpo, points",
         "told apart",
@@ -274,9 +271,8 @@ def results_table(records: dict) -> str:
         for script in scripts:
             mine = best_runs(records, group, script)
             sampled = [last_accuracy(record) for record in mine]
-            held_out = spread([100 * record["held_out"] for record in mine], 1)
             mean_and_noise = f"{np.mean(sampled):.1f} ± {noise_of_sampling(mine):.1f}"
-            cells = [script, mine[0]["rate"], held_out, mean_and_noise]
+            cells = [script, mine[0]["rate"], mean_and_noise]
             if script == first:
                 cells += ["", ""]
             else:
@@ -331,7 +327,7 @@ def main() -> None:
         if group not in finished_groups(records):
             print(f"{group}: runs are missing, so the table and the picture leave this group out")
     draw(records)
-    fill(ROOT / "variants" / "README.md", "sums", results_table(records))
+    print(results_table(records))
 
 
 if __name__ == "__main__":

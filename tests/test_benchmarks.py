@@ -27,7 +27,7 @@ def test_the_columns_of_the_lessons_by_hand(monkeypatch):
         "length/right": [None, *[10.0] * 9],
         "length/wrong": [20.0] * 10,
     }
-    record = {"curves": curves, "args": {"value_warmup_steps": 3}, "eval": {"0": 0.1, "10": 0.55}}
+    record = {"curves": curves, "eval": {"0": 0.1, "10": 0.55}}
     assert lessons.over("rollout/accuracy", 2, 4)(record) == pytest.approx(20)
     assert lessons.over("rollout/accuracy", -5, -1)(record) == pytest.approx(70)
     assert lessons.over("kl/ref", 1, 3)(record) == 3
@@ -40,7 +40,6 @@ def test_the_columns_of_the_lessons_by_hand(monkeypatch):
     assert lessons.between(16, 40)(record) == pytest.approx(30)
     # Response 56 is in step 7: steps 3 to 7.
     assert lessons.accuracy_at(record, 56) == pytest.approx(40)
-    assert lessons.after_pretraining(1, 3)(record) == pytest.approx(40)
     # Step 6: half are right.
     assert lessons.curve(record, "length/all")[5] == pytest.approx(15)
 

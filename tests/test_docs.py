@@ -1,4 +1,4 @@
-"""The pages: links, formulas, quoted lines, exercises, tables and numbers are those of scripts and records.
+"""The pages: links, formulas, quoted lines, tables and numbers are those of scripts and records.
 
 Also: records come from clean trees.
 """
@@ -10,7 +10,7 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, small_recipe
+from conftest import ROOT
 from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, parent_of
 
 import grpo
@@ -125,35 +125,6 @@ def test_the_variances_are_what_is_recorded():
 
     table = variance.make_table(variance.read(variance.OUT))
     assert f"<!-- variance -->\n{table}<!-- end variance -->\n" in variance.PAGE.read_text("utf-8")
-
-
-def first_step(script, folder) -> dict:
-    args = small_recipe(script) | dict(num_steps=1, num_prompts=4, eval_size=4, device="cpu")
-    return script.main(script.Args(**args, runs_dir=str(folder), run_name=script.__name__))
-
-
-def test_the_answer_to_the_second_exercise(tmp_path, monkeypatch):
-    """Without EOS in the mask, a finished response is one token shorter. The other metrics don't change."""
-    no_eos = load(monkeypatch, "no_eos", differences("algorithms")["no_eos"])
-    whole, broken = first_step(grpo, tmp_path), first_step(no_eos, tmp_path)
-    for name in ("reward_mean", "accuracy", "eos_frac"):
-        assert broken[f"rollout/{name}"] == whole[f"rollout/{name}"]
-    lost = whole["rollout/response_len"] - broken["rollout/response_len"]
-    assert lost == pytest.approx(whole["rollout/eos_frac"]) and lost > 0
-    assert whole["tokens"] - broken["tokens"] == 32 * whole["rollout/eos_frac"]
-
-
-def test_the_answer_to_the_third_exercise(tmp_path, monkeypatch):
-    """The reward matches numbers worked by hand, and a run logs the reward under its name."""
-    digits = load(monkeypatch, "digits", differences("algorithms")["digits"])
-    texts = ["<answer>185</answer>", "<answer>85</answer>", "<answer>175</answer>", "85"]
-    texts += ["<answer>1858</answer>", "<answer></answer>", "<answer>9185</answer>"]
-    rewards = digits.digits_reward(texts, ["185"] * 7)
-    assert rewards == pytest.approx([1 / 2, 1 / 3, 1 / 3, 0, 0, 0, 1 / 2])
-    metrics = first_step(digits, tmp_path)
-    assert 0 < metrics["rollout/digits_reward"] <= 0.5
-    parts = [metrics[f"rollout/{f.__name__}"] for f in digits.REWARDS]
-    assert metrics["rollout/reward_mean"] == pytest.approx(sum(parts))
 
 
 def test_the_page_on_the_real_model_states_what_is_recorded():

@@ -1,4 +1,4 @@
-"""The scripts are siblings: shared parts have the same text, and docs/diffs/ shows all other parts.
+"""The scripts are siblings: shared parts have the same text, and docs/diffs/ shows or names all other parts.
 
 Also what a reader relies on: the loop in the first half, the order of the parts, short lines and one-line help.
 """
@@ -15,7 +15,8 @@ from siblings import CHILDREN, body, diff_page, parts
 def test_siblings_differ_only_as_shown(child):
     """If a character, decorator or comment differs that docs/diffs/ doesn't show, this test fails.
 
-    If the difference is intended, write the pages again: python tools/siblings.py --write
+    Of a part that the page only names, it has a digest of the difference. If the difference is intended, write the
+    pages again: python tools/siblings.py --write
     """
     page = (ROOT / "docs" / "diffs" / f"{child}.md").read_text(encoding="utf-8")
     assert page == diff_page(child)
@@ -60,7 +61,7 @@ def test_a_reader_comes_to_the_loop_soon(name):
 
 
 def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
-    """For each of these changes to dr_grpo.py, the guard must report the part that contains the change."""
+    """Each of these changes to dr_grpo.py changes the part that contains it, and the page of docs/diffs/."""
     changes = {
         "generate": (
             "finished |= torch.isin(token, eos_ids)",
@@ -75,14 +76,17 @@ def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
             "    temperature: float = 0.9",
             '    top_k: int = 0\n    """x"""\n    temperature: float = 0.9',
         ),
+        "Args.beta": ("weight of the KL", "weight of a KL"),
         "Args": ("    # ---- sampling", "    # ---- samples"),
         "main": ("optimizer.step()", "optimizer.step()  # x"),
         "header": ('if __name__ == "__main__":', 'if __name__ in ("__main__", "x"):'),
     }
     original = read_script("dr_grpo")
+    page = diff_page("dr_grpo")
     (tmp_path / "grpo.py").write_text(read_script("grpo"), encoding="utf-8")
     monkeypatch.setattr("scripts.ROOT", tmp_path)
     for name, (old, new) in changes.items():
         assert original.count(old) >= 1, old
         (tmp_path / "dr_grpo.py").write_text(original.replace(old, new, 1), encoding="utf-8")
         assert parts("dr_grpo").get(name) != parts("grpo").get(name), name
+        assert diff_page("dr_grpo") != page, name

@@ -1,6 +1,6 @@
 """docs/train.md: its commands are accepted, its numbers are the programs', and its examples run.
 
-Of docs/reproduce.md it checks the command.
+Of docs/real-model.md it checks the command of the public curve.
 """
 
 import json
@@ -21,7 +21,7 @@ import grpo
 import grpo_lora
 
 PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
-CURVE = (ROOT / "docs" / "reproduce.md").read_text(encoding="utf-8")
+CURVE = (ROOT / "docs" / "real-model.md").read_text(encoding="utf-8").split("## A public curve")[1]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
 TINY = dict(num_steps=1, num_prompts=2, num_generations=2, eval_size=2, device="cpu")

@@ -7,7 +7,8 @@
     python tools/siblings.py --write             write the patches in variants/, docs/diffs/ and the diff in README.md
     python tools/siblings.py --patch cispo.py    write variants/cispo.diff from the whole script
 
-Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend.
+Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend. Of set-up, log,
+arguments and constants it shows only the name and a new digest.
 
 A changed line is one that only the child has, or one that only the parent has. The docstring of the file isn't counted.
 """
@@ -16,6 +17,7 @@ import argparse
 import ast
 import difflib
 import re
+from hashlib import sha256
 from pathlib import Path
 
 from carry import carry_patches, carry_scripts, write_patch
@@ -125,7 +127,7 @@ def table() -> str:
         "<!-- made by python tools/siblings.py --write -->",
         "",
         "A removed line is one that only the parent has, and an added line is one that only the child has, without the",
-        "docstring. The links show these lines.",
+        "docstring. The links show those of the equations, the loop and the sampling.",
         "",
         "| script | diff to its parent | kB | lines removed | lines added |",
         "| --- | --- | --- | --- | --- |",
@@ -163,32 +165,71 @@ def blocks(name: str) -> dict[str, str]:
     return found
 
 
-def rank(block: str, text: str, equations: str) -> int:
-    """The place of a block on a page: equations first, then main, other functions, Args and constants."""
-    if text in equations:
+def sections(name: str) -> dict[str, str]:
+    """The heading under which each function and class of the script stands, by its name."""
+    found = {}
+    heading = ""
+    for line in body(name).splitlines():
+        if line.startswith("# ===="):
+            heading = line.strip("# =")
+        if match := re.match(r"(?:def|class) (\w+)", line):
+            found[match[1]] = heading
+    return found
+
+
+def rank(block: str, section: str | None) -> int | None:
+    """The place of a block on a page: equations, main, other functions. None: the page only names it."""
+    if section == "algorithm":
         return 0
+    if block == "main: part 5":  # the log
+        return None
     if block.startswith("main"):
         return 1
-    if block == "header":
-        return 5
-    if block.startswith("Args"):
-        return 3
-    return 4 if block.isupper() else 2
+    # Args, constants and imports have no section.
+    return None if section in (None, "data and model", "runs") else 2
+
+
+def without_comments(text: str) -> str:
+    return re.sub(r"\s*# .*", "", text).strip()
+
+
+def diff_of(block: str, before: dict[str, str], after: dict[str, str], n: int) -> list[str]:
+    """The lines of the diff of a block, with n lines of context."""
+    old = before.get(block, "").strip("\n").splitlines()
+    new = after.get(block, "").strip("\n").splitlines()
+    # The first two lines are the names of the files.
+    diff = list(difflib.unified_diff(old, new, n=n, lineterm=""))[2:]
+    return ["..." if line.startswith("@@") else line.rstrip() for line in diff]
 
 
 def diff_page(child: str) -> str:
-    """docs/diffs/CHILD.md: what the docstring says of the differences, and the diff of each block."""
+    """docs/diffs/CHILD.md: what the docstring says of the differences, and the diff of each block.
+
+    It leaves out set-up, log, arguments and constants, functions that only the parent has, and what
+    differs in comments only. Of these it has the name, and a digest of the diff: so a test that
+    compares the page notices every change.
+    """
     parent = parent_of(child)
     docstring = read_script(child).split('"""')[1]
     says = re.search(r"^Parent: .*?(?=\n\n|\Z)", docstring, re.MULTILINE | re.DOTALL).group()
     mine, theirs = blocks(child), blocks(parent)
-    equations = ""
-    for name in (parent, child):
-        start, end = (body(name).index(f"# ==== {x} ====") for x in ("algorithm", "training"))
-        equations += body(name)[start:end]
-    names = [*theirs, *(name for name in mine if name not in theirs)]
-    changed = [name for name in names if mine.get(name) != theirs.get(name)]
-    changed.sort(key=lambda name: rank(name, (mine.get(name) or theirs[name]).strip(), equations))
+    section_of = sections(parent) | sections(child)
+    shown, named, digests = [], [], []
+    for name in [*theirs, *(name for name in mine if name not in theirs)]:
+        if mine.get(name) == theirs.get(name):
+            continue
+        place = rank(name, section_of.get(name.partition(":")[0]))
+        if name not in mine:
+            differs = place == 0
+        else:
+            differs = without_comments(mine[name]) != without_comments(theirs.get(name, ""))
+        if place is None or not differs:
+            diff = "\n".join(diff_of(name, theirs, mine, n=0))
+            named.append(name)
+            digests.append(f"{name.replace(' ', '_')}={sha256(diff.encode()).hexdigest()[:8]}")
+        else:
+            shown.append((place, name))
+    shown.sort(key=lambda pair: pair[0])
     lines = [
         f"# {child}.py, compared with {parent}.py",
         "",
@@ -197,13 +238,16 @@ def diff_page(child: str) -> str:
         says,
         "",
     ]
-    for name in changed:
-        before = theirs.get(name, "").strip("\n").splitlines()
-        after = mine.get(name, "").strip("\n").splitlines()
-        lines += [f"## {'imports' if name == 'header' else name}", "", "```diff"]
-        diff = list(difflib.unified_diff(before, after, n=3, lineterm=""))[3:]
-        lines += ["..." if line.startswith("@@") else line.rstrip() for line in diff]
-        lines += ["```", ""]
+    for place, name in shown:
+        diff = diff_of(name, theirs, mine, n=2 if place == 0 else 1)
+        lines += [f"## {name}", "", "```diff", *diff[1:], "```", ""]
+    names = ", ".join("imports" if name == "header" else f"`{name}`" for name in named)
+    lines += [
+        f"`diff -u {parent}.py {child}.py` shows the rest: {names}.",
+        "",
+        f"<!-- {' '.join(digests)} -->",
+        "",
+    ]
     return "\n".join(lines)
 
 
