@@ -6,18 +6,15 @@
 
 limits      bandwidth of a copy (read + write), FLOP/s of a matrix product, bandwidth of attention with one query
 bundled     grpo.py without arguments, on the GPU
-scripts     two steps of each of the six main scripts with the real model on problems of GSM8K, three at a time
+scripts     two steps of each of the six main scripts with the real model on problems of GSM8K
 arithmetic  40 steps of grpo.py with the real model on assets/arithmetic: its curve
 sampler     the sampler on random weights in the shape of SmolLM2-1.7B: graph on and off, and the length of a segment
-steps       two steps of grpo.py and grpo_lora.py in that shape, beside the peak that memory.py calculates
-trl         W4 of compare_trl.py, with a record of its own
+update      the forward and backward passes of grpo.py and grpo_lora.py in that shape, by --micro-batch-tokens
+steps       two steps of both, beside the peak that memory.py calculates
 
-Random weights end few responses, so in `steps` nearly all samples have the full 300 tokens, which is the most work that
-a step can cause. In `sampler`, many ids count as EOS: the lengths are geometric, with a mean of about 170 tokens.
-
-A decode step gives each row a token. It must read every weight once, and the keys and values of all rows: these bytes
-over the bandwidth are a limit for it. An update takes 6 FLOP per parameter and token that goes through the layers, and
-8 if it recomputes activations.
+Random weights end few responses, so in `update` and `steps` nearly all samples have the full 300 tokens, which is the
+most work that a step can cause. In `sampler`, many ids count as EOS: the lengths are geometric, with a mean of about
+170 tokens. compare_trl.py measures W4, the workload for a GPU, beside TRL.
 """
 
 import argparse
@@ -30,7 +27,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -42,11 +38,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
+import grpo_lora  # noqa: E402
 
 RECORDS = Path(os.environ.get("OUT", FOLDER), "gpu.jsonl")
 GSM8K = ROOT / "tests" / "real" / "gsm8k"
 TOKENIZER = ROOT / "tests" / "real" / "smollm2"
-ARITHMETIC = ROOT / "assets" / "arithmetic"
 # The flags that a script needs beside --model.
 SIX = {
     "grpo": [],
@@ -56,7 +52,6 @@ SIX = {
     "reinforce_baseline": [],
     "ppo_rlhf": ["--value-init", "policy"],
 }
-# The commands of `steps`, and what memory.py has to know about each.
 STEPS = {
     "default": ("grpo", {}),
     "80 GB": ("grpo", {"sampling_tokens": 131072, "micro_batch_tokens": 8192}),
@@ -93,10 +88,7 @@ def seconds(function, repeats: int = 1) -> float:
 
 
 def run(script: str, name: str, *flags, kill_after: int | None = None) -> dict:
-    """Run a script, and return its command, its seconds in all, and the metrics of all its steps.
-
-    kill_after: kill the run after this step, so that it writes no checkpoint.
-    """
+    """Run a script, or kill it after a step. Return its command, its seconds in all, and all its metrics."""
     command = [f"{script}.py" if "/" not in script else script, *map(str, flags)]
     launched = [sys.executable, *command, "--run-name", name]
     if not torch.cuda.is_available():
@@ -116,9 +108,8 @@ def run(script: str, name: str, *flags, kill_after: int | None = None) -> dict:
     metrics = read(metrics_file)
     if not kill_after and process.returncode or len(metrics) < 2:
         return found | {"error": printed[-3000:], "metrics": metrics}
-    sample = read(metrics_file.with_name("samples.jsonl"))[-1]
     shutil.rmtree(metrics_file.parent)  # the next run needs the disk
-    return found | {"metrics": metrics, "sample": sample}
+    return found | {"metrics": metrics}
 
 
 def limits(options) -> None:
@@ -159,11 +150,8 @@ def scripts(options) -> None:
     if options.tiny:
         flags += ["--num-prompts", 2, "--num-generations", 2, "--max-new-tokens", 64]
 
-    def run_script(name: str) -> None:
+    for name in ["grpo"] if options.tiny else SIX:
         write_record("scripts", script=name, **run(name, name, *flags, *SIX[name]))
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(run_script, ["grpo"] if options.tiny else SIX))
 
 
 def arithmetic(options) -> None:
@@ -175,7 +163,14 @@ def arithmetic(options) -> None:
     flags = "--no-examples --num-prompts 8 --max-new-tokens 32 --warmup-updates 3 --eval-every 10 --eval-size 200"
     flags = [*flags.split(), "--no-gradient-checkpointing", "--save-every", 0]
     flags += ["--num-steps", 1 if options.tiny else 40]
-    flags += ["--model", options.model, "--dataset", ARITHMETIC, "--runs-dir", options.scratch]
+    flags += [
+        "--model",
+        options.model,
+        "--dataset",
+        "assets/arithmetic",
+        "--runs-dir",
+        options.scratch,
+    ]
     write_record("arithmetic", **run("arithmetic", "arithmetic", *flags))
     copied.unlink()
 
@@ -204,16 +199,11 @@ def sampler(options) -> None:
     if options.tiny:
         args = replace(args, max_new_tokens=12, num_prompts=2)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model, _ = grpo.load_model(args, tokenizer)
+    policy, _ = grpo.load_model(args, tokenizer)
     train_data, _ = grpo.load_data(args, tokenizer)
     batch = train_data[: args.num_prompts]
-    copied = grpo.inference_copy(model)
-    del model
-    write_record("sampler", **measure_sampler(args, copied, batch, 1 if options.tiny else 3))
-
-
-def measure_sampler(args, model, batch, repeats: int) -> dict:
-    """Tokens per second with each setting, how long graph and single steps agree, and the longest kernels."""
+    model = grpo.inference_copy(policy)
+    del policy
     eos_ids = torch.arange(model.config.vocab_size // 170, device=model.device)
 
     def sample(args):
@@ -224,30 +214,53 @@ def measure_sampler(args, model, batch, repeats: int) -> dict:
     for cuda_graph, segment, sampling_tokens in SAMPLING:
         grpo.SEGMENT["cuda"] = segment
         args = replace(args, cuda_graph=cuda_graph, sampling_tokens=sampling_tokens)
-        first = seconds(partial(sample, args))  # the warm-up
-        rollout = sample(args)
+        rollout = sample(args)  # the warm-up
         texts.append(rollout.response_ids)
-        elapsed = seconds(partial(sample, args), repeats)
+        elapsed = seconds(partial(sample, args), 1 if options.tiny else 3)
         num_tokens = int(rollout.response_mask.sum())
         row = dict(graph=cuda_graph, segment=segment, sampling_tokens=sampling_tokens)
-        row |= dict(seconds=elapsed, first_seconds=first, tokens=num_tokens)
-        found.append(row | dict(tokens_per_s=num_tokens / elapsed))
+        found.append(row | dict(seconds=elapsed, tokens=num_tokens))
     # The first and the last setting differ in the graph alone. Rounding may differ: then tokens differ from one on.
     same = (texts[0] == texts[-1]).cumprod(1).float().mean().item()
-    kernels = []
-    if torch.cuda.is_available():
-        with torch.profiler.profile() as profile:
-            sample(replace(args, max_new_tokens=17, cuda_graph=False))
-        events = [x for x in profile.key_averages() if x.device_type.name == "CUDA"]
-        events.sort(key=lambda event: -event.self_device_time_total)
-        kernels = [(x.key[:120], x.count, x.self_device_time_total / 1e3) for x in events[:12]]
-    return dict(rows=found, same_before_first_difference=same, kernels_ms=kernels)
+    write_record("sampler", rows=found, same_before_first_difference=same)
+
+
+def backward(script, args, policy, rollout) -> None:
+    """The forward and backward passes of a step's only update."""
+    sequences = torch.arange(len(rollout.response_ids))
+    for _, part in script.micro_batches(args, policy, rollout, sequences):
+        script.compute_logprobs(policy, part, 1.0).mean().backward()
+
+
+def update(options) -> None:
+    for script in (grpo, grpo_lora):
+        args = script.Args(model=str(random_policy(options)), dataset=str(GSM8K))
+        if options.tiny:
+            args = replace(args, max_new_tokens=12, num_prompts=2)
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        policy, eos_ids = script.load_model(args, tokenizer)
+        batch = script.load_data(args, tokenizer)[0][: args.num_prompts]
+        given = (batch, args.num_generations, 1.0, eos_ids)
+        rollout = grpo.sample_responses(args, grpo.inference_copy(policy), *given)
+        if script is grpo_lora:
+            policy = script.add_adapters(args, policy)
+        policy.train()
+        rows = []
+        for tokens in (2048, 4096, 8192, 16384):
+            args = replace(args, micro_batch_tokens=tokens)
+            call = partial(backward, script, args, policy, rollout)
+            call()  # the warm-up
+            policy.zero_grad()
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+            row = dict(micro_batch_tokens=tokens, seconds=seconds(call))
+            rows.append(row | dict(peak_gb=torch.cuda.max_memory_allocated() / 1e9))
+        write_record("update", script=script.__name__, rows=rows)
 
 
 def steps(options) -> None:
     model = random_policy(options)
-    for name in options.steps:
-        script, more = STEPS[name]
+    for name, (script, more) in STEPS.items():
         flags = ["--runs-dir", options.scratch, "--model", model, "--dataset", GSM8K]
         flags += ["--eval-size", 8, *[f"--{key}={value}" for key, value in more.items()]]
         if options.tiny:
@@ -257,15 +270,7 @@ def steps(options) -> None:
         write_record("steps", name=name, script=script, calculated_gb=calculated, **found)
 
 
-def trl(options) -> None:
-    if options.tiny:
-        return
-    command = "benchmark/compare_trl.py speed --workload W4 --rounds 1 --steps 2".split()
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    write_record("trl", status=done.returncode, printed=(done.stdout + done.stderr)[-3000:])
-
-
-PARTS = [limits, bundled, scripts, arithmetic, sampler, steps, trl]
+PARTS = [limits, bundled, scripts, arithmetic, sampler, update, steps]
 
 
 def main() -> None:
@@ -274,7 +279,6 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a folder with SmolLM2-135M-Instruct")
     names = [part.__name__ for part in PARTS]
     parser.add_argument("--parts", nargs="*", choices=names, default=names)
-    parser.add_argument("--steps", nargs="*", choices=STEPS, default=list(STEPS))
     parser.add_argument("--tiny", action="store_true", help="self-test")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
@@ -285,13 +289,11 @@ def main() -> None:
         options.scratch = Path(folder)
         for part in PARTS:
             if part.__name__ in options.parts:
-                start = time.perf_counter()
                 try:
                     part(options)
                 except Exception as error:  # the other parts are measured all the same
                     write_record(part.__name__, error=f"{type(error).__name__}: {error}")
                 torch.cuda.empty_cache()  # of the part's models; nothing without a GPU
-                print(f"{part.__name__}: {time.perf_counter() - start:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

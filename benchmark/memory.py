@@ -31,13 +31,15 @@ CARDS = {
     "A100": (80, 2.04e12, 312e12),
     "H100": (80, 3.35e12, 989e12),
 }
-# How much of these a step reaches, and what a layer costs in each micro-batch besides. They make the calculated seconds
-# of grpo.py with SmolLM2-1.7B on an H100 those that were measured there (records/gpu.jsonl).
-DECODING_SHARE, UPDATE_SHARE, LAYER_SECONDS = 0.30, 0.26, 0.0084
+# How much of these a step reaches, and what a layer costs in each micro-batch besides. They are from what SmolLM2-1.7B
+# took on an H100 (records/gpu.jsonl): sampling with adapters is slower, and their many small products cost launches.
+DECODING_SHARE = {"grpo": 0.30, "grpo_lora": 0.23, "ppo_rlhf": 0.30, "grpo_vllm": 0.30}
+UPDATE_SHARE = 0.36
+LAYER_SECONDS = {"grpo": 0.003, "grpo_lora": 0.011, "ppo_rlhf": 0.003, "grpo_vllm": 0.003}
 # How often the tokens of a step go through a network. A forward pass counts 1; a backward pass 2, or 1 if only the
-# activations need gradients; recomputing 1. grpo.py has the reference and an update. ppo_rlhf.py has the old and the
-# reference log-probabilities, the old values, and four updates of policy and critic.
-PASSES = {"grpo": 1 + 4, "grpo_lora": 1 + 3, "ppo_rlhf": 2 + 1 + 4 * (4 + 4)}
+# activations need gradients; recomputing 1. grpo.py has the reference and an update, and grpo_vllm.py the old
+# log-probabilities, too. ppo_rlhf.py has these, the old values, and four updates of policy and critic.
+PASSES = {"grpo": 1 + 4, "grpo_lora": 1 + 3, "ppo_rlhf": 2 + 1 + 4 * (4 + 4), "grpo_vllm": 2 + 4}
 # The names of a count that need more words for a reader.
 WORDS = {
     "averages": "Adam's averages",
@@ -220,7 +222,7 @@ def step_seconds(script: str, config: dict, card: str, **flags) -> tuple[float, 
 
     A decode step gives each row a token. It reads all weights, and the keys and values of all rows, and takes these
     bytes over DECODING_SHARE of the bandwidth. A token takes 2 FLOP per parameter in each of PASSES. An update takes
-    its FLOP over UPDATE_SHARE of the peak, and LAYER_SECONDS for each layer of each micro-batch.
+    its FLOP over UPDATE_SHARE of the peak, and LAYER_SECONDS for each layer of each micro-batch with five passes.
     """
     f = SimpleNamespace(**FLAGS | flags)
     if script == "ppo_rlhf":
@@ -230,20 +232,27 @@ def step_seconds(script: str, config: dict, card: str, **flags) -> tuple[float, 
     head = s.V * s.D
     N, R = f.num_prompts * f.num_generations, f.max_new_tokens
     columns = PROMPT + R
-    parts = math.ceil(N * columns / f.sampling_tokens)
+    # vLLM's engine samples all rows at once.
+    parts = 1 if script == "grpo_vllm" else math.ceil(N * columns / f.sampling_tokens)
     weights = 2 * (P - head) + 4 * head
     keys = N * (PROMPT + R / 2) * 2 * 2 * s.layers * s.keys
-    rollout = R * (parts * weights + keys) / bandwidth / DECODING_SHARE
+    rollout = R * (parts * weights + keys) / bandwidth / DECODING_SHARE[script]
 
-    # What prompts begin with is computed once in a micro-batch, as are the prompts of several responses. So a prompt
-    # counts once, or with 100 tokens of its own if it has one response.
-    prompt = PROMPT / f.num_generations if f.num_generations > 1 else 100
-    tokens = N * (prompt + R)
+    tokens = N * columns
     passes = PASSES[script] if f.gradient_checkpointing else PASSES[script] - 1
     work = 2 * passes * (tokens * (P - head) + N * R * head)
     batches = math.ceil(tokens / f.micro_batch_tokens)
-    update = work / flops / UPDATE_SHARE + batches * s.layers * LAYER_SECONDS * passes / 5
-    return rollout, update
+    launches = batches * s.layers * LAYER_SECONDS[script] * passes / 5
+    return rollout, work / flops / UPDATE_SHARE + launches
+
+
+def fits(script: str, config: dict, memory: int, **flags) -> bool:
+    """Whether the peak is at most the memory, in GB. An engine keeps 0.3 of the card for itself (--engine-memory)."""
+    if script == "grpo_vllm":
+        counts = count("grpo", config, **flags)
+        names = ("weights", "averages", "gradients", "reference", "activations")
+        return sum(counts[name] for name in names) <= 0.7e9 * memory
+    return count(script, config, **flags)["peak"] <= 1e9 * memory
 
 
 def seconds_table() -> str:
@@ -253,15 +262,16 @@ def seconds_table() -> str:
         ("SmolLM2-1.7B", "grpo_lora", {}),
         ("SmolLM2-1.7B", "grpo", {}),
         ("SmolLM2-1.7B", "grpo", dict(sampling_tokens=131072, micro_batch_tokens=8192)),
+        ("SmolLM2-1.7B", "grpo_vllm", {}),
         ("SmolLM2-1.7B", "ppo_rlhf", {}),
         ("Qwen2.5-7B", "grpo_lora", {}),
     ]:
         given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
         cells = []
-        peak = count(script, MODELS[model], **flags)["peak"] / 1e9
         for card, (memory, *_) in CARDS.items():
             rollout, update = step_seconds(script, MODELS[model], card, **flags)
-            cells.append(f"{rollout:.0f} + {update:.0f}" if peak <= memory else "-")
+            can = fits(script, MODELS[model], memory, **flags)
+            cells.append(f"{rollout:.0f} + {update:.0f}" if can else "-")
         rows.append([f"{script}.py, {model} {given}".strip(), *cells])
     return table(["seconds of rollout + update", *CARDS], rows)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from pictures import digest, draw_band, panels, save, smooth
+from reasoning import JUDGE, write_task
 from records import FOLDER, ROOT, fill, provenance, read, read_run, table, time_command
 
 RECORDS = FOLDER / "real-model.jsonl"
@@ -40,6 +41,14 @@ TASK = f"{ARITHMETIC} --num-steps 40"
 GROUPS = f"{TASK} --num-prompts 4 --num-generations 8"
 SINGLE = f"{TASK} --num-prompts 32 --num-generations 1"
 
+# 64 responses a step. A prompt begins with three solved entries of the task.
+TASK_OF_GYM = (
+    f"{ON_CPU} --no-examples --num-prompts 8 --max-new-tokens 32 --num-steps 40 --warmup-updates 3 "
+    "--eval-every 20 --eval-size 100 --save-every 10"
+)
+# Tasks of reasoning-gym with different kinds of answers: a number, yes or no, a text, a fraction.
+GYM = ["gcd", "syllogism", "spell_backward", "fraction_simplification"]
+
 # A reward that is easy to game: it reads all numbers of a response, and not its last one alone.
 ANYWHERE = '''
 def anywhere_reward(completions, answer, **columns):
@@ -49,6 +58,12 @@ def anywhere_reward(completions, answer, **columns):
 
 REWARDS = [anywhere_reward]
 '''
+
+# The rounding of a GPU on a CPU: autocast in the update, and a sampler and a reference in bf16.
+ROUNDED = {
+    'torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
+    'model.device.type == "cuda"': "True",
+}
 
 # For each name: the script, its flags, and what stands for the line of REWARDS in a copy of it.
 RUNS = {
@@ -81,6 +96,11 @@ RUNS = {
     "lora_rank_1": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 1", REWARD),
     "lora_rank_64": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 64", REWARD),
     "lora_fast": ("grpo_lora", f"{GROUPS} --learning-rate 3e-4", REWARD),
+    "lora_128": (
+        "grpo_lora",
+        f"{ARITHMETIC} --num-steps 20 --num-prompts 16 --learning-rate 3e-4",
+        REWARD,
+    ),
     # grpo.py with twice the batch, and on word problems.
     "grpo_64": ("grpo", f"{ARITHMETIC} --num-steps 60 --num-prompts 8", REWARD),
     "svamp": (
@@ -95,11 +115,15 @@ RUNS = {
         "--beta 0 --eval-every 0 --eval-size 30",
         None,
     ),
+    "grpo_bf16": ("grpo", GROUPS, REWARD),
+    "grpo_offpolicy_bf16": ("grpo_offpolicy", f"{GROUPS} --engine-dtype bfloat16", REWARD),
+    **{f"gym_{task}": ("grpo", TASK_OF_GYM, JUDGE) for task in GYM},
     # TRL's trainers with the same model, data, reward, batch, learning rate and KL.
     "trl_grpo": ("trl_grpo", GROUPS, REWARD),
     "trl_rloo": ("trl_rloo", GROUPS, REWARD),
 }
-THREE_SEEDS = ("grpo", "rloo", "grpo_64")
+THREE_SEEDS = "grpo dr_grpo dapo gspo rloo reinforce_baseline ppo_rlhf trl_grpo".split()
+THREE_SEEDS += ["grpo_64", "gym_gcd"]
 SEEDS = {name: (1, 2, 3) if name in THREE_SEEDS else (1,) for name in RUNS}
 # The runs that one picture and one table compare.
 COMPARED = ["grpo", "dr_grpo", "dapo", "gspo", "grpo_lora", "rloo", "reinforce_baseline", "remax"]
@@ -183,6 +207,8 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
         flags = flags.replace(f"--dataset {name}", f"--dataset {data}/{name}")
     folder = RUNS_DIR / f"{name}-{seed}"
     folder.mkdir(parents=True, exist_ok=True)
+    if name.startswith("gym_"):
+        flags += f" --dataset {write_task(folder, name.removeprefix('gym_'))}"
     source = folder / "source.json"
     if not source.exists():
         source.write_text(json.dumps(provenance()))
@@ -195,6 +221,9 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
         if rewards:
             lines = [rewards if line.startswith("REWARDS =") else line for line in lines]
         text = "".join(lines)
+        if name.endswith("_bf16"):
+            for on_gpu, on_cpu in ROUNDED.items():
+                text = text.replace(on_gpu, on_cpu)
         if rewards is ANYWHERE:
             text = text.replace("import os\n", "import os\nimport re\n", 1)
         copy.write_text(text, encoding="utf-8")
