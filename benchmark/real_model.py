@@ -3,6 +3,7 @@
     python benchmark/real_model.py FOLDER grpo:1 rloo:1 trl_grpo:1    these runs of these seeds, one after another
     python benchmark/real_model.py FOLDER --all --data DATA           all that have no record yet, and --draw
     python benchmark/real_model.py --draw                             write the tables and the pictures
+    python benchmark/real_model.py --export grpo rloo                 runs/records/grpo-1 .. for report/report.py
 
 FOLDER holds SmolLM2-135M-Instruct, and DATA the folders svamp and gsm8k. On two cores a run takes ten minutes or more.
 If the program is stopped, the same command goes on: a run from its last checkpoint, a run of TRL from its beginning.
@@ -22,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from pictures import digest, draw_band, panels, save, smooth
 from reasoning import JUDGE, write_task
-from records import FOLDER, ROOT, fill, provenance, read, read_run, table, time_command
+from records import FOLDER, ROOT, fill, provenance, read, read_run, table, time_command, write
 
 RECORDS = FOLDER / "real-model.jsonl"
 PAGE = ROOT / "docs" / "real-model.md"
@@ -41,10 +42,10 @@ TASK = f"{ARITHMETIC} --num-steps 40"
 GROUPS = f"{TASK} --num-prompts 4 --num-generations 8"
 SINGLE = f"{TASK} --num-prompts 32 --num-generations 1"
 
-# 64 responses a step. A prompt begins with three solved entries of the task.
+# A prompt begins with three solved entries of the task.
 TASK_OF_GYM = (
-    f"{ON_CPU} --no-examples --num-prompts 8 --max-new-tokens 32 --num-steps 40 --warmup-updates 3 "
-    "--eval-every 20 --eval-size 100 --save-every 10"
+    f"{ON_CPU} --no-examples --num-prompts 4 --max-new-tokens 32 --num-steps 40 --warmup-updates 3 --beta 0 "
+    "--eval-every 20 --eval-size 50 --save-every 10"
 )
 # Tasks of reasoning-gym with different kinds of answers: a number, yes or no, a text, a fraction.
 GYM = ["gcd", "syllogism", "spell_backward", "fraction_simplification"]
@@ -235,6 +236,32 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
     record |= json.loads(source.read_text()) | {"peak_mem_gb": round(peak, 2)}
     shutil.rmtree(folder)
     return record
+
+
+def export(name: str) -> None:
+    """Write the records of this name as folders of runs, which report/report.py can draw beside another run."""
+    for record in [record for record in read(RECORDS) if record["name"] == name]:
+        folder = ROOT / "runs" / "records" / f"{name}-{record['seed']}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "args.json").write_text(json.dumps(record["args"]), encoding="utf-8")
+        # The report names a run after the script in its folder.
+        script = folder / f"{RUNS[name][0]}.py"
+        script.write_text("# A record of benchmark/real_model.py\n", encoding="utf-8")
+        num_steps = len(record["curves"]["rollout/accuracy"])
+        lines = [{"step": step} for step in range(num_steps + 1)]
+        for key, values in record["curves"].items():
+            for line, value in zip(lines[1:], values, strict=True):
+                line[key] = value
+        for step, evaluation in record["eval"].items():
+            lines[int(step)] |= evaluation
+        write(folder / "metrics.jsonl", lines)
+        samples = []
+        for step, shown in record["samples"].items():
+            for prompt, answer, completions in shown:
+                sample = {"step": int(step), "prompt": prompt, "answer": answer}
+                samples.append(sample | {"completions": completions})
+        write(folder / "samples.jsonl", samples)
+        print(folder.relative_to(ROOT))
 
 
 def train_with_trl(name: str, seed: int, model_folder: str) -> None:
@@ -515,6 +542,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", help="name:seed of each run")
     parser.add_argument("--data", default=".", help="the folder with svamp and gsm8k")
     parser.add_argument("--draw", action="store_true", help="only write tables and pictures")
+    parser.add_argument("--export", nargs="+", default=[], choices=RUNS, metavar="NAME")
     parser.add_argument("--all", action="store_true", help="all runs that have no record yet")
     parser.add_argument("--in-this-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -525,6 +553,8 @@ def main() -> None:
     if args.all:
         names = [name for name in RUNS if name != "grpo_vllm" or find_spec("vllm")]
         jobs = [(name, seed) for name in names for seed in SEEDS[name]]
+    for name in args.export:
+        export(name)
     for job in jobs:
         done = {(record["name"], record["seed"]) for record in read(RECORDS)}
         if args.all and job in done:
