@@ -243,7 +243,8 @@ def export(name: str) -> None:
     for record in [record for record in read(RECORDS) if record["name"] == name]:
         folder = ROOT / "runs" / "records" / f"{name}-{record['seed']}"
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "args.json").write_text(json.dumps(record["args"]), encoding="utf-8")
+        args = {key: x for key, x in record["args"].items() if key not in ("device", "model")}
+        (folder / "args.json").write_text(json.dumps(args), encoding="utf-8")
         # The report names a run after the script in its folder.
         script = folder / f"{RUNS[name][0]}.py"
         script.write_text("# A record of benchmark/real_model.py\n", encoding="utf-8")
@@ -434,8 +435,9 @@ def compared_table(records: list[dict], labels: dict[str, str]) -> str:
         row += [f"{value:.2f}" for value in np.mean(greedy, 0)[1:]]
         row += [last_five("rollout/accuracy", 2), last_five("rollout/response_len", 0)]
         row += [last_five("kl/ref", 2), last_five("policy/entropy", 2)]
-        row.append(f"{np.median([step_seconds(record) for record in mine]):.0f}")
-        rows.append([*row, f"{np.mean([record['peak_mem_gb'] for record in mine]):.1f}"])
+        on_cpu = [record for record in mine if "gpu" not in record]
+        row.append(f"{np.median([step_seconds(record) for record in on_cpu]):.0f}")
+        rows.append([*row, f"{np.mean([record['peak_mem_gb'] for record in on_cpu]):.1f}"])
     header = ["", "seeds", "10", "20", "30", "40", "sampled", "tokens", "KL", "entropy"]
     return table([*header, "seconds a step", "GB"], rows)
 
