@@ -19,16 +19,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (
-    "benchmark",
-    "tools",
-    "assets/addition",
-    "assets/arithmetic",
-    "assets/hints",
-    "assets/sums",
-    "report",
-    ".",
-):
+for folder in ("addition", "arithmetic", "hints", "sums"):
+    sys.path.insert(0, str(ROOT / "assets" / folder))
+for folder in ("benchmark", "tools", "report", "."):
     sys.path.insert(0, str(ROOT / folder))
 
 from scripts import SCRIPTS, can_sample  # noqa: E402
@@ -146,10 +139,8 @@ def script(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """Undo what a test leaves behind: a handler of SIGXFSZ, and an open connection of grpo_multigpu.py."""
-    handler = signal.getsignal(signal.SIGXFSZ)
+    """Close the connection of grpo_multigpu.py, which a failed test leaves open."""
     yield
-    signal.signal(signal.SIGXFSZ, handler)
     # vLLM closes its own connection, and fails if somebody else has closed it.
     if torch.distributed.is_initialized() and "vllm" not in sys.modules:
         torch.distributed.destroy_process_group()

@@ -462,10 +462,11 @@ CHATML = (
 )
 LLAMA_2 = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %} </s>{% endif %}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-ENDS = [(CHATML, {"<|im_end|>"}), (LLAMA_2, {"</s>"}), (PLAIN, set()), (None, set())]
+TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}=\n{% endfor %}"
+ENDS = [(CHATML, {"<|im_end|>"}), (LLAMA_2, {"</s>"}), (PLAIN, set()), (TEXT, set()), (None, set())]
 
 
-@pytest.mark.parametrize("template, ends", ENDS, ids=["ChatML", "Llama 2", "plain", "none"])
+@pytest.mark.parametrize("template, ends", ENDS, ids=["ChatML", "Llama 2", "plain", "text", "none"])
 def test_the_token_that_ends_a_turn_ends_a_response(tmp_path, template, ends):
     """A base model's chat template may end a turn with a token that neither the tokenizer nor the model names."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
