@@ -1,10 +1,9 @@
-"""benchmark/lessons.py, records.py, gamed.py and compare_trl.py: what they compute and record.
+"""benchmark/records.py, gamed.py and compare_trl.py: what they compute and record.
 
 memory.py, passk.py and variants.py have files of their own, and test_cuda.py runs gpu.py. test_docs.py compares the
 pages with the records.
 """
 
-import math
 import sys
 from dataclasses import replace
 
@@ -12,50 +11,6 @@ import pytest
 import torch
 
 import grpo
-
-
-def test_the_columns_of_the_lessons_by_hand(monkeypatch):
-    """What the tables say of a record of ten steps with eight responses each, worked out by hand."""
-    import lessons
-    import records
-
-    curves = {
-        "episodes": [8 * k for k in range(1, 11)],
-        "rollout/accuracy": [k / 10 for k in range(10)],
-        "kl/ref": [None, 2.0, 4.0, *[1.0] * 7],
-        "policy/entropy": [-math.inf, 2.0, math.nan, 4.0, *[1.0] * 6],
-        "length/right": [None, *[10.0] * 9],
-        "length/wrong": [20.0] * 10,
-    }
-    record = {"curves": curves, "args": {"value_warmup_steps": 3}, "eval": {"0": 0.1, "10": 0.55}}
-    assert lessons.over("rollout/accuracy", 2, 4)(record) == pytest.approx(20)
-    assert lessons.over("rollout/accuracy", -5, -1)(record) == pytest.approx(70)
-    assert lessons.over("kl/ref", 1, 3)(record) == 3
-    assert lessons.over("policy/entropy", 1, 4)(record) == 3
-    assert math.isnan(lessons.over("kl/ref", 11, 20)(record))
-    assert math.isnan(lessons.over("value/explained_var", 1, 5)(record))
-    assert lessons.highest("kl/ref")(record) == 4
-    assert lessons.held_out(record) == pytest.approx(55)
-    # Responses 17 to 40: steps 3, 4 and 5.
-    assert lessons.between(16, 40)(record) == pytest.approx(30)
-    # Response 56 is in step 7: steps 3 to 7.
-    assert lessons.accuracy_at(record, 56) == pytest.approx(40)
-    assert lessons.after_pretraining(1, 3)(record) == pytest.approx(40)
-    # Step 6: half are right.
-    assert lessons.curve(record, "length/all")[5] == pytest.approx(15)
-
-    def run(values):
-        return {"curves": {"x": values}}
-
-    others = {("plain", 1): run([0.0] * 13), ("plain", 2): run([1.0] * 13)}
-    others[("plain", 3)] = run([2.0] * 13)
-    monkeypatch.setattr(lessons, "read_records", lambda: others)
-    parts_at = lessons.parts_at("x", "plain")
-    assert parts_at(run([1, 3, 1, *[3] * 5, *[-1] * 5])) == 4
-    assert math.isnan(parts_at(run([1, *[3] * 9, 2, 3, 3])))
-    assert records.spread([math.nan, 1, 3], 1) == "2.0 (1.0 to 3.0) in 2 of 3 runs"
-    assert records.spread([math.nan] * 3) == "-" and records.spread([1, 2, 6]) == "3 (1 to 6)"
-    assert records.spread([-0.3, 0.1]) == "0 (0 to 0)"
 
 
 def test_the_gamed_reward_counts_characters(monkeypatch):

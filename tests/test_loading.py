@@ -573,9 +573,9 @@ def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
 
 def state_of_the_process() -> tuple:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    seeds = torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate()
-    modes = torch.get_default_dtype(), torch.cuda.is_initialized()
-    return dict(os.environ), handlers, seeds, modes, os.getcwd(), os.listdir(".")
+    seeds = torch.get_rng_state().tolist(), random.getstate()
+    devices = torch.get_default_dtype(), torch.cuda.is_initialized()
+    return dict(os.environ), handlers, seeds, devices, os.getcwd(), os.listdir(".")
 
 
 def import_anew(folder: str) -> None:
@@ -592,8 +592,8 @@ def import_anew(folder: str) -> None:
     sys.dont_write_bytecode = True
     sys.addaudithook(audit)
     sys.modules |= dict(fcntl=None, resource=None)  # as on Windows, which lacks them
+    before = state_of_the_process()
     for name in SCRIPTS:
-        before = state_of_the_process()
         __import__(name)
         assert state_of_the_process() == before, name
 
