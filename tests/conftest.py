@@ -31,7 +31,7 @@ SMALL_MODEL = str(ROOT / "tests" / "small")
 SMALL_JUDGE = str(ROOT / "tests" / "small-judge")
 SMALL_TASK = str(ROOT / "tests" / "small-task")  # the first problems of assets/addition
 # These files take longest. They run first, so that the two processes of pytest end together.
-LONG = ["test_runs", "test_cuda", "test_sampling", "test_whole_step", "test_report"]
+LONG = ["test_runs", "test_cuda", "test_whole_step", "test_report", "test_sampling"]
 LONG += ["test_multigpu", "test_math_reward", "test_errors", "test_grpo_tools", "test_loading"]
 
 # More threads don't make such small models faster, and on a busy machine they make them slower.

@@ -1,4 +1,4 @@
-"""The bundled data: builders reproduce it, and rewards read its solutions.
+"""The bundled data: builders reproduce it.
 
 Test questions of sums and hints aren't in their training data. The weights of the bundled models aren't rebuilt.
 """
@@ -13,9 +13,6 @@ import build_hints
 import build_sums
 import pytest
 from conftest import ROOT, SMALL_TASK
-
-import grpo_process
-from utils.rewards import accuracy_reward, format_reward
 
 ASSETS = ROOT / "assets"
 
@@ -60,29 +57,6 @@ def test_the_sums_are_the_builders(tmp_path):
 )
 def test_a_solution_by_hand(numbers, text):
     assert build_sums.solution(numbers) == f"<think>{text}</answer></s>"
-
-
-def test_every_column_is_a_step_that_can_be_wrong():
-    """A solution with all carries gets both rewards and four right steps. A forgotten carry shows one column later."""
-    rng, seen = random.Random(2), 0
-    for _ in range(300):
-        numbers = build_sums.make_question(rng)
-        answers = [str(sum(numbers))]
-        right = build_sums.solution(numbers).removesuffix("</s>")
-        assert accuracy_reward([right], answers) == [1.0]
-        assert format_reward([right], answers) == [0.4]
-        (steps,) = grpo_process.step_rewards([right], answers)
-        assert [reward for _, reward in steps] == [1.0] * (build_sums.COLUMNS + 1)
-
-        first = [number % 10 for number in numbers]
-        if sum(first) < 10:
-            continue
-        wrong = build_sums.solution(numbers, lambda total: True).removesuffix("</s>")
-        assert accuracy_reward([wrong], answers) == [0.0]
-        (steps,) = grpo_process.step_rewards([wrong], answers)
-        assert [reward for _, reward in steps][:2] == [1.0, 0.0]
-        seen += 1
-    assert seen > 100
 
 
 def test_the_hints_data_are_the_builders(tmp_path):

@@ -31,52 +31,19 @@ def test_the_gamed_reward_counts_characters(monkeypatch):
     assert grpo.SCRIPT.name == "gamed.py"
 
 
-@pytest.fixture
-def compare_trl(monkeypatch):
-    """The module. What a run changes is put back afterwards."""
+def test_the_side_of_plainrl_trains_the_bundled_task(monkeypatch):
+    """compare_trl.py learn runs a script with its bundled defaults, and times each of its steps."""
     import compare_trl
 
+    # What the run changes is put back afterwards.
     monkeypatch.setattr(grpo, "REWARDS", grpo.REWARDS)
     monkeypatch.setattr(grpo, "sample_responses", grpo.sample_responses)
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    return compare_trl
-
-
-def test_the_side_of_plainrl_trains_the_bundled_task(compare_trl, monkeypatch):
-    """compare_trl.py learn runs a script with its bundled defaults, and times each of its steps."""
     monkeypatch.setattr(grpo, "BUNDLED", replace(grpo.BUNDLED, num_prompts=2))
     monkeypatch.setattr(compare_trl, "STEPS", 2)
     record = compare_trl.measure_learning("PlainRL", "grpo", 1)
     assert len(record["accuracy"]) == len(record["seconds"]) == 2
     assert 0 < record["seconds"][0] < record["seconds"][1]
-
-
-def test_the_speed_of_a_workload_replaces_its_record(compare_trl, monkeypatch, tmp_path):
-    """compare_trl.py speed: grpo.py's side runs in this process. TRL's side gets made-up numbers."""
-    import readme
-    import records
-
-    def call(threads, function, *arguments):
-        if arguments[0] != "trl":
-            return function(*arguments)
-        return dict(seconds=[2.0, 1.0], cpu_seconds=[4.0, 3.0], tokens=[10, 20], memory=5e8)
-
-    monkeypatch.setattr(compare_trl, "SPEED", tmp_path / "trl-speed.jsonl")
-    monkeypatch.setattr(readme, "FOLDER", tmp_path)
-    monkeypatch.setattr(compare_trl, "in_own_process", call)
-    monkeypatch.setattr(compare_trl, "source", dict)  # needs trl
-    monkeypatch.setitem(compare_trl.WORKLOADS, "W1", (2, 2, 4, 2048, 4))
-    records.write(compare_trl.SPEED, [{"workload": "W1"}, {"workload": "W4"}])
-    compare_trl.speed("W1", steps=2, rounds=1)
-    record, other = records.read(compare_trl.SPEED)
-    assert other == {"workload": "W4"}
-    assert (record["workload"], record["num_prompts"], record["trl_batch_size"]) == ("W1", 2, 4)
-    sides = dict(seconds=1.5, lowest=1.0, highest=2.0, cpu_seconds=3.5, tokens_per_second=10)
-    assert record["trl"] == sides | dict(tokens_per_step=15, memory_mb=500)
-    # Four responses of at most four tokens.
-    assert 0 < record["plainrl"]["lowest"] and 4 <= record["plainrl"]["tokens_per_step"] <= 16
-    (line,) = [line for line in readme.speed_table().splitlines() if "W1" in line]
-    assert " s, 0.50 GB |" in line
 
 
 @pytest.mark.parametrize("missing", ["git", "repository"])

@@ -373,12 +373,8 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
     write_rows(path, {"question": MESSAGES, "answer": 46})
     expected = "![user:think\n\n12+34=][assistant:"
     assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
-    several = [
-        {"role": "system", "content": "add"},
-        *MESSAGES,
-        {"role": "assistant", "content": "?"},
-        *MESSAGES,
-    ]
+    several = [{"role": "system", "content": "add"}, *MESSAGES]
+    several += [{"role": "assistant", "content": "?"}, *MESSAGES]
     write_rows(path, {"question": several, "answer": 46})
     expected = "![system:add][user:12+34=][assistant:?][user:think\n\n12+34=][assistant:"
     assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
@@ -391,12 +387,12 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
 def test_a_message_of_several_parts(first_prompt, tmp_path):
     """The prompt holds the texts of the parts. A part without a text ends the run."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
-    parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34="}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "?"}]}
     rows = []
     for i in range(10):
-        last = USER | {"content": [*parts, {"type": "text", "text": f"{i}"}]}
-        rows.append({"question": [USER | {"content": parts}, answer, last], "answer": 46})
+        parts = [{"type": "text", "text": text} for text in ("12+", "34=", f"{i}")]
+        question = [USER | {"content": parts[:2]}, answer, USER | {"content": parts}]
+        rows.append({"question": question, "answer": 46})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     expected = "![user:12+34=][assistant:?][user:why\n\n12+34=0][assistant:"
@@ -527,18 +523,13 @@ def tiny_chat(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny-chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(REAL / "smollm2")
     torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, head_dim=32)  # the least that vLLM has on a CPU
+    ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # the least that vLLM has on a CPU
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes, **ids
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

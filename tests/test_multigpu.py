@@ -263,32 +263,6 @@ def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
         assert one == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("minibatch", [[4, 0, 2], [5], list(range(9))])
-def test_micro_batches_are_shared_out(monkeypatch, world, minibatch):
-    """Each sequence counts once. All processes make equally many calls, at most one more than an even split has."""
-    lengths, real, numbers = [7, 3, 9, 2, 8, 5, 4, 6, 2], [], set()
-    args = grpo_multigpu.Args(micro_batch_tokens=10)
-    prompts, mask = torch.arange(9)[:, None], torch.ones(9, 1, dtype=torch.bool)
-    response_mask = torch.arange(8) < torch.tensor(lengths)[:, None] - 1
-    ids = torch.zeros(9, 8, dtype=torch.long)
-    rollout = grpo_multigpu.Rollout(prompts, mask, ids, response_mask, ids)
-    monkeypatch.setenv("WORLD_SIZE", str(world))
-    for rank in range(world):
-        monkeypatch.setenv("RANK", str(rank))
-        own = grpo_multigpu.own_micro_batches(args, rollout, torch.tensor(minibatch))
-        assert all(rows == part.prompt_ids[:, 0].tolist() != [] for rows, part, _ in own)
-        real += [rows for rows, _, is_repeat in own if not is_repeat]
-        numbers.add(len(own))
-    assert sorted(i for rows in real for i in rows) == sorted(minibatch)
-    assert all(len(rows) == 1 or len(rows) * max(lengths[i] for i in rows) <= 10 for rows in real)
-    alone = grpo_multigpu.micro_batches(args, rollout, torch.tensor(minibatch))
-    (number,) = numbers
-    assert number - -(-len(alone) // world) in (0, 1)
-    if world == 1:
-        assert real == [rows for rows, _ in alone]
-
-
 def test_every_process_has_its_own_noise(several, tmp_path, data):
     """All prompts of a step are equal. If both processes had the same noise, their samples would be equal, too."""
     (tmp_path / "one").mkdir()
