@@ -197,7 +197,7 @@ def random_policy(options) -> Path:
 def sampler(options) -> None:
     args = grpo.Args(model=str(random_policy(options)), dataset=str(GSM8K), eval_size=8)
     if options.tiny:
-        args = replace(args, max_new_tokens=12, num_prompts=2)
+        args = replace(args, max_new_tokens=4, num_prompts=2, num_generations=2)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     policy, _ = grpo.load_model(args, tokenizer)
     train_data, _ = grpo.load_data(args, tokenizer)

@@ -19,16 +19,9 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in (
-    "benchmark",
-    "tools",
-    "assets/addition",
-    "assets/arithmetic",
-    "assets/hints",
-    "assets/sums",
-    "report",
-    ".",
-):
+for folder in ("addition", "arithmetic", "hints", "sums"):
+    sys.path.insert(0, str(ROOT / "assets" / folder))
+for folder in ("benchmark", "tools", "report", "."):
     sys.path.insert(0, str(ROOT / folder))
 
 from scripts import SCRIPTS, can_sample  # noqa: E402
@@ -38,7 +31,7 @@ SMALL_MODEL = str(ROOT / "tests" / "small")
 SMALL_JUDGE = str(ROOT / "tests" / "small-judge")
 SMALL_TASK = str(ROOT / "tests" / "small-task")  # the first problems of assets/addition
 # These files take longest. They run first, so that the two processes of pytest end together.
-LONG = ["test_runs", "test_cuda", "test_sampling", "test_whole_step", "test_report"]
+LONG = ["test_runs", "test_cuda", "test_whole_step", "test_report", "test_sampling"]
 LONG += ["test_multigpu", "test_math_reward", "test_errors", "test_grpo_tools", "test_loading"]
 
 # More threads don't make such small models faster, and on a busy machine they make them slower.
@@ -146,10 +139,8 @@ def script(request):
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    """Undo what a test leaves behind: a handler of SIGXFSZ, and an open connection of grpo_multigpu.py."""
-    handler = signal.getsignal(signal.SIGXFSZ)
+    """Close the connection of grpo_multigpu.py, which a failed test leaves open."""
     yield
-    signal.signal(signal.SIGXFSZ, handler)
     # vLLM closes its own connection, and fails if somebody else has closed it.
     if torch.distributed.is_initialized() and "vllm" not in sys.modules:
         torch.distributed.destroy_process_group()

@@ -1,13 +1,10 @@
 """Wrong flags, models, data, rewards and folders of runs: each ends in an error that says why, and no run is lost.
 
 The last line of the traceback has the words of the table. It may be the script's, a library's or Python's. Also:
-unreadable gold answers are skipped and counted, a checkpoint runs no code, --help shows the values in use, and the
-scripts import without the modules that Windows lacks.
+unreadable gold answers are skipped and counted, a checkpoint runs no code, and --help shows the values in use.
 """
 
-import builtins
 import dataclasses
-import importlib.util
 import json
 import pickle
 import re
@@ -18,7 +15,7 @@ import sys
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SMALL_JUDGE, SMALL_MODEL, skip_without_engine, small_recipe
+from conftest import ROOT, SMALL_MODEL, skip_without_engine, small_recipe
 from safetensors.torch import load_file, save_file
 
 import grpo
@@ -57,18 +54,14 @@ def contents(folder):
 WRONG_VALUES = [
     (dict(num_generations=1), ValueError, "--num-generations"),
     (dict(temperature=0.0), ValueError, "--temperature must be positive"),
-    (dict(temperature=-1.0), ValueError, "--temperature must be positive"),
     (dict(temperature=float("nan")), ValueError, "--temperature must be positive"),
     (dict(clip_eps=0.0), ValueError, "--clip-eps must be positive"),
-    (dict(clip_eps=-0.2), ValueError, "--clip-eps must be positive"),
     (dict(max_grad_norm=0.0), ValueError, "--max-grad-norm must be positive"),
     (dict(num_minibatches=5), ValueError, "--num-minibatches"),
     (dict(max_new_tokens=256 - 64 + 1), ValueError, "256 tokens of the context"),
     (dict(model="./nowhere"), OSError, "nowhere"),
-    (dict(model="nobody/nothing"), OSError, "nobody/nothing|internet connection"),
     (dict(model="nothing"), OSError, "HuggingFaceTB/nothing|internet connection"),
     (dict(dataset="nowhere.jsonl"), Exception, "nowhere.jsonl"),
-    (dict(dataset="nobody/nothing:main"), Exception, "nobody/nothing"),
     (dict(question_column="q"), ValueError, r"'q'.*'question', 'answer'"),
     (dict(answer_column="a"), ValueError, r"'a'.*'question', 'answer'"),
     (dict(learning_rate=-1.0), ValueError, "learning rate"),
@@ -95,15 +88,8 @@ def test_a_context_that_just_fits(tmp_path):
 def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
     """The numbers that scale or bound a gradient must be positive, whatever they're called in this script."""
     names = {field.name for field in dataclasses.fields(script.Args)}
-    scales = {
-        "temperature",
-        "max_grad_norm",
-        "clip_eps",
-        "clip_eps_low",
-        "clip_eps_high",
-        "value_clip_eps",
-        "gae_alpha",
-    }
+    scales = {"temperature", "max_grad_norm", "clip_eps", "clip_eps_low", "clip_eps_high"}
+    scales |= {"value_clip_eps", "gae_alpha"}
     for name in sorted(names & scales):
         args = tiny_args(script, tmp_path, **{name: 0.0})
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be positive"):
@@ -127,11 +113,8 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
             script.check_args(tiny_args(script, tmp_path, teacher_rate=1.1))
     with pytest.raises(ValueError, match="--num-minibatches"):
         script.check_args(tiny_args(script, tmp_path, num_minibatches=10**6))
-    if (
-        "num_generations" in names
-        and script.BUNDLED.num_generations > 1
-        and script.__name__ not in ("distill", "self_distill", "vapo")
-    ):
+    compares_samples = script.__name__ not in ("distill", "self_distill", "vapo")
+    if compares_samples and script.BUNDLED.num_generations > 1:
         with pytest.raises(ValueError, match="--num-generations"):
             script.check_args(tiny_args(script, tmp_path, num_generations=1))
     script.check_args(tiny_args(script, tmp_path))
@@ -253,10 +236,6 @@ def test_sampler_and_trainer_that_disagree_stop_the_run(script, tmp_path, monkey
 
 
 # ---- rewards
-def one_number(completions, **columns):
-    return 1.0
-
-
 def too_few(completions, **columns):
     return [1.0] * (len(completions) - 1)
 
@@ -269,63 +248,34 @@ def words(completions, **columns):
     return ["good"] * len(completions)
 
 
-def nothing(completions, **columns):
-    return None
-
-
-def another_column(completions, solution):
-    return [1.0] * len(completions)
-
-
-def faulty(completions, **columns):
-    return [1 / 0 for _ in completions]
-
-
-WRONG_REWARDS = [
-    (one_number, TypeError, "not iterable"),
-    (too_few, ValueError, "too_few returned 3 scores for 4 completions|too_few returned 1 scores"),
-    (one_in_a_list, ValueError, "one_in_a_list returned 1 scores"),
-    (words, ValueError, "could not convert string to float"),
-    (nothing, TypeError, "not iterable"),
-    (another_column, TypeError, "another_column.*'question'|another_column.*'solution'"),
-    (faulty, ZeroDivisionError, "division by zero"),
-]
-
-
 @pytest.mark.parametrize(
-    "reward, kind, words", WRONG_REWARDS, ids=lambda x: getattr(x, "__name__", None)
+    "reward, line",
+    [
+        (too_few, "too_few returned [13] scores for [24] completions"),
+        (one_in_a_list, "one_in_a_list returned 1 scores"),
+        (words, "could not convert string to float"),
+    ],
 )
-def test_wrong_reward(tmp_path, monkeypatch, reward, kind, words):
+def test_wrong_reward(tmp_path, monkeypatch, reward, line):
     """A score that isn't one number per completion must not be broadcast."""
     monkeypatch.setattr(grpo, "REWARDS", [grpo.accuracy_reward, reward])
-    with pytest.raises(kind, match=words):
+    with pytest.raises(ValueError, match=line):
         grpo.main(tiny_args(grpo, tmp_path))
 
 
 # ---- data
-def test_an_empty_file(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("")
-    with pytest.raises(Exception):  # noqa: B017 whatever the library raises
-        grpo.main(tiny_args(grpo, tmp_path, dataset=str(tmp_path / "empty.jsonl")))
-    assert not (tmp_path / "runs").exists()
-
-
 def test_gold_answers_that_are_no_numbers_are_skipped_and_counted(tmp_path, capsys):
     """true, false and None are texts without a number. As an empty text they would be right for any reward of text."""
-    answers = [4, True, False, None, "twelve", "", 1.5, "#### 7", "10,000"]
-    lines = [
-        json.dumps({"question": f"{i}+2=", "answer": None if x is None else str(x)})
-        for i, x in enumerate(answers * 3)
-    ]
-    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    answers = ["4", "True", "False", None, "twelve", "", "1.5", "#### 7", "10,000"] * 3
+    lines = [{"question": f"{i}+2=", "answer": answer} for i, answer in enumerate(answers)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     args = tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data.jsonl"), max_prompt_tokens=20)
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
     train, test = grpo.load_data(args, tokenizer)
     found = {example["answer"] for example in train + test}
     assert found == {"4", "1.5", "#### 7", "10,000"}
-    assert (
-        "0 longer than --max-prompt-tokens, 15 without a readable answer" in capsys.readouterr().out
-    )
+    line = "0 longer than --max-prompt-tokens, 15 without a readable answer"
+    assert line in capsys.readouterr().out
 
 
 def test_no_problem_is_left(tmp_path):
@@ -344,11 +294,10 @@ def test_no_problem_is_left(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("split", ["test", "validation"])
-def test_no_train_split(tmp_path, split):
+def test_no_train_split(tmp_path):
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / f"{split}.jsonl").write_text('{"question": "2+2=", "answer": "4"}')
-    with pytest.raises(ValueError, match=f"--dataset .* no train split, only {split}"):
+    (tmp_path / "data" / "validation.jsonl").write_text('{"question": "2+2=", "answer": "4"}')
+    with pytest.raises(ValueError, match="--dataset .* no train split, only validation"):
         grpo.main(tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data")))
 
 
@@ -373,30 +322,15 @@ def test_two_runs_of_the_same_second(tmp_path, monkeypatch):
     assert contents(tmp_path) == before
 
 
-OTHER_FLAGS = [
-    dict(seed=5),
-    dict(num_steps=9, track=True, beta=0.0),
-    dict(model=SMALL_JUDGE, clip_eps=0.3),
-]
-
-
 @pytest.mark.parametrize("has_checkpoint", [True, False])
-@pytest.mark.parametrize("given", OTHER_FLAGS, ids=lambda given: ", ".join(given))
-def test_a_run_refuses_other_flags_and_names_them(
-    finished, tmp_path, given, has_checkpoint, monkeypatch
-):
+def test_a_run_refuses_other_flags(finished, tmp_path, has_checkpoint):
     """They are neither ignored in silence, nor do they change a run in its middle."""
     run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
     if not has_checkpoint:
         (run / "checkpoint.pt").unlink()
     before = contents(tmp_path)
-    # A judge is no policy. Its flag must be named nevertheless.
-    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
-    policy = grpo.load_model(tiny_args(grpo, tmp_path), tokenizer)
-    monkeypatch.setattr(grpo, "load_model", lambda *given: policy)
-    args = tiny_args(grpo, tmp_path, run_name="a", **given)
-    flags = [f"--{name.replace('_', '-')}" for name in vars(args) if name in given]
-    line = f"--run-name a: this run began with other values of {', '.join(flags)}; repeat its"
+    args = tiny_args(grpo, tmp_path, run_name="a", num_steps=9, track=True, beta=0.0)
+    line = "--run-name a: this run began with other values of --track, --num-steps, --beta; repeat"
     with pytest.raises(ValueError, match=line):
         grpo.main(args)
     assert contents(tmp_path) == before
@@ -413,10 +347,8 @@ def test_every_flag_is_compared(tmp_path):
         (tmp_path / "args.json").write_text(json.dumps(saved))
         with pytest.raises(ValueError) as caught:
             grpo.check_same_run(args, tmp_path)
-        assert re.findall(r"--[\w-]+", str(caught.value)) == [
-            "--run-name",
-            *(f"--{name.replace('_', '-')}" for name in changed),
-        ]
+        flags = [f"--{name.replace('_', '-')}" for name in changed]
+        assert re.findall(r"--[\w-]+", str(caught.value)) == ["--run-name", *flags]
 
 
 def test_a_run_without_a_name_goes_on_under_the_name_of_its_folder(tmp_path, capsys):
@@ -476,48 +408,17 @@ def test_a_checkpoint_runs_no_code(finished, tmp_path, monkeypatch):
 
 
 # ---- the command line
-@pytest.fixture
-def run_script(monkeypatch, capsys):
-    """Run grpo.py as a program, but in this process, and return its exit status and what it printed."""
-
-    def call(*flags):
-        monkeypatch.setattr(sys, "argv", ["grpo.py", *flags])
-        monkeypatch.setenv("COLUMNS", "200")
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
-        return ended.value.code, "".join(capsys.readouterr())
-
-    return call
-
-
-@pytest.mark.parametrize("flags", [["--nonsense", "1"], ["--seed", "x"], ["--device", "tpu"]])
-def test_the_parser_refuses(run_script, flags):
-    status, printed = run_script(*flags)
-    assert status == 2 and flags[0] in printed
-
-
 @pytest.mark.parametrize("flags", [[], ["--model", "x"]])
-def test_help_shows_the_values_that_will_be_used(run_script, flags):
+def test_help_shows_the_values_that_will_be_used(flags, monkeypatch, capsys):
     """Without --model the bundled run's, with it those for any model."""
-    status, text = run_script(*flags, "--help")
-    assert status == 0
+    monkeypatch.setattr(sys, "argv", ["grpo.py", *flags, "--help"])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
+    text = capsys.readouterr().out
     args = grpo.Args() if flags else grpo.BUNDLED
     for field in ("max_new_tokens", "num_steps", "beta", "temperature"):
         flag = f"--{field.replace('_', '-')}"
         line = next(x for x in text.splitlines() if f" {flag} " in x)
         below = text[text.index(line) :].split("--", 2)[1]
         assert f"(default: {getattr(args, field)})" in below, field
-
-
-def test_every_script_imports_without_the_modules_that_windows_lacks(script, monkeypatch):
-    """Windows has neither fcntl nor resource. Libraries that need them look after themselves."""
-    real_import = builtins.__import__
-
-    def no_unix_modules(name, globals=None, *rest):
-        if name in ("fcntl", "resource") and globals["__name__"] == script.__name__:
-            raise ModuleNotFoundError(name)
-        return real_import(name, globals, *rest)
-
-    monkeypatch.setattr(builtins, "__import__", no_unix_modules)
-    spec = importlib.util.spec_from_file_location(script.__name__, script.__file__)
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,6 +1,6 @@
 """Models, data and prompts load as a user gives them, and a response ends where the model ends it.
 
-Also: imports have no side effect, and every flag is documented and read.
+Also: imports have no side effect, and every flag is read.
 """
 
 import argparse
@@ -20,15 +20,13 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import REAL, ROOT, SCRIPTS, SMALL_MODEL, SMALL_TASK, skip_without_engine
+from conftest import REAL, ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine
 from families import random_model, small_config
+from scripts import SCRIPTS, read_script
 from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
-from transformers import (
-    # This import triggers the side effects of the libraries themselves.
-    AutoModelForCausalLM as AutoModelForCausalLM,
-)
 
+import grpo
 from utils.rewards import answer_block, format_reward, parse_number
 
 ADDER = ROOT / "assets" / "addition" / "adder"
@@ -54,11 +52,16 @@ def read_jsonl(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def load(dataset, **given):
+    """The train and the test split of these files, as the adder reads them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    return grpo.load_data(grpo.Args(dataset=str(dataset), examples=False, **given), tokenizer)
+
+
 # ---- models and recipes
 
 
-@pytest.mark.scripts("grpo")
-def test_hub_cache(script, tmp_path, monkeypatch):
+def test_hub_cache(tmp_path, monkeypatch):
     """The script finds a model in the hub's cache by its short name and trains it without a network."""
     model = tmp_path / "hub" / "models--HuggingFaceTB--TinyAdder"
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -70,7 +73,7 @@ def test_hub_cache(script, tmp_path, monkeypatch):
 
     given = SMALL | dict(model="TinyAdder", dataset=SMALL_TASK, max_prompt_tokens=64, device="cpu")
     runs = dict(examples=False, runs_dir=str(tmp_path / "runs"), run_name="run")
-    script.main(script.Args(**given | runs))
+    grpo.main(grpo.Args(**given | runs))
 
     run = tmp_path / "runs" / "run"
     written = {path for path in tmp_path.rglob("*") if run not in path.parents}
@@ -79,40 +82,34 @@ def test_hub_cache(script, tmp_path, monkeypatch):
     assert len(read_jsonl(run / "metrics.jsonl")) == 2
 
 
-@pytest.mark.scripts("grpo")
-def test_hub_data_sets(script, monkeypatch):
+def test_hub_data_sets(monkeypatch):
     """A data set is a hub id, or id:config if it has several configurations."""
     asked = []
 
-    def load(*names):
+    def from_hub(*names):
         asked.append(names)
-        rows = {"train": "34", "test": "56"}
-        splits = {
-            split: datasets.Dataset.from_list([{"question": "1+2=", "answer": x}])
-            for split, x in rows.items()
-        }
-        return datasets.DatasetDict(splits)
+        splits = datasets.DatasetDict()
+        for split, answer in (("train", "34"), ("test", "56")):
+            splits[split] = datasets.Dataset.from_list([{"question": "1+2=", "answer": answer}])
+        return splits
 
-    monkeypatch.setattr(script.datasets, "load_dataset", load)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
+    monkeypatch.setattr(grpo.datasets, "load_dataset", from_hub)
     for name in ("openai/gsm8k:main", "owner/other"):
-        args = script.Args(dataset=name, max_prompt_tokens=9, examples=False)
-        found = [[x["answer"] for x in split] for split in script.load_data(args, tokenizer)]
+        found = [[x["answer"] for x in split] for split in load(name, max_prompt_tokens=9)]
         assert found == [["34"], ["56"]]
     assert asked == [("openai/gsm8k", "main"), ("owner/other",)]
 
 
-@pytest.mark.scripts("grpo")
-def test_a_model_with_a_vision_part(script, tmp_path):
+def test_a_model_with_a_vision_part(tmp_path):
     """AutoModelForCausalLM refuses Ministral 3. The run trains its text part, and writes the whole model."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     tokenizer.save_pretrained(tmp_path / "model")
-    config = small_config("Ministral 3, with its vision part")
+    config = small_config("Ministral 3")
     config.text_config.vocab_size = len(tokenizer)
     config.text_config.max_position_embeddings = 128
     random_model(config).save_pretrained(tmp_path / "model")
     given = SMALL | OTHER_MODEL | dict(dataset=SMALL_TASK, device="cpu", runs_dir=str(tmp_path))
-    metrics = script.main(script.Args(model=str(tmp_path / "model"), run_name="run", **given))
+    metrics = grpo.main(grpo.Args(model=str(tmp_path / "model"), run_name="run", **given))
     assert metrics["rollout/logprob_gap"] < 1e-5
     before, after = [
         transformers.AutoModelForImageTextToText.from_pretrained(folder).state_dict()
@@ -130,42 +127,30 @@ FORMATS = ["jsonl", "json", "csv", "parquet"]
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_formats(tmp_path, suffix):
     """All formats load the same examples, under any column names. The last tenth is held out."""
-    import grpo
-
     rows = datasets.Dataset.from_list([{"q": f"{i}+1=", "a": i + 1} for i in range(20)])
     path = tmp_path / f"data.{suffix}"
     write = dict(jsonl=rows.to_json, json=rows.to_json, csv=rows.to_csv, parquet=rows.to_parquet)
     write[suffix](path)
-    args = grpo.Args(dataset=str(path), question_column="q", answer_column="a", examples=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    train, test = grpo.load_data(args, tokenizer)
+    train, test = load(path, question_column="q", answer_column="a")
     pairs = [(x["prompt"], x["answer"]) for x in train + test]
     assert pairs == [(f"{i}+1=", str(i + 1)) for i in range(20)] and len(test) == 2
 
 
 def test_a_folder_with_two_splits(tmp_path):
     """The test file is held out, and --eval-size says how much of it is used."""
-    import grpo
-
     for split, count in (("train", 7), ("test", 5)):
         lines = [json.dumps({"question": f"{i}+1=", "answer": split[0]}) for i in range(count)]
         lines = [line.replace('"t"', str(count)) for line in lines]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
-    args = grpo.Args(dataset=str(tmp_path), eval_size=3, examples=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    train, test = grpo.load_data(args, tokenizer)
+    train, test = load(tmp_path, eval_size=3)
     assert [x["answer"] for x in train] == ["7"] * 7 and [x["answer"] for x in test] == ["5"] * 3
 
 
 def test_long_prompts_are_skipped_and_counted(tmp_path, capsys):
-    import grpo
-
     questions = ["1" * (i + 1) + "=" for i in range(18)] + ["2=", "3="]
     lines = [json.dumps({"question": question, "answer": "1"}) for question in questions]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    given = dict(dataset=str(tmp_path / "data.jsonl"), examples=False, max_prompt_tokens=11)
-    train, test = grpo.load_data(grpo.Args(**given), tokenizer)
+    train, test = load(tmp_path / "data.jsonl", max_prompt_tokens=11)
     assert [len(x["prompt_ids"]) for x in train] == list(range(2, 12)) and len(test) == 2
     assert "8 longer than --max-prompt-tokens, 0 without" in capsys.readouterr().out
 
@@ -181,47 +166,36 @@ def write_splits(folder, **questions):
 
 def test_no_question_is_in_both_parts_of_a_file(tmp_path, capsys):
     """The last tenth of the questions is held out, with all rows of each. Otherwise the policy is trained on them."""
-    import grpo
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     questions = [f"{i}+1=" for i in range(20)]
     chats = [[USER | {"content": question}] for question in questions]
     for name, rows in (("texts", questions * 10), ("chats", chats * 10)):
         folder = write_splits(tmp_path / name, train=rows)
-        train, test = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+        train, test = load(folder)
         assert [x["prompt"] for x in train] == questions[:18] * 10
         assert [x["prompt"] for x in test] == questions[18:] * 10
         assert "tenth of its questions is held out, 20 problems" in capsys.readouterr().out
 
 
 def test_test_problems_that_are_trained_on_are_counted(tmp_path, capsys):
-    import grpo
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     splits = dict(train=["1+1=", "2+1=", "3+1="], test=["2+1=", "4+1=", "1+1=", "5+1="])
     folder = write_splits(tmp_path / "data", **splits)
-    train, test = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+    train, test = load(folder)
     assert [len(train), len(test)] == [3, 4]
     assert "test data: 2 of its problems are also in the train data" in capsys.readouterr().out
 
 
 def test_a_validation_split_is_held_out(tmp_path):
     """Without a test split. With a test split, it isn't read."""
-    import grpo
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     splits = dict(train=["1+1="], validation=["2+1="])
     for name, more, expected in (("a", {}, "2+1="), ("b", dict(test=["3+1="]), "3+1=")):
         folder = write_splits(tmp_path / name, **splits, **more)
-        train, test = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+        train, test = load(folder)
         assert [x["prompt"] for x in train + test] == ["1+1=", expected]
 
 
 @pytest.mark.parametrize("form", ["text", "chat"])
 def test_rows_without_a_question_are_skipped_and_counted(tmp_path, capsys, form):
     """A template writes a missing text as the word None."""
-    import grpo
-
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
     questions = ["1+1=", None, "", " \n", "2+1=", "3+1="]
     if form == "chat":
@@ -241,41 +215,28 @@ def test_rows_without_a_question_are_skipped_and_counted(tmp_path, capsys, form)
 
 def test_rows_without_an_answer_are_skipped_and_counted(tmp_path, capsys, monkeypatch):
     """A reward of one's own would get the word None. At the end of a file, such rows aren't the held-out part."""
-    import grpo
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     lines = [{"question": f"{i}+1=", "answer": "x" if i < 20 else None} for i in range(25)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(grpo, "REWARDS", [lambda completions, **columns: [0.0] * len(completions)])
-    args = grpo.Args(dataset=str(tmp_path / "data.jsonl"), examples=False)
-    train, test = grpo.load_data(args, tokenizer)
+    train, test = load(tmp_path / "data.jsonl")
     assert [x["prompt"] for x in test] == ["18+1=", "19+1="] and len(train) == 18
-    assert (
-        "20 problems; skipped: 0 longer than --max-prompt-tokens, 5 without a readable answer"
-        in (capsys.readouterr().out)
-    )
+    line = "20 problems; skipped: 0 longer than --max-prompt-tokens, 5 without a readable answer"
+    assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("answer", [["1"], datetime.date(2026, 1, 2)], ids=["list", "date"])
 def test_an_answer_that_is_no_text_and_no_number(tmp_path, answer):
     """As a text, it would be the program's own way to write it."""
-    import grpo
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     rows = [{"question": f"{i}+1=", "a": answer} for i in range(2)]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
-    args = grpo.Args(dataset=str(tmp_path / "data.parquet"), answer_column="a", examples=False)
     with pytest.raises(ValueError, match="--answer-column a: neither a text nor a number"):
-        grpo.load_data(args, tokenizer)
+        load(tmp_path / "data.parquet", answer_column="a")
 
 
 def test_one_question_can_not_be_held_out(tmp_path):
-    import grpo
-
-    tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
     folder = write_splits(tmp_path / "data", train=["1+1="] * 20)
     with pytest.raises(ValueError, match="--dataset .*: one question, so none can be held out"):
-        grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+        load(folder)
 
 
 # ---- prompts
@@ -289,13 +250,10 @@ TEMPLATE = (
 def make_tokenizer(folder, chat_template=None):
     """The adder's tokenizer, changed to put a BOS token before every text, like Llama's tokenizer."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    vocabulary = json.loads((ADDER / "tokenizer.json").read_text(encoding="utf-8"))["model"][
-        "vocab"
-    ]
     # The BOS token is already in the vocabulary, so the adder's embedding has a row for it.
+    bos = tokenizer.get_vocab()["!"]
     tokenizer.add_special_tokens({"bos_token": "!"})
-    assert tokenizer.bos_token_id == vocabulary["!"]
-    special_tokens = [("!", vocabulary["!"])]
+    special_tokens = [("!", bos)]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="! $A", special_tokens=special_tokens
     )
@@ -303,7 +261,7 @@ def make_tokenizer(folder, chat_template=None):
     tokenizer.save_pretrained(folder)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     # Without a BOS token the tests below would test nothing.
-    assert tokenizer("1").input_ids == [vocabulary["!"], vocabulary["1"]]
+    assert tokenizer("1").input_ids == [bos, tokenizer.get_vocab()["1"]]
     return tokenizer
 
 
@@ -386,22 +344,22 @@ def test_examples_are_turns_of_the_chat(script, first_prompt, tmp_path):
 
 
 @pytest.mark.scripts("grpo")
-def test_examples_of_a_base_model_end_with_eos(script, first_prompt, tmp_path):
+def test_examples_of_a_base_model_end_with_eos(first_prompt, tmp_path):
     """A model without a chat template gets a plain text. After each example stands the token that ends a response."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     example = first_prompt(tokenizer, examples=True, max_prompt_tokens=2000)
-    shown = "".join(f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in script.EXAMPLES)
+    shown = "".join(f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in grpo.EXAMPLES)
     assert example["prompt"] == f"{shown}12+34=\n"
     num_eos = example["prompt_ids"].count(tokenizer.eos_token_id)
-    assert num_eos == len(script.EXAMPLES), "the tokenizer reads the EOS token as one token"
+    assert num_eos == len(grpo.EXAMPLES), "the tokenizer reads the EOS token as one token"
 
 
 @pytest.mark.scripts("grpo")
-def test_a_tokenizer_without_eos_adds_no_word(script, first_prompt, tmp_path):
+def test_a_tokenizer_without_eos_adds_no_word(first_prompt, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     tokenizer.eos_token = None
     prompt = first_prompt(tokenizer, examples=True, max_prompt_tokens=2000)["prompt"]
-    assert prompt.count("</answer>\n") == len(script.EXAMPLES) and "None" not in prompt
+    assert prompt.count("</answer>\n") == len(grpo.EXAMPLES) and "None" not in prompt
 
 
 MESSAGES = [{"role": "user", "content": "12+34="}]
@@ -415,12 +373,8 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
     write_rows(path, {"question": MESSAGES, "answer": 46})
     expected = "![user:think\n\n12+34=][assistant:"
     assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
-    several = [
-        {"role": "system", "content": "add"},
-        *MESSAGES,
-        {"role": "assistant", "content": "?"},
-        *MESSAGES,
-    ]
+    several = [{"role": "system", "content": "add"}, *MESSAGES]
+    several += [{"role": "assistant", "content": "?"}, *MESSAGES]
     write_rows(path, {"question": several, "answer": 46})
     expected = "![system:add][user:12+34=][assistant:?][user:think\n\n12+34=][assistant:"
     assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
@@ -433,12 +387,12 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
 def test_a_message_of_several_parts(first_prompt, tmp_path):
     """The prompt holds the texts of the parts. A part without a text ends the run."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
-    parts = [{"type": "text", "text": "12+"}, {"type": "text", "text": "34="}]
     answer = {"role": "assistant", "content": [{"type": "text", "text": "?"}]}
     rows = []
     for i in range(10):
-        last = USER | {"content": [*parts, {"type": "text", "text": f"{i}"}]}
-        rows.append({"question": [USER | {"content": parts}, answer, last], "answer": 46})
+        parts = [{"type": "text", "text": text} for text in ("12+", "34=", f"{i}")]
+        question = [USER | {"content": parts[:2]}, answer, USER | {"content": parts}]
+        rows.append({"question": question, "answer": 46})
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     expected = "![user:12+34=][assistant:?][user:why\n\n12+34=0][assistant:"
@@ -504,17 +458,17 @@ CHATML = (
 )
 LLAMA_2 = "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %} </s>{% endif %}{% endfor %}"
 PLAIN = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-ENDS = [(CHATML, {"<|im_end|>"}), (LLAMA_2, {"</s>"}), (PLAIN, set()), (None, set())]
+TEXT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}=\n{% endfor %}"
+ENDS = [(CHATML, {"<|im_end|>"}), (LLAMA_2, {"</s>"}), (PLAIN, set()), (TEXT, set()), (None, set())]
 
 
-@pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("template, ends", ENDS, ids=["ChatML", "Llama 2", "plain", "none"])
-def test_the_token_that_ends_a_turn_ends_a_response(script, tmp_path, template, ends):
+@pytest.mark.parametrize("template, ends", ENDS, ids=["ChatML", "Llama 2", "plain", "text", "none"])
+def test_the_token_that_ends_a_turn_ends_a_response(tmp_path, template, ends):
     """A base model's chat template may end a turn with a token that neither the tokenizer nor the model names."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", template)
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "</s>"], special_tokens=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
-    found = set(script.find_eos_ids(model, tokenizer))
+    found = set(grpo.find_eos_ids(model, tokenizer))
     assert found == {tokenizer.eos_token_id, *tokenizer.convert_tokens_to_ids(list(ends))}
 
 
@@ -545,20 +499,19 @@ def test_the_saved_model_knows_what_ended_its_responses(script, tmp_path, has_fi
     assert saved.temperature is None and saved.top_k is None
 
 
-@pytest.mark.scripts("grpo")
-def test_completions_are_what_was_sampled_but_for_the_end(script, tmp_path, monkeypatch):
+def test_completions_are_what_was_sampled_but_for_the_end(tmp_path, monkeypatch):
     """Decoding drops only the end token. It keeps tags that the tokenizer calls special."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     tokenizer.add_tokens(["<mark>"], special_tokens=True)
     mark, eos = tokenizer.convert_tokens_to_ids("<mark>"), tokenizer.eos_token_id
     ids = torch.tensor([[mark, *tokenizer("12", add_special_tokens=False).input_ids, eos, eos]])
     mask = torch.tensor([[True, True, True, True, False]])
-    monkeypatch.setattr(script, "generate", lambda *args: (ids, mask, torch.zeros(1, 5)))
-    args = script.Args(max_new_tokens=5, sampling_tokens=1)
+    monkeypatch.setattr(grpo, "generate", lambda *args: (ids, mask, torch.zeros(1, 5)))
+    args = grpo.Args(max_new_tokens=5, sampling_tokens=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(ADDER)
     eos_ids = torch.tensor([eos])
-    rollout = script.sample_responses(args, model, [{"prompt_ids": [5]}], 1, 1.0, eos_ids)
-    assert script.response_texts(tokenizer, rollout, eos_ids) == ["<mark>12"]
+    rollout = grpo.sample_responses(args, model, [{"prompt_ids": [5]}], 1, 1.0, eos_ids)
+    assert grpo.response_texts(tokenizer, rollout, eos_ids) == ["<mark>12"]
 
 
 # ---- real text
@@ -570,18 +523,13 @@ def tiny_chat(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny-chat")
     tokenizer = transformers.AutoTokenizer.from_pretrained(REAL / "smollm2")
     torch.manual_seed(0)
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=1, head_dim=32)  # the least that vLLM has on a CPU
+    ids = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+    }
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,  # the least that vLLM has on a CPU
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        vocab_size=len(tokenizer), tie_word_embeddings=True, **sizes, **ids
     )
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -611,37 +559,14 @@ def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-@pytest.mark.scripts("grpo")
-def test_the_lines_that_count_real_problems(script, tmp_path, capsys):
-    """The script counts the long prompts and the answers without a number."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL / "smollm2")
-    rows = read_jsonl(REAL / "gsm8k" / "train.jsonl")
-    rows[-1]["answer"] = "#### many"  # of a short problem
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    for split in ("train", "test"):
-        (tmp_path / f"{split}.jsonl").write_text(text, encoding="utf-8")
-    args = script.Args(dataset=str(tmp_path), max_prompt_tokens=330)
-    train, _ = script.load_data(args, tokenizer)
-    printed = capsys.readouterr().out
-    lengths = []
-    for row in rows:
-        prompt = script.render(args, tokenizer, [USER | {"content": row["question"]}])
-        lengths.append(len(tokenizer(prompt, add_special_tokens=False).input_ids))
-    num_too_long = sum(length > 330 for length in lengths)
-    assert 0 < num_too_long < 20 and len(train) == 39 - num_too_long
-    for split in ("train", "test"):
-        counts = f"{split} data: {len(train)} problems; skipped: {num_too_long} longer than "
-        assert counts + "--max-prompt-tokens, 1 without a readable answer" in printed
-
-
 # ---- the script itself
 
 
 def state_of_the_process() -> tuple:
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    seeds = torch.initial_seed(), torch.get_rng_state().tolist(), random.getstate()
-    modes = torch.get_default_dtype(), torch.cuda.is_initialized()
-    return dict(os.environ), handlers, seeds, modes, os.getcwd(), os.listdir(".")
+    seeds = torch.get_rng_state().tolist(), random.getstate()
+    devices = torch.get_default_dtype(), torch.cuda.is_initialized()
+    return dict(os.environ), handlers, seeds, devices, os.getcwd(), os.listdir(".")
 
 
 def import_anew(folder: str) -> None:
@@ -657,45 +582,30 @@ def import_anew(folder: str) -> None:
     sys.argv = ["-c", "--garbage", "-x", "]"]
     sys.dont_write_bytecode = True
     sys.addaudithook(audit)
+    sys.modules |= dict(fcntl=None, resource=None)  # as on Windows, which lacks them
+    before = state_of_the_process()
     for name in SCRIPTS:
-        before = state_of_the_process()
         __import__(name)
         assert state_of_the_process() == before, name
 
 
 def test_import_has_no_side_effect(tmp_path):
-    """Notebooks also import the scripts. An import must not parse arguments, use the network, write files, touch a
-    device or change the random state or environment."""
+    """An import parses no arguments, uses no network, writes no file, touches no device, and leaves the environment.
+
+    It also works without the modules that Windows lacks.
+    """
     process = FORK.Process(target=import_anew, args=(str(tmp_path),), daemon=True)
     process.start()
     assert ended(process) == 0
 
 
-def test_every_argument_is_documented_and_read(script):
-    """Each field of Args has a docstring below it, and the script reads the field by its name."""
-    tree = ast.parse((ROOT / f"{script.__name__}.py").read_text(encoding="utf-8"))
-    [definition] = [
-        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Args"
-    ]
-    documented = set()
-    for node, below in zip(definition.body, definition.body[1:] + [None], strict=True):
-        if isinstance(node, ast.AnnAssign):
-            name = node.target.id
-            assert isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant), (
-                f"{name}: no docstring"
-            )
-            text = below.value.value
-            assert isinstance(text, str) and len(text.split()) >= 3, f"{name}: {text!r}"
-            documented.add(name)
-    assert documented == {field.name for field in dataclasses.fields(script.Args)}
-
-    read = set()
-    for node in [node for top in tree.body if top is not definition for node in ast.walk(top)]:
+def test_every_flag_is_read(script):
+    reads = set()
+    for node in ast.walk(ast.parse(read_script(script.__name__))):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             if isinstance(node.value, ast.Name) and node.value.id == "args":
-                read.add(node.attr)
-    assert documented - read == set()
-    assert read - documented == set()
+                reads.add(node.attr)
+    assert reads == {field.name for field in dataclasses.fields(script.Args)}
 
 
 @pytest.mark.scripts("grpo", "ppo_rlhf", "self_distill")

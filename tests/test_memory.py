@@ -67,20 +67,6 @@ def test_bytes_by_hand():
     assert memory.count("ppo_rlhf", config, **flags)["weights"] == 4 * (40 + 40 + 2)
 
 
-def test_the_peak_is_the_larger_of_sampling_and_update():
-    config = memory.MODELS["SmolLM2-1.7B"]
-    for script in memory.COUNTED:
-        for tokens in (1260, 49152):
-            found = memory.count(script, config, sampling_tokens=tokens)
-            peak, names = found.pop("peak"), ("gradients", "activations")
-            moments = (
-                found["keys and values"] + found["sampling beside"],
-                sum(found.pop(n) for n in names),
-            )
-            always = sum(found.values()) - moments[0]
-            assert peak == always + max(moments)
-
-
 def test_the_tables_are_those_of_the_program():
     text = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
     assert marked("memory", memory.peaks_table()) in text

@@ -1,4 +1,4 @@
-"""README.md, .ci/run, requirements.txt and the flags that pages name agree with the code."""
+"""README.md, .ci/run and the flags that pages name agree with the code."""
 
 import json
 import re
@@ -8,7 +8,7 @@ import pytest
 import siblings
 import torch
 from conftest import ROOT
-from scripts import SCRIPTS, parent_of
+from scripts import SCRIPTS
 
 import grpo
 import grpo_vllm
@@ -20,13 +20,6 @@ def test_the_lesson_is_the_current_diff():
     """README.md shows the diff from grpo.py to dr_grpo.py. `python tools/siblings.py --write` updates this diff."""
     shown = re.search(r"```diff\n(.*?)\n```", README, re.DOTALL).group(1)
     assert shown == siblings.lesson()
-
-
-def test_the_table_has_every_script_with_its_parent():
-    change = r"(?:\[diff to (\w+)\]\(docs/diffs/\1\.md\): |the root:)"
-    row = r"^\| \[(\w+)\.py\]\(\w+\.py\) \|[^|]*\| " + change
-    rows = re.findall(row, README, re.MULTILINE)
-    assert rows == [(name, parent_of(name) or "") for name in SCRIPTS]
 
 
 def test_the_loop_shown_is_that_of_the_first_script():
@@ -92,13 +85,3 @@ def test_every_flag_in_it_exists():
     of_others |= {"no-project", "with-requirements"}  # uv's
     used = set(re.findall(r"--([a-z][a-z-]+)", README)).union(*spans) - of_others
     assert len(used) > 25 and used <= flags
-
-
-def test_only_the_five_run_time_packages_are_required():
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
-    names = [re.split("[=>]=", line)[0] for line in lines]
-    assert names == ["torch", "transformers", "datasets", "tyro", "wandb"]
-    assert f"pip install {lines[0]} -i" in README
-    lowest, highest = re.fullmatch("transformers>=(.*),<=(.*)", lines[1]).groups()
-    page = " ".join((ROOT / "docs" / "train.md").read_text(encoding="utf-8").split())
-    assert f"transformers, which may be {lowest} to {highest}" in page

@@ -1,4 +1,4 @@
-"""Whole runs: their files, and whether a run that was killed or had a full disk ends as an undisturbed one.
+"""Whole runs: their files, and whether a run that was killed ends as an undisturbed one.
 
 Also: steps without a finite gradient are skipped and counted, numbers that must not change, the order of the data,
 documented metrics, gradient checkpointing, exact first ratios, W&B, learning, and the evaluation by hand. A killed run
@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from conftest import ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine, small_recipe
+from conftest import ROOT, SMALL_TASK, skip_without_engine, small_recipe
 from scripts import CRITICS, SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
@@ -116,19 +116,10 @@ def data(tmp_path_factory):
     """A folder with only 14 training problems: a run goes through them more than once."""
     folder = tmp_path_factory.mktemp("data")
     for split, count in (("train", 14), ("test", 8)):
-        lines = (
-            (ROOT / "assets" / "addition" / f"{split}.jsonl").read_text().splitlines(keepends=True)
-        )
+        path = ROOT / "assets" / "addition" / f"{split}.jsonl"
+        lines = path.read_text().splitlines(keepends=True)
         (folder / f"{split}.jsonl").write_text("".join(lines[:count]))
     return str(folder)
-
-
-@pytest.fixture(autouse=True)
-def unlimited():
-    """Restore the limit on file sizes after each test."""
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
 @pytest.fixture
@@ -157,10 +148,8 @@ def finished_runs(tmp_path_factory, data):
         if script not in runs:
             folder = tmp_path_factory.mktemp("finished")
             given = dict(runs_dir=str(folder), run_name="run", dataset=data, **MANY_UPDATES)
-            assert (
-                script.main(make_args(script, **given))
-                == read_jsonl(folder / "run" / "metrics.jsonl")[-1]
-            )
+            metrics = script.main(make_args(script, **given))
+            assert metrics == read_jsonl(folder / "run" / "metrics.jsonl")[-1]
             runs[script] = folder / "run"
         return runs[script]
 
@@ -176,14 +165,8 @@ def finished(script, finished_runs):
 
 
 def test_files(script, finished):
-    expected = {
-        "args.json",
-        "checkpoint.pt",
-        f"{script.__name__}.py",
-        "metrics.jsonl",
-        "samples.jsonl",
-        "model",
-    }
+    expected = {f"{script.__name__}.py", "args.json", "checkpoint.pt", "model"}
+    expected |= {"metrics.jsonl", "samples.jsonl"}
     expected |= {"adapter"} if script.__name__ == "grpo_lora" else set()
     assert {path.name for path in finished.iterdir()} == expected
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
@@ -505,21 +488,22 @@ def test_killed_and_started_again_is_never_killed(script, spawn, finished, tmp_p
 def test_when_it_evaluates_and_saves(run, watch, every, evaluated, saved):
     """Before (only evaluated), after, and at multiples of --eval-every and --save-every; 0: none between."""
     steps = []
-    watch(
-        "save_checkpoint", lambda args, folder, trained, state, *rest: steps.append(state["step"])
-    )
+
+    def record(args, folder, trained, state, *rest):
+        steps.append(state["step"])
+
+    watch("save_checkpoint", record)
     records = read_jsonl(run(num_steps=5, eval_every=every, save_every=every) / "metrics.jsonl")
     assert [record["step"] for record in records if "eval/accuracy" in record] == evaluated
     assert steps == saved
 
 
-@pytest.mark.parametrize("gone", ["", "model"])
-def test_the_command_of_an_ended_run(script, finished, run, tmp_path, capsys, gone):
+def test_the_command_of_an_ended_run(script, finished, run, tmp_path, capsys):
     """It says that the run has ended, and returns the last metrics. It writes the model, and leaves all else alone.
 
     The run has moved, so the command names another folder of runs.
     """
-    folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns(gone))
+    folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("model"))
     flags = json.loads((folder / "args.json").read_text()) | {"runs_dir": str(tmp_path)}
     time_of_checkpoint = (folder / "checkpoint.pt").stat().st_mtime_ns
     assert run(**MANY_UPDATES) == folder
@@ -557,26 +541,6 @@ def test_a_longer_run(run):
         run("linear", num_steps=3, **given)
 
 
-@pytest.mark.scripts("grpo")
-def test_a_run_whose_folder_has_moved_goes_on(script, run, watch, finished, tmp_path):
-    """Its logs and checkpoints are in the new folder."""
-    stopped = []
-
-    def stop(args, folder, trained, state, metrics):
-        if state["step"] == 4 and not stopped:
-            stopped.append(folder)
-            raise KeyboardInterrupt
-
-    watch("save_checkpoint", stop)
-    with pytest.raises(KeyboardInterrupt):
-        run(**MANY_UPDATES)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "run").rename(tmp_path / "elsewhere" / "run")
-    run(**MANY_UPDATES, runs_dir=str(tmp_path / "elsewhere"))
-    assert not (tmp_path / "run").exists()
-    assert_same_runs(tmp_path / "elsewhere" / "run", finished)
-
-
 # ---- failures during a run
 
 
@@ -598,27 +562,6 @@ def watch(script, monkeypatch):
         monkeypatch.setattr(script, name, watched)
 
     return call
-
-
-@pytest.mark.scripts("grpo")
-def test_full_disk(script, watch, run, finished, tmp_path):
-    """A limit on file sizes imitates a full disk. The run ends, and its command goes on from its last checkpoint."""
-    steps = []
-
-    def before_sampling(args, *rest):
-        # The first call is the evaluation. Checkpoints follow steps 2 and 4.
-        steps.append(1)
-        if len(steps) == 5:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10**5, resource.RLIM_INFINITY))
-
-    watch("sample_responses", before_sampling)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    with pytest.raises((OSError, RuntimeError)):
-        run(**MANY_UPDATES)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
-    assert read_checkpoint(tmp_path / "run")["metrics"]["step"] == 2
-    run(**MANY_UPDATES)
-    assert_same_runs(tmp_path / "run", finished)
 
 
 @pytest.mark.parametrize("flags", [dict(beta=0.0), dict(num_minibatches=2)])
@@ -667,27 +610,6 @@ def test_a_gradient_that_is_not_finite_is_skipped(script, run, monkeypatch, tmp_
         assert all(tensor.isfinite().all() for tensor in after.values())
 
 
-def test_a_minibatch_of_one_token_takes_a_step(tmp_path, data, monkeypatch):
-    """DAPO divides by the tokens of a minibatch. Here this number is 1."""
-    script = __import__("dapo")
-
-    def alternate(completions, **columns):
-        return [float(i % 2) for i in range(len(completions))]
-
-    monkeypatch.setattr(script, "REWARDS", [alternate])
-    given = dict(
-        max_new_tokens=1, overlong_cache=0, num_minibatches=8, num_steps=1, temperature=9.0
-    )
-    given |= dict(dataset=data, runs_dir=str(tmp_path), run_name="run")
-    metrics = script.main(make_args(script, **given))
-    assert metrics["rollout/response_len"] == 1
-    before = AutoModelForCausalLM.from_pretrained(SMALL_MODEL).state_dict()
-    after = read_checkpoint(tmp_path / "run")
-    assert any(not torch.equal(before[name], x) for name, x in after["model"].items())
-    steps = [state["step"] for state in after["optimizer"]["state"].values()]
-    assert set(map(float, steps)) == {8.0}
-
-
 def test_the_ratio_moves_in_a_default_run_of_dapo(tmp_path, data):
     """With one update per rollout every ratio would be 1, and Clip-Higher would never act."""
     script = __import__("dapo")
@@ -702,14 +624,10 @@ def test_the_ratio_moves_in_a_default_run_of_dapo(tmp_path, data):
 @pytest.fixture
 def offline(monkeypatch):
     """W&B for a user without an account or a network."""
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "NETRC": os.devnull,
-    }.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("NETRC", os.devnull)
 
 
 @pytest.mark.scripts("grpo")
@@ -866,15 +784,9 @@ def test_a_run_that_goes_on_with_a_stale_engine(tmp_path, data, monkeypatch):
 @pytest.mark.scripts("grpo")
 def test_it_learns(script, tmp_path):
     """The test halves the script's prompts per step. The learning rate is high enough to show in a few steps."""
-    B = script.Args().num_prompts // 2
-    given = dict(
-        dataset=SMALL_TASK,
-        num_steps=8,
-        num_prompts=B,
-        learning_rate=2e-4,
-        lr_schedule="constant_with_warmup",
-        eval_size=2,
-    )
+    given = dict(dataset=SMALL_TASK, eval_size=2, num_steps=8)
+    given |= dict(num_prompts=script.Args().num_prompts // 2)
+    given |= dict(learning_rate=2e-4, lr_schedule="constant_with_warmup")
     given |= dict(runs_dir=str(tmp_path), run_name="run", device="cpu")
     script.main(dataclasses.replace(script.BUNDLED, **given))
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")[1:]

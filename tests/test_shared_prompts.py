@@ -11,16 +11,8 @@ import torch
 from test_lora import adapted
 from test_lora import make_args as lora_args
 from test_ppo_equations import tiny_classifier
-from test_sampling import (
-    assert_near,
-    assert_same_gradients,
-    build,
-    gradients,
-    random_rollout,
-    slow_logprobs,
-)
-from test_sampling import double as double  # the fixtures
-from test_sampling import two_threads as two_threads
+from test_sampling import assert_near, assert_same_gradients, build, random_rollout, slow_logprobs
+from test_sampling import double as double  # a fixture
 
 import grpo
 import grpo_lora
@@ -40,7 +32,11 @@ def micro_batches(script, model, rollout, sequences, budget):
     return batches
 
 
-def compare(script, model, rollout, budgets, compute, expected):
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(script, model, rollout, compute, expected):
     """What compute returns for micro-batches, and the gradients, against expected (N, R), which has a gradient.
 
     The sequences are all of a rollout, or half of them, which splits groups, in any order.
@@ -51,8 +47,8 @@ def compare(script, model, rollout, budgets, compute, expected):
     for sequences in (torch.arange(N), shuffled, shuffled[: N // 2]):
         model.zero_grad()
         (expected * weights)[sequences].sum().backward(retain_graph=True)
-        slow = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        for budget in budgets:
+        slow = gradients_of(model)
+        for budget in (100, 10**6):
             batches = micro_batches(script, model, rollout, sequences, budget)
             assert max(part.common for _, part in batches) >= BEGINNING
             model.zero_grad()
@@ -60,10 +56,7 @@ def compare(script, model, rollout, budgets, compute, expected):
                 found = compute(model, part)
                 assert_near(found, expected[rows])
                 (found * weights[rows]).sum().backward()
-            fast = {
-                name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
-            }
-            assert_same_gradients(fast, slow)
+            assert_same_gradients(gradients_of(model), slow)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -79,14 +72,11 @@ def test_log_probabilities_and_gradients_are_those_of_single_sequences(
     expected = slow_logprobs(model, rollout, 0.7)
     if checkpointing:
         module.use_checkpointing(model.train())
-    compare(
-        module,
-        model,
-        rollout,
-        (100, 10**6),
-        lambda model, part: module.compute_logprobs(model, part, 0.7),
-        expected,
-    )
+
+    def compute(model, part):
+        return module.compute_logprobs(model, part, 0.7)
+
+    compare(module, model, rollout, compute, expected)
     names = {name[-6:] for name, p in model.named_parameters() if p.grad is not None}
     assert module is not grpo_lora or names == {"lora_A", "lora_B"}
 
@@ -103,7 +93,7 @@ def test_values_scores_and_gradients_are_those_of_single_sequences(double, modul
         states = network.base_model(texts[-1]).last_hidden_state[0, len(prompt) - 1 : -1]
         padding = rollout.response_ids.shape[1] - len(response)
         values.append(torch.nn.functional.pad(network.score(states)[:, 0], (0, padding)))
-    compare(module, network, rollout, (100, 10**6), module.compute_values, torch.stack(values))
+    compare(module, network, rollout, module.compute_values, torch.stack(values))
     if module is ppo_rlhf:
         scores = ppo_rlhf.rollout_scores(ppo_rlhf.Args(micro_batch_tokens=100), network, rollout)
         assert_near(scores, torch.cat([network(text).logits[0] for text in texts]))
@@ -180,20 +170,3 @@ def test_what_the_model_is_called_with(checkpointing):
     ((_, part),) = micro_batches(grpo, model, rollout, torch.arange(4), 100)
     grpo.compute_logprobs(model, part, 1.0)
     assert shapes == [(1, 12), (2, 10), (2, 3)]
-
-
-def test_the_gradient_is_the_same_to_the_last_bit_with_two_threads(two_threads):
-    """All rows add their gradients to the states of the beginning, in an order that no thread changes."""
-    model = build("Llama", hidden_size=128, head_dim=64, num_key_value_heads=4)
-    rollout = random_rollout(grpo, [(400, [3] * 120)])
-    ((_, part),) = micro_batches(grpo, model, rollout, torch.arange(120), 10**6)
-    assert part.common == 399
-    assert part.response_mask.sum() * 128 > 2**15  # threads share the work on larger tensors
-
-    def gradient():
-        return gradients(model, grpo.compute_logprobs(model, part, 1.0).sum())
-
-    first = gradient()
-    for _ in range(3):
-        again = gradient()
-        assert all(torch.equal(again[name], grad) for name, grad in first.items())

@@ -68,7 +68,7 @@ def run(script, folder, name, **fields):
     return metrics, folder / name
 
 
-# ---- commands, flags, quoted lines
+# ---- commands and quoted lines
 
 
 def test_every_command_is_accepted():
@@ -87,25 +87,6 @@ def test_the_lines_that_it_quotes_are_printed(heading):
     for line in lines:
         fixed = re.sub(r"^(train|test)(?= )|(?<= )\d+:$", "", line)
         assert fixed in read_script("grpo"), line
-
-
-def test_every_metric_is_a_documented_one():
-    metrics = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:rollout|policy|eval|optim|kl|time)/\w+)`", PROSE))
-    assert len(named) > 10
-    assert not {name for name in named if f"`{name}`" not in metrics}
-
-
-def test_it_names_the_values_of_the_recipe():
-    """Under "Why these values", a flag with a value is the recipe's."""
-    section = PROSE.split("## Why these values")[1].split("###")[0]
-    defaults = parse("grpo", [])
-    found = re.findall(r"^- \*\*.*?\*\*(?= )", section, re.MULTILINE | re.DOTALL)
-    flags = re.findall(r"`(--[a-z-]+) ([\d.e-]+)`", " ".join(found))
-    assert len(flags) >= 5
-    for flag, value in flags:
-        assert getattr(defaults, flag[2:].replace("-", "_")) == float(value), flag
-    assert grpo_lora.Args().learning_rate == pytest.approx(3 * defaults.learning_rate)
 
 
 # ---- numbers

@@ -30,15 +30,8 @@ assert double  # a fixture
 ENGINE = pytest.mark.skipif(not can_sample("grpo_vllm"), reason="vllm is not installed")
 WAIT = 240  # seconds after which a test assumes that a process hangs
 
-SIZES = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=32,
-    max_position_embeddings=512,
-)
+SIZES = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2)
+SIZES |= dict(num_key_value_heads=1, head_dim=32, max_position_embeddings=512)
 # name -> (class of the configuration, fields)
 FAMILIES = {
     "Llama": ("LlamaConfig", dict(tie_word_embeddings=False)),
@@ -48,15 +41,8 @@ FAMILIES = {
     # vLLM has no SmolLM3 of its own, and runs that of transformers.
     "SmolLM3": ("SmolLM3Config", dict(tie_word_embeddings=True)),
 }
-FIELDS = dict(
-    examples=False,
-    dataset=SMALL_TASK,
-    max_prompt_tokens=200,
-    max_new_tokens=24,
-    temperature=1.0,
-    gradient_checkpointing=False,
-    device="cpu",
-)
+FIELDS = dict(dataset=SMALL_TASK, examples=False, max_prompt_tokens=200, max_new_tokens=24)
+FIELDS |= dict(temperature=1.0, gradient_checkpointing=False, device="cpu")
 
 
 def save_model(folder, name, **fields):
@@ -386,15 +372,13 @@ def test_samples_share_no_random_numbers(started, uniform):
 @one_family
 def test_each_prompt_has_a_seed_from_the_seed_of_the_step(started, monkeypatch):
     """On a GPU, the engine has a random state of its own, with which a run that goes on couldn't go on."""
-    _, engine, *_ = started
-    asked = []
-    generate = engine.generate
+    asked, generate = [], started[1].generate
 
     def recorded(prompts, options, **more):
         asked.append([option.seed for option in options])
         return generate(prompts, options, **more)
 
-    monkeypatch.setattr(engine, "generate", recorded)
+    monkeypatch.setattr(started[1], "generate", recorded)
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
         sample(started, [{"prompt_ids": [3, 4, 5]}] * 6)
