@@ -31,7 +31,7 @@ PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 BLOCKS = {}
 for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
     names = re.findall(r"^def (\w+)", block, re.MULTILINE)
-    if names and names[0] != "ask" and re.search(r"^REWARDS = ", block, re.MULTILINE):
+    if not {"ask", "judge_reward"} & set(names) and re.search(r"^REWARDS = ", block, re.MULTILINE):
         BLOCKS[names[0]] = block
 SUM = {"question": "47+38=", "answer": "85"}
 # The rows of each example, and its flags.
@@ -239,6 +239,24 @@ def test_the_sweep(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path / "other")
     exec(block, {})
     assert capsys.readouterr().out.count("--temperature must be positive") == 3
+
+
+@pytest.mark.parametrize("task", ["gcd", "prime_factorization"])
+def test_a_task_of_reasoning_gym(tmp_path, task):
+    """The data set's answers get 1 from their judge, and other texts less, also those that it can't read."""
+    pytest.importorskip("reasoning_gym")
+    section = PAGE.partition("## A task of reasoning-gym\n")[2].partition("\n## ")[0]
+    write, judge = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    write = write.replace("size=603", "size=8").replace('"gcd"', f'"{task}"')
+    subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=True)
+    rows = [json.loads(line) for line in (tmp_path / "task.jsonl").open()]
+    assert len(rows) == 5 and all(len(row["question"]) == 7 for row in rows)
+    names = {"json": json}
+    exec(judge, names)
+    (reward,) = names["REWARDS"]
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    assert reward(completions=columns["answer"], **columns) == [1.0] * 5
+    assert max(reward(completions=["I think that x = 3"] * 5, **columns)) < 1
 
 
 def import_copy(name, folder, home):
