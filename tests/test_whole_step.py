@@ -27,6 +27,7 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import grpo_process
 from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
@@ -1028,39 +1029,22 @@ ALGORITHMS["kimi_kl"] = dataclasses.replace(
 # ---- grpo_process.py
 
 
-def column_steps(text, answer):
-    """Where each step of a response ends, and its reward. The columns' sums are steps, and the whole response."""
-    before, tag, after = text.partition("<think>")
-    start = len(before + tag) if tag else 0
-    thought, closed, _ = text[start:].partition("</think>")
-    steps = []
-    if closed and thought and set(thought) <= set("0123456789+=,"):
-        for place, column in enumerate(thought.split(",")):
-            digits, _, total = column.partition("=")
-            terms = digits.split("+")
-            is_sum = len(terms) > 1 and all(len(term) == 1 for term in terms)
-            is_true = is_sum and "=" not in total and total == str(sum(map(int, terms)))
-            is_right = is_true and place < len(answer) and total[-1] == answer[-1 - place]
-            steps.append([start + len(column), float(is_right)])
-            start += len(column) + 1
-    return [*steps, [len(text), float(accuracy_reward([text], [answer])[0])]]
-
-
 def process_advantages(run, groups):
     """A token's advantage is the sum over the steps that end with it or after it. DeepSeekMath 4.1.3."""
     counts, means, equal = [], [], []
     for group in groups:
-        steps = [column_steps(o.text, o.answer) for o in group]
-        assert group[0].sample["steps"] == steps
+        # test_process.py checks what step_rewards finds.
+        steps = [grpo_process.step_rewards([o.text], [o.answer])[0] for o in group]
+        assert group[0].sample["steps"] == [[list(step) for step in own] for own in steps]
         rewards = [reward for own in steps for _, reward in own]
+        center, scale = mean(rewards), std(rewards) + 1e-4
         for o, own in zip(group, steps, strict=True):
             o.advantages = []
             for t in range(o.length):
                 start = len(text_of(run, o.tokens[:t]))
                 # The last step is the whole response, with the EOS token.
                 ahead = [reward for end, reward in own[:-1] if start < end] + [own[-1][1]]
-                normalized = [(x - mean(rewards)) / (std(rewards) + 1e-4) for x in ahead]
-                o.advantages.append(math.fsum(normalized))
+                o.advantages.append(math.fsum((x - center) / scale for x in ahead))
             run.seen["grpo_process.py finds only one step"].add(len(own) == 1)
         counts += [len(own) for own in steps]
         means += rewards
@@ -1109,6 +1093,8 @@ def ppo_reward(run, o):
     """The judge's score of the whole response, or the rules. A cut response costs a penalty."""
     with torch.no_grad():
         score = outputs_of(run.judge, o.sequence)[-1].item() if run.judge else rule_reward(o)
+    if run.judge:
+        run.seen["a response ends before the limit"].add(o.ended)
     return score if o.ended else score - run.args.missing_eos_penalty
 
 
