@@ -1,7 +1,7 @@
 """self_distill.py and variants/sdpo_context.diff: how the teacher moves, and what it alone reads.
 
-test_distill.py has the equations that both scripts share, and test_whole_step.py whole steps. Also: TRL's loss, and
-what is refused.
+test_distill.py has the equations that both scripts share, and test_whole_step.py whole steps. Also: what is
+refused.
 """
 
 import json
@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import SMALL_MODEL
 from patched import load_patched
-from test_distill import make_rollout, random_logits
+from test_distill import make_rollout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import self_distill
@@ -38,35 +38,6 @@ def test_the_right_responses_by_hand():
     right = [False, True, True, True, False, False, False, False, False]
     contexts = load_patched("sdpo_context").right_responses(texts, right, 3)
     assert contexts == ["b", "c", "b", "", "d", "d", "", "", ""]
-
-
-# ---- TRL
-
-
-def test_the_loss_is_trls():
-    """TRL's loss of a sampled token has the gradient of the first update."""
-    utils = pytest.importorskip("trl.experimental.sdpo.loss_utils")
-    n, R, V = 3, 5, 7
-    student, teacher = random_logits(1, n, R, V).requires_grad_(), random_logits(2, n, R, V)
-    ids = torch.randint(V, (n, R), generator=torch.Generator().manual_seed(3))
-    mask = torch.arange(R) < torch.tensor([5, 2, 0])[:, None]  # (n, R); TRL's rows have a mean, too
-
-    def trl_mean(per_token):
-        return ((per_token * mask).sum(1) / mask.sum(1).clamp(min=1)).mean()
-
-    theirs = utils.compute_sampled_token_self_distillation_loss(
-        student, teacher, ids, distillation_alpha=1.0
-    )
-    expected = torch.autograd.grad(trl_mean(theirs), student)[0]
-    logprobs, ref = [
-        x.log_softmax(2).gather(2, ids[:, :, None])[:, :, 0] for x in (student, teacher)
-    ]
-    args, old = self_distill.Args(), logprobs.detach()
-    advantages = self_distill.compute_advantages(old, ref)
-    loss, _ = self_distill.policy_loss(args, logprobs, old, ref, advantages, mask, num_seqs=n)
-    gradient = torch.autograd.grad(loss, student)[0]
-    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
-    assert gradient.abs().max() > 0.01
 
 
 # ---- the teacher's prompts

@@ -23,6 +23,7 @@ import pytest
 import torch
 from conftest import ROOT, small_recipe
 from patched import load_patched
+from scripts import SCRIPTS
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -31,27 +32,11 @@ import grpo_process
 from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
-COMMON = dict(
-    num_steps=2,
-    num_prompts=3,
-    num_generations=4,
-    max_new_tokens=21,
-    temperature=1.1,
-    learning_rate=2e-3,
-)
-COMMON |= dict(
-    num_iterations=1, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=2
-)
-COMMON |= dict(
-    clip_eps=0.1,
-    clip_eps_low=0.1,
-    clip_eps_high=0.15,
-    beta=0.2,
-    device="cpu",
-    eval_size=2,
-    seed=5,
-    save_every=2,
-)
+COMMON = dict(num_steps=2, num_prompts=3, num_generations=4, max_new_tokens=21, temperature=1.1)
+COMMON |= dict(learning_rate=2e-3, warmup_updates=2, max_grad_norm=0.7)
+COMMON |= dict(num_iterations=1, num_minibatches=2, micro_batch_tokens=100)
+COMMON |= dict(clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2)
+COMMON |= dict(device="cpu", eval_size=2, seed=5, save_every=2)
 # The sampler's weights are up to two steps old.
 STALE = dict(staleness=3, num_steps=3, num_minibatches=6, beta=0.0)
 # (script or patch, fields)
@@ -147,8 +132,7 @@ CASES = [
     ("kimi_kl", dict(STALE, num_minibatches=2, kl_tau=0.1, num_iterations=2)),
 ]
 # The patches of variants/ that are compared here.
-PATCHES = ["full_vocabulary", "sdpo_context", "copg", "p3o", "clip_cov"]
-PATCHES += ["geo_mask", "icepop", "opsm", "kimi_kl"]
+PATCHES = {name for name, _ in CASES} - set(SCRIPTS)
 
 
 def norm(layer, hidden):
@@ -192,27 +176,22 @@ def run_main(script, monkeypatch, tmp_path, given):
     fields["dataset"] = str(tmp_path / "few.jsonl")
     (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
-    steps, generate, minibatches = [], script.generate, script.minibatches
-    micro_batches, shared = script.micro_batches, []
-    save_checkpoint, saved, seeds = script.save_checkpoint, [], []
+    steps, shared, saved, seeds = [], [], [], []
+    generate, minibatches = script.generate, script.minibatches
+    micro_batches, save_checkpoint = script.micro_batches, script.save_checkpoint
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
-        # remax.py generates greedy responses after a step's samples and before its minibatches.
-        is_greedy_rollout = call[5] == 0 and bool(steps) and not steps[-1]["minibatches"]
-        # The test doesn't record evaluations.
-        if call[5] > 0 or is_greedy_rollout:
-            prompts = [
-                row[counts].tolist()
-                for row, counts in zip(call[2], call[3], strict=True)
-                for _ in range(call[4])
-            ]
-            responses = [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)]
-            if not steps or steps[-1]["minibatches"]:
-                steps.append({"sequences": [], "greedy": [], "minibatches": []})
-                seeds.append(torch.initial_seed())
-            kind = "greedy" if is_greedy_rollout else "sequences"
-            steps[-1][kind] += zip(prompts, responses, strict=True)
+        prompt_ids, prompt_mask, G, temperature = call[2:6]
+        prompts = []
+        for row, counts in zip(prompt_ids, prompt_mask, strict=True):
+            prompts += [row[counts].tolist()] * G
+        responses = [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)]
+        if not steps or steps[-1]["minibatches"]:
+            steps.append({"sequences": [], "greedy": [], "minibatches": []})
+            seeds.append(torch.initial_seed())
+        kind = "greedy" if temperature == 0 else "sequences"  # remax.py generates both
+        steps[-1][kind] += zip(prompts, responses, strict=True)
         return ids, mask, logprobs
 
     def recorded_minibatches(*call):
@@ -243,6 +222,8 @@ def run_main(script, monkeypatch, tmp_path, given):
         monkeypatch.setattr(script, "micro_batches", by_prompt)
     monkeypatch.setattr(script, "generate", recorded_generate)
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
+    # It changes nothing, and would take a third of the time. test_runs.py has it by hand.
+    monkeypatch.setattr(script, "evaluate", lambda *call: {"eval/accuracy": 0.0})
     script.main(args)
     # A checkpoint follows every second step and the last step, and says which step it follows.
     due = [n for n in range(1, args.num_steps + 1) if n % 2 == 0 or n == args.num_steps]
@@ -251,21 +232,15 @@ def run_main(script, monkeypatch, tmp_path, given):
     # A small minibatch may have no two samples of a prompt.
     may_share = name != "grpo_multigpu" and args.num_generations > 1
     assert sum(shared) > 0 or not may_share or args.num_minibatches > 2
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()][1:]
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    for number, (step, metrics) in enumerate(zip(steps, records, strict=True), start=1):
-        step["metrics"], step["samples"] = (
-            metrics,
-            [sample for sample in samples if sample["step"] == number],
-        )
-    args = script.Args(
-        **{
-            k: v
-            for k, v in json.loads((tmp_path / "run" / "args.json").read_text()).items()
-            if k in known
-        }
-    )
-    return args, steps, torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    run_dir = tmp_path / "run"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()][1:]
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    for step, metrics in zip(steps, records, strict=True):
+        step["metrics"] = metrics
+        step["samples"] = [sample for sample in samples if sample["step"] == metrics["step"]]
+    fields = json.loads((run_dir / "args.json").read_text())
+    args = script.Args(**{name: value for name, value in fields.items() if name in known})
+    return args, steps, torch.load(run_dir / "checkpoint.pt", weights_only=True)
 
 
 # ---- the reference: the same for all scripts
