@@ -299,17 +299,8 @@ READ = ["#", "$#", "$#$", r"\boxed{#}.", "**#**", "x = #", "3 + 4 = #", "The ans
 READ += [r"#\text{ cm}^2", "# m/s^2", r"#\%"]
 # In these texts the number is another one, or none, so it isn't read.
 UNREAD = ["#:30", "30:#", "(#, 4)", "(4, #)", "17 or #", "# or 17", "17-#", "17 - #", "x > #", "±#"]
-UNREAD += [
-    "1012 (3 boxes of #)",
-    r"#\pi",
-    r"# \sqrt{x}",
-    r"\sqrt{#}",
-    "#!",
-    "# million",
-    "#k",
-    "#x",
-]
-UNREAD += ["# + x", "#^2", "#_7", "#¾", "# and a half", "#..."]
+UNREAD += ["1012 (3 boxes of #)", r"#\pi", r"# \sqrt{x}", r"\sqrt{#}", "#!", "# million"]
+UNREAD += ["#k", "#x", "# + x", "#^2", "#_7", "#¾", "# and a half", "#..."]
 NUMBERS = ["0", "7", "-7", "18", "1450", "-1234567", "0.5", "-0.25", "3/4", "7/2", "-22/7", "12.34"]
 
 
