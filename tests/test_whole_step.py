@@ -303,6 +303,41 @@ def rate(args, update, num_updates):
     return (1 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1 - done
 
 
+# What most scripts have in common. Algorithm names it as its defaults.
+
+
+def one_bound(args):
+    return args.clip_eps, args.clip_eps
+
+
+def drift(run, o, t):
+    """Metrics of the log-probabilities."""
+    return {"policy/approx_kl": 0.5 * (o.now[t] - o.old[t]) ** 2, "policy/entropy": -o.now[t]}
+
+
+def outside(run, ratio):
+    """Metrics of the clip range, whether or not the loss clips this ratio."""
+    below, above = ratio < 1 - run.low, ratio > 1 + run.high
+    return {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below or above,
+    }
+
+
+def ratios(run, o, t):
+    ratio = math.exp(o.now[t] - o.old[t])
+    return outside(run, ratio) | {"policy/ratio_mean": ratio}
+
+
+def k3(ref, logprob):
+    return math.exp(ref - logprob) - (ref - logprob) - 1
+
+
+def kl_to_reference(run, o, t):
+    return {"kl/ref": k3(o.ref[t], o.now[t])} if run.args.beta > 0 else {}
+
+
 class Response:
     """A response o. Its lists have a number for each of its tokens.
 
@@ -342,9 +377,9 @@ class Algorithm:
     # (run, batch, o, t): the part of token t of o in the loss of the minibatch `batch`.
     loss: Callable
     # (run, o, t) each: metrics, whose means over all tokens are logged.
-    metrics: tuple
+    metrics: tuple = (drift, ratios, kl_to_reference)
     # (args): how far the clip range reaches below and above 1.
-    bounds: Callable
+    bounds: Callable = one_bound
     # (run, o): the reward of a response.
     reward: Callable = lambda run, o: rule_reward(o)
     # (o): the advantages in samples.jsonl: one number for each response, or a list for its tokens.
@@ -526,10 +561,6 @@ def reference(algorithm, args, steps):
 # ---- what several scripts have in common
 
 
-def one_bound(args):
-    return args.clip_eps, args.clip_eps
-
-
 def two_bounds(args):
     return args.clip_eps_low, args.clip_eps_high
 
@@ -552,10 +583,6 @@ def ratio_of(o, t):
     return (o.logprobs[t] - o.old[t]).exp()
 
 
-def k3(ref, logprob):
-    return math.exp(ref - logprob) - (ref - logprob) - 1
-
-
 def kl_penalty(run, o, t):
     """beta times the KL to the reference at a token, DeepSeekMath, Eq. 4."""
     if run.args.beta == 0:
@@ -572,30 +599,6 @@ def tokens_of(batch):
 def mean_over_tokens(run, batch, o, t):
     """PPO's clipped loss. All tokens of the minibatch have the same weight."""
     return clipped(run, ratio_of(o, t), o.A[t]) / tokens_of(batch)
-
-
-def drift(run, o, t):
-    """Metrics of the log-probabilities."""
-    return {"policy/approx_kl": 0.5 * (o.now[t] - o.old[t]) ** 2, "policy/entropy": -o.now[t]}
-
-
-def outside(run, ratio):
-    """Metrics of the clip range, whether or not the loss clips this ratio."""
-    below, above = ratio < 1 - run.low, ratio > 1 + run.high
-    return {
-        "policy/clip_frac_low": below,
-        "policy/clip_frac_high": above,
-        "policy/clip_frac": below or above,
-    }
-
-
-def ratios(run, o, t):
-    ratio = math.exp(o.now[t] - o.old[t])
-    return outside(run, ratio) | {"policy/ratio_mean": ratio}
-
-
-def kl_to_reference(run, o, t):
-    return {"kl/ref": k3(o.ref[t], o.now[t])} if run.args.beta > 0 else {}
 
 
 def zero_std(groups):
@@ -631,11 +634,8 @@ def reinforce_loss(run, batch, o, t):
 
 
 ALGORITHMS = {}
-ALGORITHMS["reinforce_baseline"] = Algorithm(
-    advantages=reinforce_advantages,
-    loss=reinforce_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=for_the_metrics_alone,
+REINFORCE = ALGORITHMS["reinforce_baseline"] = Algorithm(
+    advantages=reinforce_advantages, loss=reinforce_loss, bounds=for_the_metrics_alone
 )
 
 # ---- rloo.py, and copg and p3o
@@ -686,12 +686,7 @@ def p3o_renew(run, groups, batch):
             o.A = [total / (len(group) - 1)] * o.length
 
 
-ALGORITHMS["rloo"] = Algorithm(
-    advantages=rloo_advantages,
-    loss=reinforce_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=for_the_metrics_alone,
-)
+ALGORITHMS["rloo"] = dataclasses.replace(REINFORCE, advantages=rloo_advantages)
 of_the_last_update = dict(logged=lambda o: o.A[0])
 ALGORITHMS["copg"] = dataclasses.replace(ALGORITHMS["rloo"], renew=copg_renew, **of_the_last_update)
 ALGORITHMS["p3o"] = dataclasses.replace(ALGORITHMS["rloo"], renew=p3o_renew, **of_the_last_update)
@@ -718,12 +713,7 @@ def remax_advantages(run, groups):
     }
 
 
-ALGORITHMS["remax"] = Algorithm(
-    advantages=remax_advantages,
-    loss=reinforce_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=for_the_metrics_alone,
-)
+ALGORITHMS["remax"] = dataclasses.replace(REINFORCE, advantages=remax_advantages)
 
 # ---- grpo.py, grpo_multigpu.py, grpo_lora.py, and clip_cov
 
@@ -782,8 +772,6 @@ def clip_cov_renew(run, groups, batch):
 ALGORITHMS["grpo"] = ALGORITHMS["grpo_multigpu"] = Algorithm(
     advantages=grpo_advantages,
     loss=grpo_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=one_bound,
 )
 ALGORITHMS["grpo_lora"] = dataclasses.replace(
     ALGORITHMS["grpo"], policy=lambda args: WithAdapters(load(args.model), args)
@@ -807,12 +795,7 @@ def dr_grpo_loss(run, batch, o, t):
     return token_loss / run.args.max_new_tokens / len(batch)
 
 
-ALGORITHMS["dr_grpo"] = Algorithm(
-    advantages=dr_grpo_advantages,
-    loss=dr_grpo_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=one_bound,
-)
+ALGORITHMS["dr_grpo"] = Algorithm(advantages=dr_grpo_advantages, loss=dr_grpo_loss)
 
 # ---- dapo.py
 
@@ -989,7 +972,6 @@ OFFPOLICY = ALGORITHMS["grpo_offpolicy"] = Algorithm(
     advantages=offpolicy_advantages,
     loss=offpolicy_loss,
     metrics=(drift, ratios, kl_to_reference, dual_clips),
-    bounds=one_bound,
     after=refresh_engine,
 )
 ALGORITHMS["geo_mask"] = dataclasses.replace(OFFPOLICY, advantages=geo_mask_advantages)
@@ -1035,8 +1017,6 @@ ALGORITHMS["grpo_process"] = Algorithm(
     advantages=process_advantages,
     logged=lambda o: o.advantages,
     loss=grpo_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=one_bound,
 )
 
 # ---- ppo_rlhf.py
@@ -1154,7 +1134,6 @@ ALGORITHMS["ppo_rlhf"] = Algorithm(
     logged=lambda o: o.advantages,
     loss=mean_over_tokens,
     metrics=(drift, ratios),
-    bounds=one_bound,
 )
 
 # ---- vapo.py
@@ -1257,7 +1236,6 @@ ALGORITHMS["distill"] = Algorithm(
     logged=lambda o: o.advantages,
     loss=distill_loss,
     metrics=(drift, ratios, kl_to_teacher),
-    bounds=one_bound,
 )
 ALGORITHMS["full_vocabulary"] = dataclasses.replace(
     ALGORITHMS["distill"], renew=read_reverse_kl, loss=reverse_kl_loss
@@ -1309,13 +1287,10 @@ def self_distill_advantages(run, groups, context_of=answer_as_context):
     return zero_std(groups) | {"rollout/context_frac": mean(found)}
 
 
-ALGORITHMS["self_distill"] = Algorithm(
+ALGORITHMS["self_distill"] = dataclasses.replace(
+    ALGORITHMS["distill"],
     prepare=save_teacher,
     advantages=self_distill_advantages,
-    logged=lambda o: o.advantages,
-    loss=distill_loss,
-    metrics=(drift, ratios, kl_to_teacher),
-    bounds=one_bound,
     after=move_teacher,
 )
 ALGORITHMS["sdpo_context"] = dataclasses.replace(
