@@ -479,7 +479,7 @@ def test_slices_add_up_to_the_minibatch(script):
 
 @pytest.mark.scripts(*LOSSES)
 def test_stats_are_sums_over_tokens_that_count(script):
-    logprobs = double([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]])
+    logprobs = double([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.05, 7.0, 9.0]])
     mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
     old, ones = torch.zeros_like(logprobs), torch.ones(2, 1)
     _, stats = loss_of(script, make_args(script), logprobs, old, None, ones, mask, 2, 5)
@@ -487,12 +487,13 @@ def test_stats_are_sums_over_tokens_that_count(script):
     # the range and the second sequence's ratio is below the range.
     assert stats["policy/clip_frac_high"] == 1
     assert stats["policy/clip_frac_low"] == 1
-    assert stats["policy/approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
-    logratios = [0.5, -0.5, 0.1, -0.1, 0.0]
+    logratios = ratio_logs = [0.5, -0.5, 0.1, -0.1, 0.05]
     if script is gspo:
-        logratios = [0.1 / 3] * 3 + [-0.05] * 2
-    assert stats["policy/ratio_mean"].item() == pytest.approx(sum(map(math.exp, logratios)))
-    assert stats["policy/entropy"].item() == pytest.approx(-(0.5 - 0.5 + 0.1 - 0.1 + 0.0))
+        ratio_logs = [0.1 / 3] * 3 + [-0.05 / 2] * 2
+    approx_kl = 0.5 * sum(x**2 for x in logratios)
+    assert stats["policy/approx_kl"].item() == pytest.approx(approx_kl)
+    assert stats["policy/ratio_mean"].item() == pytest.approx(sum(map(math.exp, ratio_logs)))
+    assert stats["policy/entropy"].item() == pytest.approx(-0.05)
 
 
 def of_a_full_group(script, advantages, logprobs, old, **fields):
