@@ -1,8 +1,8 @@
-"""Every loss, and the advantages of the scripts with rewards per response, by hand and by slow loops.
+"""The equations of all scripts: numbers worked by hand, slow loops in float64, and identities.
 
 An equation whose text is the same in several scripts, as test_siblings.py checks, is tested in the first of them.
-Also: KL terms, dynamic sampling, the overlong penalty, minibatches and slices, masked slots and refused shapes.
-What other scripts add is in test_child_equations.py, test_ppo_equations.py, test_vapo_equations.py and others.
+Other files have what one script alone adds: test_process.py, test_distill.py, test_self_distill.py and test_lora.py.
+The patches are in test_variants.py, and whole steps of main in test_whole_step.py.
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ from scripts import SCRIPTS
 from siblings import parts
 
 import dapo
-import distill
 import dr_grpo
 import grpo
+import grpo_offpolicy
+import gspo
 import ppo_rlhf
 import reinforce_baseline
 import remax
@@ -27,6 +28,14 @@ import vapo
 
 # The first script with each loss.
 LOSSES = list({parts(name)["policy_loss"]: name for name in reversed(SCRIPTS)}.values())[::-1]
+# These scripts have one advantage per token, (n, R). The others have one per sequence, (n, 1).
+PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "distill")
+NO_KL = ("dapo", "ppo_rlhf", "vapo")  # their losses don't get the reference
+NAN, INF = math.nan, math.inf
+
+
+def double(rows):
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def make_args(script, **fields):
@@ -36,15 +45,10 @@ def make_args(script, **fields):
     return script.Args(**{name: value for name, value in given.items() if name in known})
 
 
-# These scripts have one advantage per token, (n, R). The others have one per sequence, (n, 1).
-PER_TOKEN = ("ppo_rlhf", "vapo", "grpo_process", "distill")
-
-
 def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
     """Call any script's policy_loss with the arguments that this script takes."""
-    # The loss must not use this reference.
     if ref is None:
-        ref = torch.full_like(logprobs, -1.0)
+        ref = torch.full_like(logprobs, -1.0)  # the loss must not use it
     if script.__name__ in PER_TOKEN and advantages.shape == (len(mask), 1):
         advantages = advantages.expand(mask.shape)
     given = dict(ref_logprobs=ref, teacher_logprobs=ref, sampler_weights=torch.ones_like(logprobs))
@@ -54,227 +58,99 @@ def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_to
     return script.policy_loss(args, logprobs, old, advantages=advantages, mask=mask, **given)
 
 
-def advantages_of(script, rewards):
-    """The script's advantages. Scripts that take a baseline get the mean."""
-    if script is reinforce_baseline:
-        return script.compute_advantages(rewards, rewards.mean())
-    if script is remax:
-        return script.compute_advantages(rewards, rewards.mean(1))
-    return script.compute_advantages(rewards)
+def token_loss(script, args, ratio, advantage):
+    """The loss of a minibatch of one token with this ratio, its gradient and the stats."""
+    logprobs, old = double([[math.log(ratio)]]).requires_grad_(), double([[0.0]])
+    mask = torch.ones(1, 1, dtype=torch.bool)
+    loss, stats = loss_of(script, args, logprobs, old, None, double([[advantage]]), mask, 1, 1)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return loss.item(), gradient.item(), stats
 
 
-def ragged_batch(seed, n=6, R=7, dtype=torch.float64):
+def ragged_batch(seed, n=6, R=7):
     """Random log-probabilities, which are 0 where masked, advantages and a ragged mask."""
     generator = torch.Generator().manual_seed(seed)
-    random = -2 * torch.rand(3, n, R, generator=generator, dtype=dtype)
+    random = -2 * torch.rand(3, n, R, generator=generator, dtype=torch.float64)
     logprobs, old, ref = random.unbind(0)  # (n, R) each
     lengths = torch.randint(1, R + 1, (n,), generator=generator)
     lengths[0], lengths[1] = R, 1
     mask = torch.arange(R) < lengths[:, None]  # (n, R)
-    advantages = torch.randn(n, 1, generator=generator, dtype=dtype)  # (n, 1)
+    advantages = torch.randn(n, 1, generator=generator, dtype=torch.float64)  # (n, 1)
     for tensor in (logprobs, old, ref):
         tensor[~mask] = 0.0
     return logprobs.requires_grad_(), old, ref, advantages, mask
 
 
-def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_tokens):
-    """The loss of each script, one token at a time, with max_new_tokens 10.
-
-    The clip range is 0.8 to 1.2; the upper bound of dapo.py and vapo.py is 1.28. gspo.py clips at 0.9997 and 1.0004.
-    """
-    logprobs, old, ref, advantages = (
-        x.detach().tolist() for x in (logprobs, old, ref, advantages.expand(mask.shape))
-    )
-    total = 0.0
-    for i in range(len(mask)):
-        length = int(mask[i].sum())
-        weight = {
-            "reinforce_baseline": 1 / num_seqs,
-            "dr_grpo": 1 / (num_seqs * 10),
-            "dapo": 1 / num_tokens,
-            "ppo_rlhf": 1 / num_tokens,
-            "vapo": 1 / num_tokens,
-        }.get(name, 1 / (num_seqs * max(1, length)))
-        for t in range(length):
-            ratio, advantage = math.exp(logprobs[i][t] - old[i][t]), advantages[i][t]
-            if name == "gspo":
-                ratio = math.exp(
-                    math.fsum(logprobs[i][k] - old[i][k] for k in range(length)) / length
-                )
-            low, high = {
-                "dapo": (0.8, 1.28),
-                "vapo": (0.8, 1.28),
-                "gspo": (0.9997, 1.0004),
-            }.get(name, (0.8, 1.2))
-            if name == "reinforce_baseline":
-                objective = advantage * logprobs[i][t]
-            elif advantage > 0:
-                objective = advantage * min(ratio, high)
-            else:
-                dual_clip = 3.0 if name == "grpo_offpolicy" else math.inf
-                objective = advantage * min(max(ratio, low), dual_clip)
-            if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process"):
-                upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
-                objective -= beta * (upside - math.log(upside) - 1)
-            total -= objective * weight
-    return total
-
-
-# ---- advantages
-
-
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
-def test_advantages_stay_within_their_group(member):
-    rewards = torch.tensor([[0.0, 1.0, 0.5], [10.0, 20.0, 30.0]])
-    together = advantages_of(member, rewards)
-    apart = torch.cat([advantages_of(member, row[None]) for row in rewards])
-    assert torch.equal(together, apart)
-    assert together.mean(1).abs().max() < 1e-6
-    if member is grpo:
-        assert torch.allclose(together.std(1), torch.ones(2), atol=1e-3)
-
-
-@pytest.mark.parametrize("member", [reinforce_baseline, rloo, grpo, dr_grpo])
-def test_advantages_refuse_a_flat_vector(member):
-    with pytest.raises(AssertionError):
-        advantages_of(member, torch.rand(8))
-
-
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
-def test_a_group_of_one_is_refused(member):
-    # A group of one has no other samples and no std: the advantage would be 0 or NaN.
-    with pytest.raises(AssertionError):
-        advantages_of(member, torch.rand(8, 1))
-
-
-@pytest.mark.parametrize(
-    ("member", "expected"),
-    [
-        # Rewards 3, 0, 0, 1 have mean 1. The means of the other three are 1/3, 4/3, 4/3, 1.
-        # The squared deviations are 4, 1, 1, 0, so Bessel's std is sqrt(2).
-        (reinforce_baseline, [2.0, -1.0, -1.0, 0.0]),
-        (rloo, [8 / 3, -4 / 3, -4 / 3, 0.0]),
-        (dr_grpo, [2.0, -1.0, -1.0, 0.0]),
-        (grpo, [x / (math.sqrt(2) + 1e-4) for x in (2.0, -1.0, -1.0, 0.0)]),
-    ],
-)
-def test_advantages_of_each_script_by_hand(member, expected):
-    rewards = torch.tensor([[3.0, 0.0, 0.0, 1.0]], dtype=torch.float64)
-    assert advantages_of(member, rewards).tolist()[0] == pytest.approx(expected, abs=1e-12)
-
-
-def random_rewards(seed, B=4, G=5):
+def ragged_tensors(seed, count, n=5, R=6):
+    """A ragged mask, and `count` random tensors (n, R) with garbage in the masked slots."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(B, G, generator=generator, dtype=torch.float64)  # (B, G)
+    lengths = torch.randint(1, R + 1, (n,), generator=generator)
+    lengths[0], lengths[1] = R, 1
+    mask = torch.arange(R) < lengths[:, None]  # (n, R)
+    tensors = torch.randn(count, n, R, generator=generator, dtype=torch.float64)
+    garbage = double([NAN, INF, -INF, 1e30]).repeat(n * R)[: n * R].view(n, R)
+    return mask, [torch.where(mask, tensor, garbage) for tensor in tensors]
 
 
-@pytest.mark.parametrize("member", [rloo, grpo, dr_grpo])
-@pytest.mark.parametrize("seed", range(3))
-def test_advantages_against_a_slow_loop(member, seed):
-    rewards = random_rewards(seed).tolist()
-    advantages = advantages_of(member, random_rewards(seed))
-    for group, row in zip(rewards, advantages.tolist(), strict=True):
-        mean = math.fsum(group) / len(group)
-        std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (len(group) - 1))
-        for i, x in enumerate(group):
-            others = group[:i] + group[i + 1 :]
-            expected = {
-                rloo: x - math.fsum(others) / len(others),
-                dr_grpo: x - mean,
-                grpo: (x - mean) / (std + 1e-4),
-            }[member]
-            assert row[i] == pytest.approx(expected, abs=1e-12)
+def same(tensor, rows, mask):
+    """The unmasked slots hold these numbers, and the masked slots are exactly 0."""
+    assert tensor.shape == mask.shape
+    for row, counts, expected in zip(tensor, mask, rows, strict=True):
+        assert row[counts].tolist() == pytest.approx(expected, abs=1e-10)
+    assert (tensor[~mask] == 0).all()
 
 
-@pytest.mark.parametrize("baseline", [0.0, 0.7, torch.tensor(0.7, dtype=torch.float64)])
-def test_the_baseline_is_one_scalar_subtracted_from_all(baseline):
-    rewards = random_rewards(2)
-    expected = [[x - float(baseline) for x in row] for row in rewards.tolist()]
-    assert reinforce_baseline.compute_advantages(rewards, baseline).tolist() == expected
-    # One baseline per prompt would be another algorithm.
-    with pytest.raises(AssertionError):
-        reinforce_baseline.compute_advantages(rewards, rewards.mean(1, keepdim=True))
+# ---- returns, baselines and advantages of whole responses
 
 
-def test_a_batch_of_one_sample_per_prompt_has_advantages_under_reinforce():
-    rewards = torch.tensor([[1.0], [0.0], [0.0], [1.0]])
-    assert advantages_of(reinforce_baseline, rewards).tolist() == [[0.5], [-0.5], [-0.5], [0.5]]
-
-
-# ---- the return and the baseline, if the KL is part of the reward
+def test_advantages_by_hand():
+    """The first group has mean 1 and squared deviations 4, 1, 1, 0; the second mean 25 and 225, 25, 25, 225."""
+    rewards = double([[3.0, 0.0, 0.0, 1.0], [10.0, 20.0, 30.0, 40.0]])
+    centred = double([[2.0, -1.0, -1.0, 0.0], [-15.0, -5.0, 5.0, 15.0]])
+    assert dr_grpo.compute_advantages(rewards).tolist() == centred.tolist()
+    # Bessel's std divides by 3.
+    std = double([[(6 / 3) ** 0.5], [(500 / 3) ** 0.5]])
+    torch.testing.assert_close(grpo.compute_advantages(rewards), centred / (std + 1e-4))
+    # The mean of the three others: 1/3, 4/3, 4/3 and 1 in the first group.
+    torch.testing.assert_close(rloo.compute_advantages(rewards), 4 / 3 * centred)
+    assert rloo.compute_advantages(rewards)[0].tolist() == pytest.approx([8 / 3, -4 / 3, -4 / 3, 0])
+    # One baseline for all.
+    assert reinforce_baseline.compute_advantages(rewards, 13.0)[0].tolist() == [-10, -13, -13, -12]
+    # One baseline per prompt.
+    of_remax = remax.compute_advantages(rewards, double([0.5, 10.0]))
+    assert of_remax.tolist() == [[2.5, -0.5, -0.5, 0.5], [0.0, 10.0, 20.0, 30.0]]
 
 
 def test_returns_by_hand():
+    """The log-ratios of the counted tokens add up to a KL of 1 - 3 = -2 and 2 + 0.5 = 2.5. beta is 0.5."""
     script = reinforce_baseline
-    # The log-ratios of the counted tokens add up to a KL of 1 - 3 = -2 and 2 + 0.5 = 2.5.
-    # The return is the reward minus half of the KL.
-    old = torch.tensor([[-1.0, -1.0, 9.0], [-1.0, -0.5, math.nan]], dtype=torch.float64)
-    ref = torch.tensor([[-2.0, 2.0, 5.0], [-3.0, -1.0, 1.0]], dtype=torch.float64)
+    old, ref = double([[-1.0, -1.0, 9.0], [-1.0, -0.5, NAN]]), double([[-2, 2, 5], [-3, -1, 1]])
     mask = torch.tensor([[True, True, False], [True, True, False]])
-    rewards = torch.tensor([[1.0, 4.0]], dtype=torch.float64)
+    rewards = double([[1.0, 4.0]])
     returns = script.compute_returns(make_args(script, beta=0.5), rewards, old, ref, mask)
     assert returns.tolist() == [[1.0 - 0.5 * -2.0, 4.0 - 0.5 * 2.5]]
-    assert torch.equal(
-        script.compute_returns(make_args(script, beta=0.0), rewards, old, ref, mask), rewards
-    )
-
-
-def test_returns_against_a_slow_loop():
-    script = reinforce_baseline
-    _, old, ref, _, mask = ragged_batch(3)
-    rewards = random_rewards(4, 3, 2)
-    returns = script.compute_returns(make_args(script, beta=0.3), rewards, old, ref, mask)
-    for i, (reward, result) in enumerate(
-        zip(rewards.flatten().tolist(), returns.flatten().tolist(), strict=True)
-    ):
-        kl = math.fsum(float(old[i, t] - ref[i, t]) for t in range(old.shape[1]) if mask[i, t])
-        assert result == pytest.approx(reward - 0.3 * kl, abs=1e-12)
-    # A positive KL lowers the return.
-    assert (returns < rewards)[
-        ((old - ref).masked_fill(~mask, 0.0).sum(1) > 0).view_as(rewards)
-    ].all()
 
 
 def test_baselines_by_hand():
-    # This step's baseline is the average so far, 10. The next step's average is 0.9 * 10 + 0.1 * 2.
-    returns = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64)
+    """This step's baseline is the average so far, 10. The next step's average is 0.9 * 10 + 0.1 * 2."""
+    returns = double([[1.0], [2.0], [3.0]])
     for name, expected in {"batch_mean": 2.0, "moving_average": 10.0, "none": 0.0}.items():
         args = make_args(reinforce_baseline, baseline=name)
         assert reinforce_baseline.compute_baseline(args, returns, 10.0) == expected
     assert reinforce_baseline.update_average(10.0, returns) == pytest.approx(9.2)
 
 
-def test_the_moving_average_of_constant_returns_is_constant_and_of_others_a_sum_of_powers():
-    average = 4.0
-    assert reinforce_baseline.update_average(average, torch.full((2, 3), 4.0)) == pytest.approx(4.0)
-    means = [1.0, -2.0, 7.0]
-    for mean in means:
-        average = reinforce_baseline.update_average(average, torch.full((2, 3), mean))
-    expected = 0.9**3 * 4.0 + sum(0.1 * 0.9 ** (2 - k) * mean for k, mean in enumerate(means))
-    assert average == pytest.approx(expected)
-
-
-# ---- dynamic sampling
+# ---- dapo.py's dynamic sampling and penalty
 
 
 def test_mixed_groups_by_hand():
-    rows = [[0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 1], [0, 1, 0]]
-    accuracy = torch.tensor(rows, dtype=torch.float32)
+    accuracy = double([[0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 1], [0, 1, 0]])
     for count, expected in ((16, [1, 3, 4]), (3, [1, 3, 4]), (2, [1, 3]), (1, [1])):
         assert dapo.mixed_groups(make_args(dapo, num_prompts=count), accuracy).tolist() == expected
     assert dapo.mixed_groups(make_args(dapo), accuracy[[0, 2]]).tolist() == []
     # A grade below 1 isn't right.
-    graded = torch.tensor([[0.5, 0.0, 0.2], [1.0, 0.5, 0.5], [1.0, 1.0, 1.0]])
+    graded = double([[0.5, 0.0, 0.2], [1.0, 0.5, 0.5], [1.0, 1.0, 1.0]])
     assert dapo.mixed_groups(make_args(dapo), graded).tolist() == [1]
-
-
-def test_a_mixed_group_is_one_with_an_advantage():
-    accuracy = torch.randint(0, 2, (40, 3), generator=torch.Generator().manual_seed(0)).float()
-    mixed = dapo.mixed_groups(make_args(dapo, num_prompts=40), accuracy).tolist()
-    assert mixed == [
-        k for k, row in enumerate(advantages_of(dapo, accuracy)) if row.abs().max() > 0
-    ]
-    assert 0 < len(mixed) < 40
 
 
 @pytest.mark.parametrize(
@@ -300,184 +176,70 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
 
     def rewards(completions, batch, device):
         values = [float(j < num_right[x]) for x in batch for j in range(2)]
-        return {"accuracy_reward": torch.tensor(values, device=device)}
+        return {"accuracy_reward": torch.tensor(values)}
+
+    def texts(tokenizer, rollout, eos_ids):
+        return ["x"] * len(rollout.response_ids)
 
     monkeypatch.setattr(dapo, "sample_responses", sample)
-    monkeypatch.setattr(
-        dapo,
-        "response_texts",
-        lambda tokenizer, rollout, eos_ids: list("x" * len(rollout.response_ids)),
-    )
+    monkeypatch.setattr(dapo, "response_texts", texts)
     monkeypatch.setattr(dapo, "apply_rewards", rewards)
     args = make_args(dapo, num_prompts=2, num_generations=2, max_resample=max_resample)
     data = list(range(len(num_right)))
-    unused = torch.tensor(data).split(2)
-    model = SimpleNamespace(device="cpu")
-    found = dapo.sample_mixed_groups(args, model, None, data, unused, None)
+    batches, model = torch.tensor(data).split(2), SimpleNamespace(device="cpu")
+    found = dapo.sample_mixed_groups(args, model, None, data, batches, None)
     assert found.examples == data[: 2 * num_batches]
     assert found.kept.tolist() == [2 * k + j for k in kept for j in range(2)]
     of_each = [k for k in found.examples for _ in range(2)]
     assert found.rollout.response_ids[:, 0].tolist() == of_each
     assert found.rollout.prompt_ids[:, -1].tolist() == of_each
-    lengths = [1 + k - k % 2 for k in of_each]
-    assert found.rollout.prompt_mask.sum(1).tolist() == lengths
-    assert list(found.scores) == ["accuracy_reward"]
+    assert found.rollout.prompt_mask.sum(1).tolist() == [1 + k - k % 2 for k in of_each]
+    assert found.completions == ["x"] * len(of_each)
     expected = rewards(None, found.examples, "cpu")["accuracy_reward"]
     assert torch.equal(found.scores["accuracy_reward"], expected)
-    assert found.completions == ["x"] * len(of_each)
 
 
-# ---- the overlong penalty
-
-
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize(
-    ("length", "penalty"),
-    [
-        (1, 0.0),
-        (40, 0.0),
-        (79, 0.0),
-        (80, 0.0),
-        (81, -0.05),
-        (90, -0.5),
-        (99, -0.95),
-        (100, -1.0),
-        (150, -1.0),
-    ],
-)
-def test_overlong_penalty_by_hand(length, penalty, dtype):
-    # L_max is 100 and L_cache is 20: no penalty up to 80 tokens, then 1/20 per token, and -1 from 100 on.
+def test_overlong_penalty_by_hand():
+    """L_max is 100 and L_cache is 20: no penalty up to 80 tokens, then 1/20 per token, and -1 from 100 on."""
+    lengths = torch.tensor([1, 79, 80, 81, 90, 99, 100, 150])
     args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
-    result = dapo.overlong_penalty(args, torch.tensor([length], dtype=dtype))
-    assert result.shape == (1,) and result.is_floating_point()
-    assert result.item() == pytest.approx(penalty, abs=1e-6)
+    expected = [0.0, 0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0]
+    assert dapo.overlong_penalty(args, lengths).tolist() == pytest.approx(expected, abs=1e-6)
+    args.overlong_cache = 0
+    assert dapo.overlong_penalty(args, lengths).tolist() == [0.0] * 8
 
 
-def test_without_a_cache_there_is_no_penalty():
-    args = make_args(dapo, max_new_tokens=100, overlong_cache=0)
-    assert (dapo.overlong_penalty(args, torch.arange(1, 101)) == 0).all()
-
-
-# ---- the loss
+# ---- the policy loss
 
 
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "token_loss", "gradient"),
+    # Pairs (loss, gradient) with a clip range of 0.8 .. 1.2, and of 0.8 .. 1.28.
+    ("ratio", "advantage", "symmetric", "clip_higher"),
     [
-        (1.0, 2.0, -2.0, -2.0),
+        (1.0, 2.0, (-2.0, -2.0), (-2.0, -2.0)),
         # A positive advantage above the upper bound is clipped and has no gradient.
-        (1.5, 2.0, -2.4, 0.0),
+        (1.5, 2.0, (-2.4, 0.0), (-2.56, 0.0)),
         # Below the range the unclipped objective is the smaller one.
-        (0.5, 2.0, -1.0, -1.0),
+        (0.5, 2.0, (-1.0, -1.0), (-1.0, -1.0)),
         # A negative advantage swaps these two cases.
-        (1.5, -2.0, 3.0, 3.0),
-        (0.5, -2.0, 1.6, 0.0),
-        (1.2 - 1e-9, 2.0, -2.4, -2.4),  # just inside
-    ],
-)
-@pytest.mark.parametrize("member", [grpo, dr_grpo, ppo_rlhf])
-def test_clipping_by_hand(member, ratio, advantage, token_loss, gradient):
-    logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-    old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-    advantages = torch.tensor([[advantage]], dtype=torch.float64)
-    args = make_args(member, beta=0.0, max_new_tokens=1)
-    loss, _ = loss_of(member, args, logprobs, old, None, advantages, mask, 1, 1)
-    loss.backward()
-    assert loss.item() == pytest.approx(token_loss, abs=1e-7)
-    # d ratio / d logprob = ratio
-    assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-7)
-
-
-@pytest.mark.parametrize(
-    # of_grpo and of_dapo are pairs (loss, gradient).
-    ("ratio", "advantage", "of_grpo", "of_dapo"),
-    [
-        # Clip-Higher: between 1.2 and 1.28 the token still learns.
+        (1.5, -2.0, (3.0, 3.0), (3.0, 3.0)),
+        (0.5, -2.0, (1.6, 0.0), (1.6, 0.0)),
+        # Between 1.2 and 1.28 a token of dapo.py still learns. Both have the lower bound 0.8.
         (1.25, 2.0, (-2.4, 0.0), (-2.5, -2.5)),
-        (1.3, 2.0, (-2.4, 0.0), (-2.56, 0.0)),
-        (1.3, -2.0, (2.6, 2.6), (2.6, 2.6)),
-        # dapo.py has grpo.py's lower bound: 0.8, not 0.72.
         (0.75, -2.0, (1.6, 0.0), (1.6, 0.0)),
-        (0.75, 2.0, (-1.5, -1.5), (-1.5, -1.5)),
+        # just inside
+        (1.2 - 1e-9, 2.0, (-2.4, -2.4), (-2.4, -2.4)),
     ],
 )
-def test_clip_higher_by_hand(ratio, advantage, of_grpo, of_dapo):
-    cases = (grpo, of_grpo), (dapo, of_dapo), (vapo, of_dapo)
-    for script, (token_loss, gradient) in cases:
-        logprobs = torch.tensor([[math.log(ratio)]], dtype=torch.float64, requires_grad=True)
-        old, mask = torch.zeros(1, 1, dtype=torch.float64), torch.ones(1, 1, dtype=torch.bool)
-        advantages, args = (
-            torch.tensor([[advantage]], dtype=torch.float64),
-            make_args(script, beta=0.0),
-        )
-        loss, stats = loss_of(script, args, logprobs, old, None, advantages, mask, 1, 1)
-        loss.backward()
-        assert loss.item() == pytest.approx(token_loss, abs=1e-9)
-        assert logprobs.grad.item() == pytest.approx(gradient, abs=1e-9)
-        assert stats["policy/clip_frac_high"] == (ratio > (1.2 if script is grpo else 1.28))
+def test_clipping_by_hand(ratio, advantage, symmetric, clip_higher):
+    bounds = {grpo: 1.2, dr_grpo: 1.2, ppo_rlhf: 1.2, dapo: 1.28, vapo: 1.28}
+    for script, bound in bounds.items():
+        args = make_args(script, max_new_tokens=1)
+        loss, gradient, stats = token_loss(script, args, ratio, advantage)
+        expected = symmetric if bound == 1.2 else clip_higher
+        assert (loss, gradient) == pytest.approx(expected, abs=1e-7)
+        assert stats["policy/clip_frac_high"] == (ratio > bound)
         assert stats["policy/clip_frac_low"] == (ratio < 0.8)
-
-
-@pytest.mark.parametrize("member", [grpo, dr_grpo])
-def test_kl_term_by_hand(member):
-    # pi = 0.5, pi_ref = 0.25: pi_ref / pi - log(pi_ref / pi) - 1 = 0.5 + log 2 - 1. The loss ADDS this term.
-    logprobs = torch.tensor([[math.log(0.5)]], dtype=torch.float64, requires_grad=True)
-    ref, mask = (
-        torch.tensor([[math.log(0.25)]], dtype=torch.float64),
-        torch.ones(1, 1, dtype=torch.bool),
-    )
-    advantages = torch.zeros(1, 1, dtype=torch.float64)
-    args = make_args(member, beta=0.1, max_new_tokens=1)
-    loss, stats = loss_of(member, args, logprobs, logprobs.detach(), ref, advantages, mask, 1, 1)
-    loss.backward()
-    assert loss.item() == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
-    assert stats["kl/ref"].item() == pytest.approx(0.5 + math.log(2) - 1)
-    # d kl / d logprob = 1 - pi_ref / pi
-    assert logprobs.grad.item() == pytest.approx(0.1 * (1 - 0.5))
-
-
-def test_where_the_kl_is_in_the_reward_the_loss_has_none():
-    script = reinforce_baseline
-    logprobs, old, ref, advantages, mask = ragged_batch(0)
-    results = []
-    for reference in (None, ref):
-        args = make_args(script, beta=0.5)
-        loss, stats = loss_of(
-            script, args, logprobs, old, reference, advantages, mask, 6, int(mask.sum())
-        )
-        results.append((loss.item(), *torch.autograd.grad(loss, logprobs)[0].flatten().tolist()))
-    assert results[0] == results[1]
-    upside = (ref - logprobs)[mask].exp()
-    assert stats["kl/ref"].item() == pytest.approx((upside - upside.log() - 1).sum().item())
-
-
-@pytest.mark.parametrize("member", [reinforce_baseline, grpo, dr_grpo])
-def test_k3_estimates_the_kl_from_policy_to_reference(member):
-    # The expectation of k3 under the policy is KL(pi || ref), not KL(ref || pi).
-    policy, reference = (
-        torch.tensor([0.7, 0.2, 0.1]).double(),
-        torch.tensor([0.2, 0.3, 0.5]).double(),
-    )
-    expectation = 0.0
-    for token in range(3):
-        logprobs, ref = policy[token].log().view(1, 1), reference[token].log().view(1, 1)
-        one = torch.ones(1, 1, dtype=torch.bool)
-        args = make_args(member, beta=1.0)
-        _, stats = loss_of(member, args, logprobs, logprobs, ref, torch.zeros(1, 1), one, 1, 1)
-        expectation += policy[token].item() * stats["kl/ref"].item()
-    assert expectation == pytest.approx((policy * (policy / reference).log()).sum().item())
-
-
-@pytest.mark.scripts(*[name for name in LOSSES if name not in ("dapo", "ppo_rlhf", "vapo")])
-@pytest.mark.parametrize("difference", [1e-3, -1e-4, 1e-5])
-def test_k3_keeps_its_digits_where_the_policies_are_close(script, difference):
-    """In float32, exp(x) - x - 1 is 5 % off at 1e-3, and 0 below 1e-4."""
-    logprobs, ref = torch.zeros(1, 1), torch.full((1, 1), difference)
-    one = torch.ones(1, 1, dtype=torch.bool)
-    args = make_args(script, beta=1.0)
-    _, stats = loss_of(script, args, logprobs, logprobs, ref, torch.zeros(1, 1), one, 1, 1)
-    exact = difference**2 / 2 + difference**3 / 6
-    assert stats["kl/ref"].item() == pytest.approx(exact, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -494,141 +256,282 @@ def test_k3_keeps_its_digits_where_the_policies_are_close(script, difference):
     ],
 )
 def test_means_by_hand(member, expected):
-    # With advantages of -1, ratios above 1 are not clipped, so the loss of a token is its ratio.
+    """With advantages of -1, ratios above 1 are not clipped, so the loss of a token is its ratio."""
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 5:] = False
     logprobs = torch.zeros(2, 10, dtype=torch.float64)
     logprobs[0, 4] = logprobs[1, 9] = math.log(10)
-    old, advantages = torch.zeros_like(logprobs), -torch.ones(2, 1, dtype=torch.float64)
-    args = make_args(member, beta=0.0, max_new_tokens=20)
+    old, advantages = torch.zeros_like(logprobs), double([[-1.0], [-1.0]])
+    args = make_args(member, max_new_tokens=20)
     loss, _ = loss_of(member, args, logprobs, old, None, advantages, mask, 2, 15)
     assert loss.item() == pytest.approx(expected)
 
 
 def test_reinforce_by_hand():
-    script = reinforce_baseline
-    # A = 2 on two tokens of -0.5 and A = -1 on four of -0.25: -(2 * -1 + -1 * -1) / 2.
-    # The loss doesn't divide by the lengths.
-    logprobs = torch.tensor(
-        [[-0.5, -0.5, -9.0, -9.0], [-0.25] * 4], dtype=torch.float64, requires_grad=True
-    )
+    """A = 2 on two tokens of -0.5 and A = -1 on four of -0.25: -(2 * -1 + -1 * -1) / 2, whatever the old policy."""
+    logprobs = double([[-0.5, -0.5, -9.0, -9.0], [-0.25] * 4]).requires_grad_()
     mask = torch.tensor([[True, True, False, False], [True] * 4])
-    advantages = torch.tensor([[2.0], [-1.0]], dtype=torch.float64)
-    loss, _ = loss_of(
-        script, make_args(script), logprobs, logprobs.detach(), None, advantages, mask, 2, 6
+    args, given = make_args(reinforce_baseline), (double([[2.0], [-1.0]]), mask, 2, 6)
+    for old in (logprobs.detach(), logprobs.detach() - 3):
+        loss, _ = loss_of(reinforce_baseline, args, logprobs, old, None, *given)
+        assert loss.item() == pytest.approx(0.5)
+        (gradient,) = torch.autograd.grad(loss, logprobs)
+        assert gradient.tolist() == [[-1.0, -1.0, 0.0, 0.0], [0.5] * 4]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "advantage", "loss", "gradient"),
+    [
+        # The two tokens have ratios 1.2 and 0.9, so s = sqrt(1.08) = 1.03923. Each token's gradient
+        # is -s A / 2.
+        (0.1, 0.1, 2.0, -2 * 1.08**0.5, -(1.08**0.5)),
+        (0.1, 0.1, -2.0, 2 * 1.08**0.5, 1.08**0.5),
+        # The ratio is above the clip range, so the gradient is 0.
+        (0.1, 0.02, 2.0, -2 * 1.02, 0.0),
+        # With a negative advantage only the lower bound clips.
+        (0.1, 0.02, -2.0, 2 * 1.08**0.5, 1.08**0.5),
+    ],
+)
+def test_gspo_by_hand(low, high, advantage, loss, gradient):
+    old = double([[-1.0, -2.0, 5.0]])
+    logprobs = (old + double([[1.2, 0.9, 1.0]]).log()).requires_grad_()
+    mask = torch.tensor([[True, True, False]])
+    args = make_args(gspo, clip_eps_low=low, clip_eps_high=high)
+    value, stats = loss_of(gspo, args, logprobs, old, None, double([[advantage]]), mask, 1, 2)
+    (slope,) = torch.autograd.grad(value, logprobs)
+    assert value.item() == pytest.approx(loss, abs=1e-12)
+    assert slope.tolist()[0] == pytest.approx([gradient, gradient, 0.0], abs=1e-12)
+    # There is one sequence, so clip_frac is 1 or 0.
+    assert stats["policy/clip_frac"] == stats["policy/clip_frac_high"] == (high < 0.039)
+    assert stats["policy/clip_frac_low"] == 0
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "loss", "gradient"),
+    [
+        (4.0, -1.0, 3.0, 3.0, 0.0),  # counts as 3
+        (2.5, -1.0, 3.0, 2.5, 2.5),
+        # A positive advantage has no dual clip.
+        (4.0, 1.0, 3.0, -1.2, 0.0),
+        (0.5, -1.0, 3.0, 0.8, 0.0),
+        # A dual clip also works inside the clip range.
+        (1.1, -2.0, 1.05, 2.1, 0.0),
+        (1.04, -2.0, 1.05, 2.08, 2.08),
+    ],
+)
+def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
+    args = make_args(grpo_offpolicy, dual_clip=dual_clip)
+    logprobs = double([[math.log(ratio)]]).requires_grad_()
+    one, advantages = torch.ones(1, 1, dtype=torch.bool), double([[advantage]])
+    for weight in (1.0, 0.25, 0.0):
+        value, stats = grpo_offpolicy.policy_loss(
+            args, logprobs, double([[0]]), None, advantages, double([[weight]]), one, num_seqs=1
+        )
+        (slope,) = torch.autograd.grad(value, logprobs)
+        expected = (weight * loss, weight * gradient)
+        assert (value.item(), slope.item()) == pytest.approx(expected, abs=1e-12)
+        # Whatever its weight, the token counts.
+        assert stats["policy/dual_clip_frac"] == (advantage < 0 and ratio > dual_clip)
+
+
+def test_sampler_weights_by_hand():
+    """The sequences' ratios are 3, 4.5 and 1 / 8. A sequence above the cap gets weights of 0."""
+    sampled = -double([[1.5, 2.0, 9.0], [1.5, 3.0, 1.0], [0.5, 0.5, 0.5]]).log()
+    mask = torch.tensor([[True, True, False], [True] * 3, [True] * 3])
+    old = torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
+    # A token's weight is at most rollout_correction. If that is 0, it is 1.
+    for correction, cap, expected in (
+        (2.0, 0.0, [[1.5, 2.0, 1.0], [1.5, 2.0, 1.0], [0.5] * 3]),
+        (2.0, 3.001, [[1.5, 2.0, 1.0], [0.0] * 3, [0.5] * 3]),
+        (0.0, 3.001, [[1.0] * 3, [0.0] * 3, [1.0] * 3]),
+        (0.0, 0.0, [[1.0] * 3] * 3),
+    ):
+        args = make_args(grpo_offpolicy, rollout_correction=correction, sequence_cap=cap)
+        weights = grpo_offpolicy.compute_sampler_weights(args, old, sampled, mask)
+        torch.testing.assert_close(weights, double(expected))
+        assert not weights.requires_grad
+
+
+def test_kl_term_by_hand():
+    """pi = 1/2 and pi_ref = 1/4: k3 is 1/2 + log 2 - 1, and the loss adds it. Its slope is 1 - pi_ref / pi."""
+    logprobs, ref = double([[0.5]]).log().requires_grad_(), double([[0.25]]).log()
+    old, zero, one = logprobs.detach(), double([[0.0]]), torch.ones(1, 1, dtype=torch.bool)
+    for script in (grpo, dr_grpo, gspo, grpo_offpolicy):
+        args = make_args(script, beta=0.1, max_new_tokens=1)
+        loss, stats = loss_of(script, args, logprobs, old, ref, zero, one, 1, 1)
+        assert loss.item() == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
+        assert stats["kl/ref"].item() == pytest.approx(0.5 + math.log(2) - 1)
+        (slope,) = torch.autograd.grad(loss, logprobs)
+        assert slope.item() == pytest.approx(0.1 * (1 - 0.5))
+    # A sampler weight of 0 leaves the KL as it is.
+    loss, _ = grpo_offpolicy.policy_loss(
+        make_args(grpo_offpolicy, beta=0.1), logprobs, old, ref, zero, zero, one, num_seqs=1
     )
-    loss.backward()
-    assert loss.item() == pytest.approx(0.5)
-    assert logprobs.grad.tolist() == [[-1.0, -1.0, 0.0, 0.0], [0.5] * 4]
+    assert loss.item() == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
+
+
+@pytest.mark.scripts(*[name for name in LOSSES if name not in NO_KL])
+def test_k3_estimates_the_kl_from_policy_to_reference(script):
+    """Its expectation under the policy is KL(pi || ref). In float32 it keeps its digits where the two are close."""
+    one = torch.ones(1, 1, dtype=torch.bool)
+
+    def k3(logprobs, ref):
+        args = make_args(script, beta=1.0)
+        zero = torch.zeros(1, 1)
+        _, stats = loss_of(script, args, logprobs, logprobs, ref, zero, one, 1, 1)
+        return stats["kl/ref"].item()
+
+    policy, reference = double([0.7, 0.2, 0.1]), double([0.2, 0.3, 0.5])
+    kl = (policy * (policy / reference).log()).sum().item()
+    pairs = zip(policy, reference, strict=True)
+    expectation = sum(p.item() * k3(p.log().view(1, 1), q.log().view(1, 1)) for p, q in pairs)
+    assert expectation == pytest.approx(kl)
+    # exp(x) - x - 1 would be 5 % off at 1e-3, and 0 below 1e-4.
+    for x in (1e-3, -1e-4, 1e-5):
+        exact = x**2 / 2 + x**3 / 6
+        assert k3(torch.zeros(1, 1), torch.full((1, 1), x)) == pytest.approx(exact, rel=0.02)
+
+
+def slow_loss(name, logprobs, old, ref, advantages, mask, beta, num_seqs, num_tokens):
+    """The loss of each script, one token at a time, with max_new_tokens 10.
+
+    The clip range is 0.8 to 1.2; the upper bound of dapo.py and vapo.py is 1.28. gspo.py clips at 0.9997 and 1.0004.
+    """
+    logprobs, old, ref, advantages = (x.tolist() for x in (logprobs, old, ref, advantages))
+    total = 0.0
+    for i in range(len(mask)):
+        length, (advantage,) = int(mask[i].sum()), advantages[i]
+        weight = {
+            "reinforce_baseline": 1 / num_seqs,
+            "dr_grpo": 1 / (num_seqs * 10),
+            "dapo": 1 / num_tokens,
+            "ppo_rlhf": 1 / num_tokens,
+            "vapo": 1 / num_tokens,
+        }.get(name, 1 / (num_seqs * length))
+        bounds = {"dapo": (0.8, 1.28), "vapo": (0.8, 1.28), "gspo": (0.9997, 1.0004)}
+        low, high = bounds.get(name, (0.8, 1.2))
+        logratios = [logprobs[i][t] - old[i][t] for t in range(length)]
+        for t, logratio in enumerate(logratios):
+            ratio = math.exp(logratio)
+            if name == "gspo":
+                ratio = math.exp(math.fsum(logratios) / length)
+            if name == "reinforce_baseline":
+                objective = advantage * logprobs[i][t]
+            elif advantage > 0:
+                objective = advantage * min(ratio, high)
+            else:
+                dual_clip = 3.0 if name == "grpo_offpolicy" else math.inf
+                objective = advantage * min(max(ratio, low), dual_clip)
+            if name in ("grpo", "dr_grpo", "gspo", "grpo_offpolicy", "grpo_process"):
+                upside = math.exp(ref[i][t] - logprobs[i][t])  # pi_ref / pi_theta
+                objective -= beta * (upside - math.log(upside) - 1)
+            total -= objective * weight
+    return total
 
 
 @pytest.mark.scripts(*LOSSES)
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize(("seed", "beta"), [(0, 0.0), (1, 0.04), (2, 0.04)])
 def test_loss_and_gradient_against_a_slow_loop(script, seed, beta):
-    # The minibatch is larger than this slice: it has 8 sequences and 11 more tokens.
+    """The minibatch is larger than these sequences: it has 8, and 11 more tokens."""
     logprobs, old, ref, advantages, mask = ragged_batch(seed)
-    args, num_tokens = make_args(script, beta=beta), int(mask.sum()) + 11
-    loss, _ = loss_of(
-        script, args, logprobs, old, ref if beta else None, advantages, mask, 8, num_tokens
-    )
+    args, sizes = make_args(script, beta=beta), (8, int(mask.sum()) + 11)
+    loss, _ = loss_of(script, args, logprobs, old, ref if beta else None, advantages, mask, *sizes)
     loss.backward()
-    values, rest = logprobs.detach(), (old, ref, advantages, mask, beta, 8, num_tokens)
-    assert loss.item() == pytest.approx(slow_loss(script.__name__, values, *rest), abs=1e-12)
+
+    def slow(x):
+        return slow_loss(script.__name__, x, old, ref, advantages, mask, beta, *sizes)
+
+    values = logprobs.detach()
+    assert loss.item() == pytest.approx(slow(values), abs=1e-12)
     assert (logprobs.grad[~mask] == 0).all()
     for i, t in mask.nonzero().tolist():
         up, down = values.clone(), values.clone()
         up[i, t] += 1e-6
         down[i, t] -= 1e-6
-        slope = (
-            slow_loss(script.__name__, up, *rest) - slow_loss(script.__name__, down, *rest)
-        ) / 2e-6
+        slope = (slow(up) - slow(down)) / 2e-6
         assert logprobs.grad[i, t].item() == pytest.approx(slope, abs=1e-6)
 
 
-def test_at_ratio_one_the_gradient_is_reinforce():
-    logprobs, _, _, advantages, mask = ragged_batch(0)
-    args = grpo.Args(beta=0.0)
-    loss, stats = loss_of(
-        grpo, args, logprobs, logprobs.detach(), None, advantages, mask, 6, int(mask.sum())
-    )
-    loss.backward()
-    gradient = logprobs.grad.clone()
-    logprobs.grad = None
-    reinforce = -(advantages * logprobs).masked_fill(~mask, 0.0).sum(1) / mask.sum(1)
-    (reinforce.sum() / 6).backward()
-    assert torch.allclose(gradient, logprobs.grad.nan_to_num(), atol=1e-12)
-    assert (
-        stats["policy/clip_frac_low"]
-        == stats["policy/clip_frac_high"]
-        == stats["policy/approx_kl"]
-        == 0
-    )
+@pytest.mark.scripts(*LOSSES)
+def test_slices_add_up_to_the_minibatch(script):
+    """micro_batch_tokens cuts a minibatch into slices. This must not change loss, gradient, stats or inputs.
+
+    A sequence without a token that counts adds nothing.
+    """
+    logprobs, old, ref, advantages, mask = ragged_batch(3)
+    mask[2] = False
+    given = (logprobs, old, ref, advantages, mask)
+    before = [tensor.detach().clone() for tensor in given]
+    args, sizes = make_args(script, beta=0.1), (6, int(mask.sum()))
+    whole, stats = loss_of(script, args, *given, *sizes)
+    (gradient,) = torch.autograd.grad(whole, logprobs)
+    total, sums = 0.0, dict.fromkeys(stats, 0.0)
+    for rows in ([0], [4, 1, 5], [2, 3]):
+        loss, part = loss_of(script, args, *[tensor[rows] for tensor in given], *sizes)
+        total = total + loss
+        sums = {name: sums[name] + float(part[name]) for name in sums}
+    (sliced,) = torch.autograd.grad(total, logprobs)
+    assert total.item() == pytest.approx(whole.item(), abs=1e-12)
+    assert torch.allclose(sliced, gradient, atol=1e-12) and (gradient[2] == 0).all()
+    assert sums == pytest.approx({name: float(value) for name, value in stats.items()})
+    assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
 
 
-@pytest.mark.parametrize("member", [dr_grpo, dapo, ppo_rlhf, vapo])
-def test_at_ratio_one_every_token_of_a_sequence_of_any_length_weighs_the_same(member):
-    # The gradient is -A divided by a number that doesn't depend on the response's length.
-    logprobs, _, _, advantages, mask = ragged_batch(1)
-    args, num_tokens = make_args(member, beta=0.0), int(mask.sum())
-    loss, _ = loss_of(
-        member, args, logprobs, logprobs.detach(), None, advantages, mask, 6, num_tokens
-    )
-    loss.backward()
-    divisor = 6 * 10 if member is dr_grpo else num_tokens
-    expected = (-advantages / divisor).expand(mask.shape).masked_fill(~mask, 0.0)
-    assert torch.allclose(logprobs.grad, expected, atol=1e-12)
+@pytest.mark.scripts(*LOSSES)
+def test_stats_are_sums_over_tokens_that_count(script):
+    logprobs = double([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.05, 7.0, 9.0]])
+    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
+    old, ones = torch.zeros_like(logprobs), torch.ones(2, 1)
+    _, stats = loss_of(script, make_args(script), logprobs, old, None, ones, mask, 2, 5)
+    # exp(0.5) is above 1.2 and exp(-0.5) is below 0.8. In gspo.py the first sequence's ratio is above
+    # the range and the second sequence's ratio is below the range.
+    assert stats["policy/clip_frac_high"] == 1
+    assert stats["policy/clip_frac_low"] == 1
+    logratios = ratio_logs = [0.5, -0.5, 0.1, -0.1, 0.05]
+    if script is gspo:
+        ratio_logs = [0.1 / 3] * 3 + [-0.05 / 2] * 2
+    approx_kl = 0.5 * sum(x**2 for x in logratios)
+    assert stats["policy/approx_kl"].item() == pytest.approx(approx_kl)
+    assert stats["policy/ratio_mean"].item() == pytest.approx(sum(map(math.exp, ratio_logs)))
+    assert stats["policy/entropy"].item() == pytest.approx(-0.05)
 
 
-def test_reinforce_knows_no_ratio():
-    script = reinforce_baseline
-    # REINFORCE neither clips nor reweights: the gradient is -A / num_seqs, whichever policy sampled.
-    logprobs, old, _, advantages, mask = ragged_batch(2)
-    loss, _ = loss_of(
-        script, make_args(script), logprobs, old, None, advantages, mask, 6, int(mask.sum())
-    )
-    loss.backward()
-    expected = (-advantages / 6).expand(mask.shape).masked_fill(~mask, 0.0)
-    assert torch.allclose(logprobs.grad, expected, atol=1e-12)
+def of_a_full_group(script, advantages, logprobs, old, **fields):
+    """The loss and gradient of a group whose responses all have the full length."""
+    logprobs = logprobs.clone().requires_grad_()
+    mask = torch.ones_like(logprobs, dtype=torch.bool)
+    args = make_args(script, max_new_tokens=mask.shape[1], **fields)
+    given = advantages.view(-1, 1), mask, len(mask), mask.numel()
+    loss, _ = loss_of(script, args, logprobs, old, None, *given)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    return torch.cat([loss.detach().view(1), gradient.flatten()])
 
 
-def of_a_full_group(script, logprobs, old, rewards, **fields):
-    """The loss and gradient of a script on one group with rewards (G,), whose responses all have the full length."""
-    logprobs = logprobs.detach().clone().requires_grad_()
-    args = make_args(script, beta=0.0, max_new_tokens=logprobs.shape[1], **fields)
-    advantages, mask = (
-        advantages_of(script, rewards[None]).view(-1, 1),
-        torch.ones_like(logprobs, dtype=torch.bool),
-    )
-    loss, _ = loss_of(script, args, logprobs, old, None, advantages, mask, len(mask), mask.numel())
-    loss.backward()
-    return torch.cat([loss.detach().view(1), logprobs.grad.flatten()])
+def test_scripts_agree_where_they_must():
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old = -torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)  # (G, R) each
+    rewards = torch.randn(1, 6, generator=generator, dtype=torch.float64)  # (1, G)
+    of_grpo = of_a_full_group(grpo, grpo.compute_advantages(rewards), logprobs, old)
 
-
-@pytest.mark.parametrize("seed", range(3))
-def test_scripts_agree_where_they_must(seed):
-    generator = torch.Generator().manual_seed(seed)
-    random = -torch.rand(2, 6, 5, generator=generator, dtype=torch.float64)
-    logprobs, old = random.unbind(0)  # (G, R) each
-    rewards = torch.randn(6, generator=generator, dtype=torch.float64)  # (G,)
+    def agrees(script, advantages, expected, **fields):
+        found = of_a_full_group(script, advantages, logprobs, old, **fields)
+        return torch.allclose(found, expected, atol=1e-12)
 
     # At full lengths Dr. GRPO and GRPO differ only by the std.
-    of_grpo = of_a_full_group(grpo, logprobs, old, rewards)
-    assert torch.allclose(
-        of_a_full_group(dr_grpo, logprobs, old, rewards),
-        of_grpo * (rewards.std() + 1e-4),
-        atol=1e-12,
-    )
+    std = rewards.std() + 1e-4
+    assert agrees(dr_grpo, dr_grpo.compute_advantages(rewards), of_grpo * std)
     # At equal lengths DAPO and GRPO differ only by the upper bound. Many ratios here are above 1.2.
-    equal = of_a_full_group(dapo, logprobs, old, rewards, clip_eps_low=0.2, clip_eps_high=0.2)
-    assert torch.allclose(equal, of_grpo, atol=1e-12)
-    higher = of_a_full_group(dapo, logprobs, old, rewards)
-    assert not torch.allclose(higher, of_grpo, atol=1e-3)
+    of_dapo = dapo.compute_advantages(rewards)
+    assert agrees(dapo, of_dapo, of_grpo, clip_eps_high=0.2) and not agrees(dapo, of_dapo, of_grpo)
     # In one group RLOO equals REINFORCE with the mean as baseline, times G / (G - 1).
-    of_reinforce = of_a_full_group(reinforce_baseline, logprobs, old, rewards)
-    assert torch.allclose(
-        of_a_full_group(rloo, logprobs, old, rewards), 6 / 5 * of_reinforce, atol=1e-12
-    )
+    centred = reinforce_baseline.compute_advantages(rewards, rewards.mean())
+    of_reinforce = of_a_full_group(reinforce_baseline, centred, logprobs, old)
+    assert agrees(rloo, rloo.compute_advantages(rewards), 6 / 5 * of_reinforce)
+    # At ratio 1, GRPO has REINFORCE's gradient, divided by the length.
+    advantages = grpo.compute_advantages(rewards)
+    at_one = of_a_full_group(grpo, advantages, logprobs, logprobs)[1:]
+    reinforce = of_a_full_group(reinforce_baseline, advantages, logprobs, logprobs)[1:]
+    assert torch.allclose(at_one, reinforce / 5, atol=1e-12)
 
 
 @pytest.mark.scripts("grpo", "reinforce_baseline")
@@ -639,113 +542,213 @@ def test_minibatches_are_even_shares_of_what_was_sampled(script, count, sizes):
     assert sorted(torch.cat(shares).tolist()) == list(range(7))
 
 
-@pytest.mark.scripts(*LOSSES)
-def test_slices_add_up_to_the_minibatch(script):
-    # micro_batch_tokens cuts a minibatch into slices. This must not change the loss, the gradient or the sums.
-    logprobs, old, ref, advantages, mask = ragged_batch(3)
-    args = make_args(script, beta=0.1)
-    whole, stats = loss_of(script, args, logprobs, old, ref, advantages, mask, 6, int(mask.sum()))
-    (gradient,) = torch.autograd.grad(whole, logprobs)
-    total, sums = 0.0, dict.fromkeys(stats, 0.0)
-    for rows in ([0], [4, 1, 5], [2, 3]):
-        loss, part = loss_of(
-            script,
-            args,
-            logprobs[rows],
-            old[rows],
-            ref[rows],
-            advantages[rows],
-            mask[rows],
-            6,
-            int(mask.sum()),
-        )
-        total = total + loss
-        sums = {name: sums[name] + part[name] for name in sums}
-    (sliced,) = torch.autograd.grad(total, logprobs)
-    assert total.item() == pytest.approx(whole.item(), abs=1e-12)
-    assert torch.allclose(sliced, gradient, atol=1e-12)
-    assert {name: float(value) for name, value in sums.items()} == pytest.approx(
-        {name: float(value) for name, value in stats.items()}
+# ---- the rewards, advantages and values of tokens: ppo_rlhf.py and vapo.py
+
+
+def test_whiten_by_hand():
+    """The unmasked values 1, 3, 5 have mean 3 and biased variance 8/3."""
+    values = double([[1.0, 3.0, 100.0], [5.0, NAN, -INF]])
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    z = 2 / math.sqrt(8 / 3 + 1e-8)
+    same(ppo_rlhf.whiten(values, mask), [[-z, 0.0], [z]], mask)
+    # The variance of 0 and 2e-4 is also 1e-8. An epsilon outside the root would vanish beside the std of 1e-4.
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    z = 1 / math.sqrt(2)
+    same(ppo_rlhf.whiten(double([[0.0, 2e-4]]), mask), [[-z, z]], mask)
+
+
+def test_token_rewards_by_hand():
+    """Every token gets -0.1 (old - ref), and the last unmasked token also gets the score."""
+    mask = torch.tensor([[True] * 3, [True, False, False], [True, True, False], [False] * 3])
+    old = double([[-1.0, -2.0, -3.0], [-1.0, 9.0, 9.0], [-0.5, -0.5, INF], [NAN, 1.0, 1.0]])
+    ref = double([[-2.0, -1.0, -3.0], [-3.0, NAN, 9.0], [-0.5, -1.5, 9.0], [9.0, 9.0, 9.0]])
+    scores = double([10.0, 20.0, -30.0, 40.0])
+    rewards = ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.1), scores, old, ref, mask)
+    same(rewards, [[-0.1, 0.1, 10.0], [20.0 - 0.2], [0.0, -30.0 - 0.1], []], mask)
+    # Without a KL only the score is left.
+    only_scores = [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []]
+    same(ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.0), scores, old, None, mask), only_scores, mask)
+    same(vapo.terminal_rewards(scores, mask), only_scores, mask)
+
+
+def test_gae_by_hand():
+    """With gamma 0.5, lambda 0.5, values 1, 2, 3 and a final reward of 8, the deltas are 0 + 1 - 1, 0 + 1.5 - 2, 8 - 3.
+
+    A = 0 + 0.25 * 0.75, -0.5 + 0.25 * 5, 5. In the second row, garbage follows the only unmasked token.
+    """
+    rewards, values = (
+        double([[0.0, 0.0, 8.0], [8.0, 100.0, NAN]]),
+        double([[1, 2, 3], [3, 100, INF]]),
     )
-
-
-@pytest.mark.scripts(*LOSSES)
-def test_stats_are_sums_over_tokens_that_count(script):
-    logprobs = torch.tensor([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.0, 7.0, 9.0]], dtype=torch.float64)
-    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    old = torch.zeros_like(logprobs)
-    _, stats = loss_of(
-        script, make_args(script, beta=0.0), logprobs, old, None, torch.ones(2, 1), mask, 2, 5
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    before = [tensor.clone() for tensor in (rewards, values)]
+    args = ppo_rlhf.Args(gamma=0.5, gae_lambda=0.5)
+    advantages, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
+    same(advantages, [[0.1875, 0.75, 5.0], [5.0]], mask)
+    same(returns, [[1.1875, 2.75, 8.0], [8.0]], mask)
+    same(
+        vapo.discounted_returns(vapo.Args(gamma=0.5), rewards, mask), [[2.0, 4.0, 8.0], [8.0]], mask
     )
-    # exp(0.5) is above 1.2 and exp(-0.5) is below 0.8. In gspo.py the first sequence's ratio is above
-    # the range and the second sequence's ratio is below the range.
-    assert stats["policy/clip_frac_high"] == 1
-    assert stats["policy/clip_frac_low"] == 1
-    assert stats["policy/approx_kl"].item() == pytest.approx(0.5 * (0.25 + 0.25 + 0.01 + 0.01))
-    logratios = (
-        (0.1 / 3,) * 3 + (-0.05,) * 2 if script.__name__ == "gspo" else (0.5, -0.5, 0.1, -0.1, 0.0)
+    # Changing the outputs must not change the inputs.
+    advantages.add_(1.0)
+    returns.add_(1.0)
+    for tensor, copy in zip((rewards, values), before, strict=True):
+        assert torch.equal(tensor.nan_to_num(), copy.nan_to_num())
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_gae_of_both_scripts_agrees(gamma):
+    """In vapo.py each response has a lambda of its own. At lambda 1, advantage plus value is the plain return."""
+    mask, (rewards, values) = ragged_tensors(2, 2)
+    lambdas = double([0.0, 0.7, 1.0, 0.95, 0.5])
+    advantages = vapo.compute_gae(vapo.Args(gamma=gamma), rewards, values, mask, lambdas)
+    for i, value in enumerate(lambdas.tolist()):
+        args = ppo_rlhf.Args(gamma=gamma, gae_lambda=value)
+        theirs, _ = ppo_rlhf.compute_gae(args, rewards, values, mask)
+        assert torch.equal(advantages[i], theirs[i])
+    _, returns = ppo_rlhf.compute_gae(
+        ppo_rlhf.Args(gamma=gamma, gae_lambda=1.0), rewards, values, mask
     )
-    assert stats["policy/ratio_mean"].item() == pytest.approx(sum(map(math.exp, logratios)))
-    assert stats["policy/entropy"].item() == pytest.approx(-(0.5 - 0.5 + 0.1 - 0.1 + 0.0))
+    expected = []
+    for row, counts in zip(rewards, mask, strict=True):
+        own = row[counts].tolist()
+        expected.append([sum(gamma**k * r for k, r in enumerate(own[t:])) for t in range(len(own))])
+    same(returns, expected, mask)
+    same(vapo.discounted_returns(vapo.Args(gamma=gamma), rewards, mask), expected, mask)
 
 
-@pytest.mark.scripts(*LOSSES)
-def test_shapes_that_would_broadcast_silently_are_refused(script):
-    values, mask = torch.zeros(3, 3), torch.ones(3, 3, dtype=torch.bool)
-    good = (3, 3) if script.__name__ in PER_TOKEN else (3, 1)
-    for bad in (torch.zeros(3), torch.zeros(1, 3), torch.zeros(3, 2), torch.zeros(1, 1)):
-        with pytest.raises(AssertionError):
-            loss_of(script, make_args(script, beta=0.0), values, values, None, bad, mask, 3, 9)
+def test_adaptive_lambda_by_hand():
+    """lambda is 1 - 1 / (alpha l), or 0: PPO's fixed 0.95 fits 400 tokens. Its powers add up to alpha l."""
+    for alpha, length, expected in (
+        (0.05, 1000, 0.98),
+        (0.05, 400, 0.95),
+        (0.05, 20, 0.0),  # alpha l = 1: only the next delta counts
+        (0.05, 7, 0.0),  # the formula is negative here
+        (0.5, 3, 1 / 3),
+    ):
+        mask = torch.arange(1000)[None] < length  # (1, 1000)
+        (found,) = vapo.adaptive_lambda(vapo.Args(gae_alpha=alpha), mask).tolist()
+        assert found == pytest.approx(expected, abs=1e-6)
+        if alpha * length >= 1:
+            total = math.fsum(found**k for k in range(10_000))
+            assert total == pytest.approx(alpha * length, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("value", "old", "target", "loss", "gradient", "clipped"),
+    [
+        # 0.5 max((V - R)^2, (clip(V, old - 0.2, old + 0.2) - R)^2)
+        (1.1, 1.0, 2.0, 0.5 * 0.81, -0.9, 0),  # inside the clip
+        # The value moves towards the target, past the clip at 1.2: no gradient.
+        (1.5, 1.0, 2.0, 0.5 * 0.64, 0.0, 1),
+        # The value moves away from the target: the unclipped error is larger.
+        (0.5, 1.0, 2.0, 0.5 * 2.25, -1.5, 0),
+        (0.5, 1.0, 0.0, 0.5 * 0.64, 0.0, 1),
+        (1.5, 1.0, 0.0, 0.5 * 2.25, 1.5, 0),
+        # The value moves past the target: the unclipped error is 1, the clipped error is 0.8.
+        (3.0, 1.0, 2.0, 0.5 * 1.0, 1.0, 0),
+        (2.0, 2.0, 2.0, 0.0, 0.0, 0),
+    ],
+)
+def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
+    """The second slot of the minibatch of four tokens is masked and holds garbage."""
+    values = double([[value, NAN]]).requires_grad_()
+    mask, args = torch.tensor([[True, False]]), ppo_rlhf.Args(value_clip_eps=0.2)
+    given = double([[old, INF]]), double([[target, -INF]]), mask, 4
+    result, stats = ppo_rlhf.value_loss(args, values, *given)
+    (slope,) = torch.autograd.grad(result, values)
+    assert result.item() == pytest.approx(loss / 4)
+    assert slope.tolist()[0] == pytest.approx([gradient / 4, 0.0])
+    assert stats["value/loss"].item() == pytest.approx(loss)  # a sum
+    assert stats["value/clip_frac"] == clipped
+
+
+def test_slices_of_value_and_nll_loss_add_up():
+    mask, (values, old, returns) = ragged_tensors(4, 3)
+    is_right = torch.tensor([True, False, True, True, False])
+    args, num_tokens = ppo_rlhf.Args(), int(mask.sum())
+    num_right = int(mask[is_right].sum())
+
+    def losses(rows):
+        given = values[rows], old[rows], returns[rows], mask[rows]
+        loss, stats = ppo_rlhf.value_loss(args, *given, num_tokens)
+        nll = vapo.nll_loss(values[rows], is_right[rows], mask[rows], num_right)
+        return torch.stack([loss, nll, *[stats[name] for name in sorted(stats)]])
+
+    parts = losses([0]) + losses([4, 1]) + losses([2, 3])
+    torch.testing.assert_close(parts, losses([0, 1, 2, 3, 4]))
+
+
+def test_nll_loss_by_hand():
+    """The first response (2 tokens) and the third (1 token) are right: -(-1 - 2 - 6) / 3 = 3."""
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    logprobs = double([[-1.0, -2.0], [-4.0, -5.0], [-6.0, NAN]]).requires_grad_()
+    right = torch.tensor([True, False, True])
+    loss = vapo.nll_loss(logprobs, right, mask, 3)
+    assert loss.item() == pytest.approx(3.0)
+    (slope,) = torch.autograd.grad(loss, logprobs)
+    assert torch.allclose(slope, double([[-1.0, -1.0], [0.0, 0.0], [-1.0, 0.0]]) / 3)
+    # Without a right response there is no loss.
+    wrong = torch.zeros(3, dtype=torch.bool)
+    loss = vapo.nll_loss(logprobs, wrong, mask, wrong.sum())
+    assert loss.item() == 0 and not torch.autograd.grad(loss, logprobs)[0].any()
+
+
+def test_explained_variance_by_hand():
+    """The returns 0, 2, 4 have variance 4. The errors 1, 0, -1 have variance 1."""
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    returns = double([[0.0, 2.0, NAN], [4.0, INF, 9.0]])
+    values = double([[-1.0, 2.0, INF], [5.0, 7.0, NAN]])
+    assert ppo_rlhf.explained_variance(values, returns, mask).item() == pytest.approx(0.75)
+    assert ppo_rlhf.explained_variance(returns, returns, mask).item() == 1
+    constant = torch.full_like(returns, 17.0)
+    assert ppo_rlhf.explained_variance(constant, returns, mask).item() == pytest.approx(0.0)
+    # Equal returns have no variance to explain, although their computed mean has a rounding error.
+    returns, mask = torch.full((3, 7), 1.1), torch.ones(3, 7, dtype=torch.bool)
+    for scale in (0.0, 1e-7, 1.0):
+        values = returns + scale * torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+        assert not math.isfinite(ppo_rlhf.explained_variance(values, returns, mask))
+
+
+# ---- shapes that would broadcast silently are refused
+
+WIDE, FLAT = torch.zeros(3, 3), torch.zeros(3)
+COLUMN, SINGLE = torch.zeros(3, 1), torch.zeros(1)
+ALL = torch.ones(3, 3, dtype=torch.bool)
+PPO, VAPO = ppo_rlhf.Args(), vapo.Args()
+# Each row is a function, arguments that it takes, and the place and the value of an argument that it refuses.
+REFUSED = [
+    *[(script.compute_advantages, (WIDE,), 0, FLAT) for script in (grpo, dr_grpo, rloo)],
+    # A group of one has no other samples and no std: the advantage would be 0 or NaN.
+    *[(script.compute_advantages, (WIDE,), 0, COLUMN) for script in (grpo, dr_grpo, rloo)],
+    (reinforce_baseline.compute_advantages, (WIDE, 0.5), 0, FLAT),
+    # One baseline per prompt would be another algorithm.
+    (reinforce_baseline.compute_advantages, (WIDE, 0.5), 1, COLUMN),
+    *[(remax.compute_advantages, (WIDE, FLAT), 1, bad) for bad in (COLUMN, SINGLE, SINGLE[0])],
+    *[(ppo_rlhf.kl_rewards, (PPO, FLAT, WIDE, WIDE, ALL), 1, bad) for bad in (COLUMN, WIDE, SINGLE)],
+    *[(vapo.terminal_rewards, (FLAT, ALL), 0, bad) for bad in (COLUMN, SINGLE)],
+    (ppo_rlhf.compute_gae, (PPO, WIDE, WIDE, ALL), 2, COLUMN),
+    (vapo.compute_gae, (VAPO, WIDE, WIDE, ALL, FLAT), 2, COLUMN),
+    *[(vapo.compute_gae, (VAPO, WIDE, WIDE, ALL, FLAT), 4, bad) for bad in (SINGLE, COLUMN, SINGLE[0])],
+    (vapo.discounted_returns, (VAPO, WIDE, ALL), 1, COLUMN),
+    *[(ppo_rlhf.value_loss, (PPO, WIDE, WIDE, WIDE, ALL, 9), k, FLAT) for k in (1, 2, 3)],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "good", "place", "bad"), REFUSED, ids=range(len(REFUSED)))
+def test_shapes_that_would_broadcast_are_refused(function, good, place, bad):
+    function(*good)
     with pytest.raises(AssertionError):
-        loss_of(
-            script,
-            make_args(script, beta=0.0),
-            values,
-            values[:1],
-            None,
-            torch.zeros(good),
-            mask,
-            3,
-            9,
-        )
+        function(*good[:place], bad, *good[place + 1 :])
 
 
 @pytest.mark.scripts(*LOSSES)
-def test_a_fully_masked_sequence_counts_nothing(script):
-    logprobs, old, _, advantages, mask = ragged_batch(5)
-    mask = mask.clone()
-    mask[2] = False
-    args = make_args(script, beta=0.0)
-    loss, _ = loss_of(script, args, logprobs, old, None, advantages, mask, 6, int(mask.sum()))
-    loss.backward()
-    assert math.isfinite(loss.item())
-    assert (logprobs.grad[2] == 0).all()
-
-
-@pytest.mark.scripts(*LOSSES)
-def test_inputs_are_not_modified(script):
-    logprobs, old, ref, advantages, mask = ragged_batch(6)
-    before = [tensor.detach().clone() for tensor in (logprobs, old, ref, advantages, mask)]
-    loss_of(
-        script,
-        make_args(script, beta=0.1),
-        logprobs,
-        old,
-        ref,
-        advantages,
-        mask,
-        6,
-        int(mask.sum()),
-    )
-    rewards = torch.rand(2, 4)
-    rewards_before = rewards.clone()
-    # distill.py computes advantages from log-probabilities.
-    if script is distill:
-        script.compute_advantages(old, ref)
-    elif script not in (ppo_rlhf, vapo):
-        advantages_of(script, rewards)
-    after = [tensor.detach() for tensor in (logprobs, old, ref, advantages, mask)]
-    assert all(
-        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(before, after, strict=True)
-    )
-    assert torch.equal(rewards, rewards_before)
+def test_a_loss_refuses_shapes_that_would_broadcast(script):
+    args, sizes = make_args(script), (3, 9)
+    good = WIDE if script.__name__ in PER_TOKEN else COLUMN
+    loss_of(script, args, WIDE, WIDE, None, good, ALL, *sizes)
+    for bad in (FLAT, FLAT[None], WIDE[:, :2], torch.zeros(1, 1)):
+        with pytest.raises(AssertionError):
+            loss_of(script, args, WIDE, WIDE, None, bad, ALL, *sizes)
+    with pytest.raises(AssertionError):
+        loss_of(script, args, WIDE, WIDE[:1], None, good, ALL, *sizes)

@@ -31,7 +31,8 @@ PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 BLOCKS = {}
 for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
     names = re.findall(r"^def (\w+)", block, re.MULTILINE)
-    if not {"ask", "judge_reward"} & set(names) and re.search(r"^REWARDS = ", block, re.MULTILINE):
+    is_reward = names and names[0] not in ("ask", "judge_reward")
+    if is_reward and re.search(r"^REWARDS = ", block, re.MULTILINE):
         BLOCKS[names[0]] = block
 SUM = {"question": "47+38=", "answer": "85"}
 # The rows of each example, and its flags.

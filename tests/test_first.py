@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL
+from conftest import ROOT, SMALL_MODEL, SMALL_TASK
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers.generation.utils import GenerationMixin
 
@@ -21,12 +21,13 @@ ROWS = [
 
 
 @pytest.fixture
-def first():
-    """A fresh module, so that a test may change its constants."""
+def first(tmp_path_factory):
+    """A fresh module, so that a test may change its constants. It has a small model and few problems."""
     spec = importlib.util.spec_from_file_location("first", PATH)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.MODEL = SMALL_MODEL
+    module.MODEL, module.ASSETS = SMALL_MODEL, tmp_path_factory.mktemp("assets")
+    (module.ASSETS / "addition").symlink_to(SMALL_TASK)
     return module
 
 
@@ -37,41 +38,13 @@ def test_the_advantages_are_those_of_grpo(first):
     torch.testing.assert_close(first.compute_advantages(rewards), expected, rtol=0, atol=1e-12)
 
 
-def test_the_loss_and_its_gradient_are_those_of_grpo(first):
-    """Ratios leave the clip range on both sides, for advantages of either sign."""
-    generator = torch.Generator().manual_seed(1)
-    n, R = 12, 7
-    logprobs = -2 * torch.rand(n, R, generator=generator, dtype=torch.float64)  # (n, R)
-    old_logprobs = logprobs + 0.5 * torch.randn(n, R, generator=generator, dtype=torch.float64)
-    advantages = torch.randn(n, 1, generator=generator, dtype=torch.float64)  # (n, 1)
-    lengths = torch.arange(n) % R + 1  # (n,): 1 to R
-    mask = torch.arange(R) < lengths[:, None]  # (n, R)
-    args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
+def test_a_sampled_batch_has_the_gradient_of_grpo(first):
+    """Prompts of three lengths, responses with and without an EOS token, and the gradient of every weight.
 
-    def value_and_gradient(loss_of):
-        x = logprobs.clone().requires_grad_()
-        loss = loss_of(x)
-        return loss.detach(), *torch.autograd.grad(loss, x)
-
-    expected = value_and_gradient(
-        lambda x: grpo.policy_loss(args, x, old_logprobs, None, advantages, mask, num_seqs=n)[0]
-    )
-    found = value_and_gradient(
-        lambda x: first.policy_loss(x, old_logprobs, advantages, mask.long())
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    ratio = (logprobs - old_logprobs).exp()
-    for sign in (-1, 1):
-        of_sign = mask & (advantages * sign > 0)
-        assert (ratio[of_sign] < 1 - first.CLIP_EPS).any()
-        assert (ratio[of_sign] > 1 + first.CLIP_EPS).any()
-    assert (found[1][mask] == 0).any() and (found[1][~mask] == 0).all()
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_sampled_batch_has_the_gradient_of_grpo(first, temperature):
-    """Prompts of three lengths, responses with and without an EOS token, and the gradient of every weight."""
-    first.TEMPERATURE, first.MAX_NEW_TOKENS, G = temperature, 20, 8
+    Ratios leave the clip range on both sides, for advantages of either sign.
+    """
+    temperature, G = 0.7, 8
+    first.TEMPERATURE, first.MAX_NEW_TOKENS = temperature, 20
     torch.manual_seed(1)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL, dtype=torch.float32)
@@ -98,11 +71,6 @@ def test_a_sampled_batch_has_the_gradient_of_grpo(first, temperature):
     assert rewards.tolist() == accuracy_reward(texts, [row["answer"] for row in rows])
     assert 0 < rewards.mean() < 1
 
-    def gradient(logprobs, loss_of):
-        advantages = first.compute_advantages(rewards.view(-1, G)).view(-1, 1)
-        loss = loss_of(logprobs, logprobs.detach() + 0.3 * torch.sin(torch.arange(R)), advantages)
-        return loss.detach(), torch.autograd.grad(loss, list(model.parameters()))
-
     args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
     is_response = response_mask.bool()
     rollout = grpo.Rollout(ids[:, :P], mask[:, :P].bool(), ids[:, P:], is_response, None)
@@ -111,15 +79,26 @@ def test_a_sampled_batch_has_the_gradient_of_grpo(first, temperature):
     torch.testing.assert_close(
         logprobs[is_response], expected_logprobs[is_response], rtol=0, atol=2e-5
     )
-    expected = gradient(
+    advantages = first.compute_advantages(rewards.view(-1, G)).view(-1, 1)
+    shift = 0.3 * torch.sin(torch.arange(len(rows) * R)).view(len(rows), R)
+    for sign in (-1, 1):
+        moved = shift[is_response & (advantages * sign > 0)].exp()
+        assert moved.min() < 1 - first.CLIP_EPS and moved.max() > 1 + first.CLIP_EPS
+    theirs, _ = grpo.policy_loss(
+        args,
         expected_logprobs,
-        lambda x, old, A: grpo.policy_loss(args, x, old, None, A, is_response, num_seqs=len(rows))[
-            0
-        ],
+        expected_logprobs.detach() - shift,
+        None,
+        advantages,
+        is_response,
+        num_seqs=len(rows),
     )
-    found = gradient(logprobs, lambda x, old, A: first.policy_loss(x, old, A, response_mask))
+    mine = first.policy_loss(logprobs, logprobs.detach() - shift, advantages, response_mask)
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    expected = torch.autograd.grad(theirs, list(model.parameters()))
+    found = torch.autograd.grad(mine, list(model.parameters()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-    assert max(g.abs().max() for g in found[1]) > 0.01
+    assert max(gradient.abs().max() for gradient in found) > 0.01
 
 
 def test_padding_changes_nothing(first):
@@ -168,7 +147,7 @@ def test_it_samples_from_the_whole_softmax(first, monkeypatch):
 def test_it_learns(first, capsys, tmp_path, monkeypatch):
     """It starts in any folder, and writes nothing there."""
     monkeypatch.chdir(tmp_path)
-    first.NUM_STEPS = 10
+    first.NUM_STEPS = 8
     first.main()
     before, after = re.findall(r": accuracy (\S+)", capsys.readouterr().out)
     assert float(after) > float(before) + 0.2

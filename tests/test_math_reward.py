@@ -3,7 +3,6 @@
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
-from itertools import product
 
 import pytest
 from conftest import read_table
@@ -48,7 +47,7 @@ def block(text):
 def test_answers_are_judged_as_a_person_judges_them():
     """All at once, so they are also judged in their order."""
     golds = [gold for _, _, gold, _ in CASES]
-    assert [gold for gold in golds if math_gold(gold) is None] == []
+    assert [gold for gold in set(golds) if math_gold(gold) is None] == []
     judged = math_reward([block(text) for *_, text in CASES], golds)
     assert [case for case, label in zip(CASES, judged, strict=True) if case[1] != label] == []
     assert math_reward([], []) == []
@@ -58,7 +57,11 @@ def test_answers_are_judged_as_a_person_judges_them():
 
 @installed
 def test_an_answer_is_only_equal_to_itself():
-    pairs = list(product(DIFFERENT, DIFFERENT))
+    pairs = []
+    for i, gold in enumerate(DIFFERENT):
+        # Of each two answers, one is the gold answer: comparing both ways would take twice as long.
+        pairs += [(gold, text) for k, text in enumerate(DIFFERENT) if (i + k) % 2 == (i < k)]
+    assert len(pairs) == len(DIFFERENT) * (len(DIFFERENT) + 1) / 2
     judged = math_reward([block(text) for _, text in pairs], [gold for gold, _ in pairs])
     assert [x for x, label in zip(pairs, judged, strict=True) if label != (x[0] == x[1])] == []
 

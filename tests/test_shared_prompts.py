@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from test_critics import tiny_classifier
 from test_lora import adapted
 from test_lora import make_args as lora_args
-from test_ppo_equations import tiny_classifier
 from test_sampling import assert_near, assert_same_gradients, build, random_rollout, slow_logprobs
 from test_sampling import double as double  # a fixture
 

@@ -20,7 +20,7 @@ import torch
 import tyro
 from conftest import ROOT, small_recipe
 from patched import load_patched
-from test_equations import loss_of, make_args, ragged_batch
+from test_equations import double, loss_of, make_args, ragged_batch
 from test_whole_step import PATCHES as IN_WHOLE_STEPS
 from transformers import AutoModelForCausalLM
 
@@ -136,11 +136,11 @@ HAND = [
 
 @pytest.mark.parametrize(("name", "advantage", "fields", "loss", "gradient", "clipped"), HAND)
 def test_losses_by_hand(name, advantage, fields, loss, gradient, clipped):
-    old = torch.tensor([[0.3, 0.2, 9.0]], dtype=torch.float64).log()
-    logprobs = old + torch.tensor([[1.5, 0.5, 7.0]], dtype=torch.float64).log()
+    old = double([[0.3, 0.2, 9.0]]).log()
+    logprobs = old + double([[1.5, 0.5, 7.0]]).log()
     mask = torch.tensor([[True, True, False]])
     args = make_args(load(name), beta=0.0, **fields)
-    given = logprobs, old, None, torch.tensor([[advantage]], dtype=torch.float64), mask
+    given = logprobs, old, None, double([[advantage]]), mask
     value, slope, stats = loss_and_gradient(load(name), args, *given, 1, 2)
     assert slope.tolist()[0] == pytest.approx([*gradient, 0.0], abs=1e-12)
     # If the weight is detached, only the gradient is meaningful.
@@ -225,7 +225,7 @@ def test_gradients_against_a_slow_loop(name, seed):
 def test_the_unbiased_kl_by_hand():
     """pi = 1/2, pi_old = 1/4 and pi_ref = 1/8: rho is 2, and k3 is 1/4 - 1 + log 4."""
     script, one = load("unbiased_kl"), torch.ones(1, 1, dtype=torch.bool)
-    logprobs, old, ref = (torch.tensor([[x]]).double().log() for x in (1 / 2, 1 / 4, 1 / 8))
+    logprobs, old, ref = (double([[x]]).log() for x in (1 / 2, 1 / 4, 1 / 8))
     args, zero = make_args(script, beta=0.1), torch.zeros(1, 1, dtype=torch.float64)
     loss, slope, stats = loss_and_gradient(script, args, logprobs, old, ref, zero, one, 1, 1)
     assert loss == pytest.approx(0.1 * 2 * (math.log(4) - 3 / 4), abs=1e-12)
@@ -237,7 +237,7 @@ def test_kimi_kl_by_hand():
     """The log-ratios to the sampler are 0.5 and -0.2. The advantage is 0, so only the penalty is left."""
     script, mask = load("kimi_kl"), torch.tensor([[True, True, False]])
     logprobs = torch.tensor([[-1.0, -2.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    sampled = torch.tensor([[-1.5, -1.8, 0.0]], dtype=torch.float64)
+    sampled = double([[-1.5, -1.8, 0.0]])
     args, old, zero = make_args(script, kl_tau=0.1), logprobs.detach(), torch.zeros(1, 1)
     given = dict(sampler_weights=torch.ones(1, 3), mask=mask, num_seqs=1)
     loss, stats = script.policy_loss(args, logprobs, old, sampled, None, zero, **given)
@@ -260,42 +260,34 @@ def test_echo_by_hand():
     assert loss.item() == pytest.approx(0.4 * (0.75 + 0.0 + 3.0) / 5, abs=1e-12)
     (slope,) = torch.autograd.grad(loss, logprobs)
     expected = [[-0.4 / 2 / 5, -0.4 / 2 / 5, 0.0], [0.0] * 3, [-0.4 / 5, 0.0, 0.0]]
-    assert torch.allclose(slope, torch.tensor(expected).double(), atol=1e-12)
+    assert torch.allclose(slope, double(expected), atol=1e-12)
 
 
 # ---- advantages
 
 
-def advantages_of(name, *given):
-    return load(name).compute_advantages(*given)
-
-
 def test_advantages_by_hand():
-    rewards = torch.tensor(
-        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4]
-    ).double()
+    rewards = double([[1, 0, 0, 0], [1, 1, 0, 0], [0] * 4, [1] * 4])
     expected = [[3.0, -1.0, -1.0, -1.0], [1.0, 1.0, -1.0, -1.0], [0.0] * 4, [0.0] * 4]
-    assert advantages_of("maxrl", rewards).tolist() == expected
+    assert load("maxrl").compute_advantages(rewards).tolist() == expected
     # The centred rewards are 3/4, three times -1/4, twice 1/2, twice -1/2, and zeros. Their squares add up to
     # 3/4 + 1. The std divides this sum by 16 - 1.
     std = (1.75 / 15) ** 0.5 + 1e-4
     centred = [[0.75, -0.25, -0.25, -0.25], [0.5, 0.5, -0.5, -0.5], [0.0] * 4, [0.0] * 4]
-    expected = torch.tensor(centred).double() / std
-    assert torch.allclose(advantages_of("reinforce_pp", rewards), expected, atol=1e-12)
+    expected = double(centred) / std
+    assert torch.allclose(load("reinforce_pp").compute_advantages(rewards), expected, atol=1e-12)
     lengths = torch.tensor([[3, 1, 1, 1], [1, 2, 3, 4], [5] * 4, [1, 2, 3, 4]])
-    baseline = torch.tensor([[0.5], [0.3], [0.0], [1.0]]).double()
-    assert torch.allclose(advantages_of("opo", rewards, lengths), rewards - baseline, atol=1e-12)
-    # Equal rewards give nearly 0, even if their mean is rounded. In gdpo.py the std of the batch would enlarge errors.
-    equal = torch.tensor([[0.1] * 7, [1.4] * 7])
-    assert (advantages_of("reinforce_pp", equal).abs() < 0.01).all()
-    assert (advantages_of("gdpo", equal[None]) == 0).all()
+    baseline = double([[0.5], [0.3], [0.0], [1.0]])
+    assert torch.allclose(
+        load("opo").compute_advantages(rewards, lengths), rewards - baseline, atol=1e-12
+    )
 
 
 def test_p3o_by_hand():
     """Only the first response is right. The log-ratios are 0.1, 0 and 0.3."""
     script = load("p3o")
-    returns = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
-    logratio = torch.tensor([[0.1, 0.0, 0.3]], dtype=torch.float64)
+    returns = double([[1.0, 0.0, 0.0]])
+    logratio = double([[0.1, 0.0, 0.3]])
     near, far = math.exp(0.1 + 0.0), math.exp(0.1 + 0.3)
 
     def advantages(eps, moved=logratio):
@@ -314,9 +306,9 @@ def test_p3o_by_hand():
 
 def test_clip_cov_by_hand():
     """Two responses have advantages 3 and -1 (mean 1) and log-probabilities -1, -5 and -3, -3 (mean -3)."""
-    logprobs = torch.tensor([[-1.0, -5.0, math.nan], [-3.0, -3.0, -4.0]], dtype=torch.float64)
+    logprobs = double([[-1.0, -5.0, math.nan], [-3.0, -3.0, -4.0]])
     mask = torch.tensor([[True, True, False]] * 2)
-    advantages = torch.tensor([[3.0], [-1.0]], dtype=torch.float64)
+    advantages = double([[3.0], [-1.0]])
     script = load("clip_cov")
     # The covariances are 2 * 2 = 4, -2 * 2 = -4, 0 and 0. The last slot, which doesn't count, would have 2.
     for low, high, left in (
@@ -335,28 +327,23 @@ def test_clip_cov_by_hand():
     assert advantages.tolist() == [[3.0], [-1.0]]
 
 
-@pytest.mark.parametrize(("share", "count"), [(0.5, None), (0.1, 2), (1e-6, 1)])
-def test_clip_cov_leaves_out_so_many_tokens_between_the_bounds(share, count):
+@pytest.mark.parametrize(("share", "count"), [(0.1, 2), (1e-6, 1)])
+def test_clip_cov_draws_so_many_tokens_between_the_bounds(share, count):
+    """With a share of 1 it leaves out all of them, and test_whole_step.py computes which these are."""
     logprobs, _, _, advantages, mask = ragged_batch(1)
-    logprobs, script = logprobs.detach(), load("clip_cov")
-    total = int(mask.sum())
-    values = [
-        (i, t, logprobs[i, t].item(), advantages[i].item()) for i, t in mask.nonzero().tolist()
-    ]
-    means = [math.fsum(value[k] for value in values) / total for k in (2, 3)]
-    covariances = {(i, t): (x - means[0]) * (a - means[1]) for i, t, x, a in values}
-    between = {place for place, value in covariances.items() if 0.05 < value < 0.6}
-    count = min(len(between), int(share * total)) if count is None else count
-    assert 2 < len(between) < total and count == min(len(between), max(1, int(share * total)))
-    args, seen = make_args(script, cov_low=0.05, cov_high=0.6, cov_share=share), set()
+    logprobs, script, left_out = logprobs.detach(), load("clip_cov"), []
+    fields = dict(cov_low=0.05, cov_high=0.6)
+    all_of_them = make_args(script, cov_share=1.0, **fields)
+    between = script.clip_cov(all_of_them, logprobs, advantages, mask) != advantages
+    assert 2 < between.sum() < mask.sum() and count == max(1, int(share * mask.sum()))
     for seed in range(60):
         torch.manual_seed(seed)
+        args = make_args(script, cov_share=share, **fields)
         kept = script.clip_cov(args, logprobs, advantages, mask)
-        out = {(i, t) for i, t in (kept != advantages).nonzero().tolist()}
-        assert len(out) == count and out <= between and all(kept[place] == 0 for place in out)
-        seen |= out
+        left_out.append(kept != advantages)
+        assert left_out[-1].sum() == count and (kept[left_out[-1]] == 0).all()
     # The draws are random, so 60 seeds draw every token.
-    assert seen == between
+    assert torch.equal(torch.stack(left_out).any(0), between)
 
 
 R = 1 / 1.21
@@ -386,7 +373,7 @@ MASKS = [
 def test_masks_by_hand(name, fields, advantage, expected):
     ratios = [[1.2, 0.9, 1], [4, 1 / 4, 1], [0.8, 1, 1], [R] * 3]  # 1 where masked
     mask = torch.arange(3) < torch.tensor([2, 2, 1, 3])[:, None]  # (4, 3)
-    current = torch.tensor(ratios, dtype=torch.float64).log().requires_grad_()  # (4, 3)
+    current = double(ratios).log().requires_grad_()  # (4, 3)
     script, sampled = load(name), torch.zeros(4, 3, dtype=torch.float64)
     args = make_args(script, **fields)
     if name == "opsm":
@@ -433,7 +420,7 @@ def run(script, monkeypatch, folder, **given):
 
 def expected_advantages(name, samples, lengths):
     """The advantages (B, G) of a step, computed from the recorded rewards with the formulas of the docstrings."""
-    rewards = torch.tensor([sample["rewards"] for sample in samples], dtype=torch.float64)
+    rewards = double([sample["rewards"] for sample in samples])
     mean, std = rewards.mean(1, keepdim=True), rewards.std(1, keepdim=True)
     if name == "gdpo":
         texts = [sample["completions"] for sample in samples]
@@ -441,7 +428,7 @@ def expected_advantages(name, samples, lengths):
         table = []
         for function in (accuracy_reward, format_reward):
             scores = map(function, texts, answers)
-            table.append(torch.tensor(list(scores), dtype=torch.float64))  # (B, G)
+            table.append(double(list(scores)))  # (B, G)
         normal = [(x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True) + 1e-4) for x in table]
         return (sum(normal) - sum(normal).mean()) / (sum(normal).std() + 1e-4)
     if name == "opo":
@@ -463,7 +450,7 @@ def test_two_steps(name, monkeypatch, tmp_path):
         if name == "echo":
             rollout, _ = rollout  # and the tool's answers
         records = [sample for sample in samples if sample["step"] == step]
-        logged = torch.tensor([sample["advantages"] for sample in records], dtype=torch.float64)
+        logged = double([sample["advantages"] for sample in records])
         expected = expected_advantages(name, records, rollout.response_mask.sum(1).view(3, 4))
         assert torch.allclose(logged, expected, atol=1e-5) and logged.abs().max() > 0.01
     # The losses of an update's micro-batches have its size as their divisor.
@@ -476,16 +463,14 @@ def test_two_steps(name, monkeypatch, tmp_path):
     assert len(shares) > 4 and math.fsum(shares) == pytest.approx(4)
 
 
-def weights(script, folder):
-    path = folder / script.__name__ / "checkpoint.pt"
-    return torch.load(path, weights_only=True)["model"]
-
-
 def test_echo_without_its_term_is_grpo_tools(monkeypatch, tmp_path):
     """compute_logprobs computes more tokens, which may round differently. Otherwise nothing changes."""
     for script in (load("echo"), grpo_tools):
-        run(script, monkeypatch, tmp_path, echo_coef=0.0)
-    one, other = weights(load("echo"), tmp_path), weights(grpo_tools, tmp_path)
+        run(script, monkeypatch, tmp_path, echo_coef=0.0, num_steps=1)
+    one, other = [
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["model"]
+        for name in ("echo", "grpo_tools")
+    ]
     for name in one:
         torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-5)
 

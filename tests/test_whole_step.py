@@ -23,34 +23,20 @@ import pytest
 import torch
 from conftest import ROOT, small_recipe
 from patched import load_patched
+from scripts import SCRIPTS
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+import grpo_process
 from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
-COMMON = dict(
-    num_steps=2,
-    num_prompts=3,
-    num_generations=4,
-    max_new_tokens=21,
-    temperature=1.1,
-    learning_rate=2e-3,
-)
-COMMON |= dict(
-    num_iterations=1, num_minibatches=2, micro_batch_tokens=100, max_grad_norm=0.7, warmup_updates=2
-)
-COMMON |= dict(
-    clip_eps=0.1,
-    clip_eps_low=0.1,
-    clip_eps_high=0.15,
-    beta=0.2,
-    device="cpu",
-    eval_size=2,
-    seed=5,
-    save_every=2,
-)
+COMMON = dict(num_steps=2, num_prompts=3, num_generations=4, max_new_tokens=21, temperature=1.1)
+COMMON |= dict(learning_rate=2e-3, warmup_updates=2, max_grad_norm=0.7)
+COMMON |= dict(num_iterations=1, num_minibatches=2, micro_batch_tokens=100)
+COMMON |= dict(clip_eps=0.1, clip_eps_low=0.1, clip_eps_high=0.15, beta=0.2)
+COMMON |= dict(device="cpu", eval_size=2, seed=5, save_every=2)
 # The sampler's weights are up to two steps old.
 STALE = dict(staleness=3, num_steps=3, num_minibatches=6, beta=0.0)
 # (script or patch, fields)
@@ -146,8 +132,7 @@ CASES = [
     ("kimi_kl", dict(STALE, num_minibatches=2, kl_tau=0.1, num_iterations=2)),
 ]
 # The patches of variants/ that are compared here.
-PATCHES = ["full_vocabulary", "sdpo_context", "copg", "p3o", "clip_cov"]
-PATCHES += ["geo_mask", "icepop", "opsm", "kimi_kl"]
+PATCHES = {name for name, _ in CASES} - set(SCRIPTS)
 
 
 def norm(layer, hidden):
@@ -191,27 +176,22 @@ def run_main(script, monkeypatch, tmp_path, given):
     fields["dataset"] = str(tmp_path / "few.jsonl")
     (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
-    steps, generate, minibatches = [], script.generate, script.minibatches
-    micro_batches, shared = script.micro_batches, []
-    save_checkpoint, saved, seeds = script.save_checkpoint, [], []
+    steps, shared, saved, seeds = [], [], [], []
+    generate, minibatches = script.generate, script.minibatches
+    micro_batches, save_checkpoint = script.micro_batches, script.save_checkpoint
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
-        # remax.py generates greedy responses after a step's samples and before its minibatches.
-        is_greedy_rollout = call[5] == 0 and bool(steps) and not steps[-1]["minibatches"]
-        # The test doesn't record evaluations.
-        if call[5] > 0 or is_greedy_rollout:
-            prompts = [
-                row[counts].tolist()
-                for row, counts in zip(call[2], call[3], strict=True)
-                for _ in range(call[4])
-            ]
-            responses = [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)]
-            if not steps or steps[-1]["minibatches"]:
-                steps.append({"sequences": [], "greedy": [], "minibatches": []})
-                seeds.append(torch.initial_seed())
-            kind = "greedy" if is_greedy_rollout else "sequences"
-            steps[-1][kind] += zip(prompts, responses, strict=True)
+        prompt_ids, prompt_mask, G, temperature = call[2:6]
+        prompts = []
+        for row, counts in zip(prompt_ids, prompt_mask, strict=True):
+            prompts += [row[counts].tolist()] * G
+        responses = [row[counts].tolist() for row, counts in zip(ids, mask, strict=True)]
+        if not steps or steps[-1]["minibatches"]:
+            steps.append({"sequences": [], "greedy": [], "minibatches": []})
+            seeds.append(torch.initial_seed())
+        kind = "greedy" if temperature == 0 else "sequences"  # remax.py generates both
+        steps[-1][kind] += zip(prompts, responses, strict=True)
         return ids, mask, logprobs
 
     def recorded_minibatches(*call):
@@ -242,6 +222,8 @@ def run_main(script, monkeypatch, tmp_path, given):
         monkeypatch.setattr(script, "micro_batches", by_prompt)
     monkeypatch.setattr(script, "generate", recorded_generate)
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
+    # It changes nothing, and would take a third of the time. test_runs.py has it by hand.
+    monkeypatch.setattr(script, "evaluate", lambda *call: {"eval/accuracy": 0.0})
     script.main(args)
     # A checkpoint follows every second step and the last step, and says which step it follows.
     due = [n for n in range(1, args.num_steps + 1) if n % 2 == 0 or n == args.num_steps]
@@ -250,21 +232,15 @@ def run_main(script, monkeypatch, tmp_path, given):
     # A small minibatch may have no two samples of a prompt.
     may_share = name != "grpo_multigpu" and args.num_generations > 1
     assert sum(shared) > 0 or not may_share or args.num_minibatches > 2
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()][1:]
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
-    for number, (step, metrics) in enumerate(zip(steps, records, strict=True), start=1):
-        step["metrics"], step["samples"] = (
-            metrics,
-            [sample for sample in samples if sample["step"] == number],
-        )
-    args = script.Args(
-        **{
-            k: v
-            for k, v in json.loads((tmp_path / "run" / "args.json").read_text()).items()
-            if k in known
-        }
-    )
-    return args, steps, torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)
+    run_dir = tmp_path / "run"
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()][1:]
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
+    for step, metrics in zip(steps, records, strict=True):
+        step["metrics"] = metrics
+        step["samples"] = [sample for sample in samples if sample["step"] == metrics["step"]]
+    fields = json.loads((run_dir / "args.json").read_text())
+    args = script.Args(**{name: value for name, value in fields.items() if name in known})
+    return args, steps, torch.load(run_dir / "checkpoint.pt", weights_only=True)
 
 
 # ---- the reference: the same for all scripts
@@ -327,6 +303,41 @@ def rate(args, update, num_updates):
     return (1 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1 - done
 
 
+# What most scripts have in common. Algorithm names it as its defaults.
+
+
+def one_bound(args):
+    return args.clip_eps, args.clip_eps
+
+
+def drift(run, o, t):
+    """Metrics of the log-probabilities."""
+    return {"policy/approx_kl": 0.5 * (o.now[t] - o.old[t]) ** 2, "policy/entropy": -o.now[t]}
+
+
+def outside(run, ratio):
+    """Metrics of the clip range, whether or not the loss clips this ratio."""
+    below, above = ratio < 1 - run.low, ratio > 1 + run.high
+    return {
+        "policy/clip_frac_low": below,
+        "policy/clip_frac_high": above,
+        "policy/clip_frac": below or above,
+    }
+
+
+def ratios(run, o, t):
+    ratio = math.exp(o.now[t] - o.old[t])
+    return outside(run, ratio) | {"policy/ratio_mean": ratio}
+
+
+def k3(ref, logprob):
+    return math.exp(ref - logprob) - (ref - logprob) - 1
+
+
+def kl_to_reference(run, o, t):
+    return {"kl/ref": k3(o.ref[t], o.now[t])} if run.args.beta > 0 else {}
+
+
 class Response:
     """A response o. Its lists have a number for each of its tokens.
 
@@ -366,9 +377,9 @@ class Algorithm:
     # (run, batch, o, t): the part of token t of o in the loss of the minibatch `batch`.
     loss: Callable
     # (run, o, t) each: metrics, whose means over all tokens are logged.
-    metrics: tuple
+    metrics: tuple = (drift, ratios, kl_to_reference)
     # (args): how far the clip range reaches below and above 1.
-    bounds: Callable
+    bounds: Callable = one_bound
     # (run, o): the reward of a response.
     reward: Callable = lambda run, o: rule_reward(o)
     # (o): the advantages in samples.jsonl: one number for each response, or a list for its tokens.
@@ -550,10 +561,6 @@ def reference(algorithm, args, steps):
 # ---- what several scripts have in common
 
 
-def one_bound(args):
-    return args.clip_eps, args.clip_eps
-
-
 def two_bounds(args):
     return args.clip_eps_low, args.clip_eps_high
 
@@ -576,10 +583,6 @@ def ratio_of(o, t):
     return (o.logprobs[t] - o.old[t]).exp()
 
 
-def k3(ref, logprob):
-    return math.exp(ref - logprob) - (ref - logprob) - 1
-
-
 def kl_penalty(run, o, t):
     """beta times the KL to the reference at a token, DeepSeekMath, Eq. 4."""
     if run.args.beta == 0:
@@ -596,30 +599,6 @@ def tokens_of(batch):
 def mean_over_tokens(run, batch, o, t):
     """PPO's clipped loss. All tokens of the minibatch have the same weight."""
     return clipped(run, ratio_of(o, t), o.A[t]) / tokens_of(batch)
-
-
-def drift(run, o, t):
-    """Metrics of the log-probabilities."""
-    return {"policy/approx_kl": 0.5 * (o.now[t] - o.old[t]) ** 2, "policy/entropy": -o.now[t]}
-
-
-def outside(run, ratio):
-    """Metrics of the clip range, whether or not the loss clips this ratio."""
-    below, above = ratio < 1 - run.low, ratio > 1 + run.high
-    return {
-        "policy/clip_frac_low": below,
-        "policy/clip_frac_high": above,
-        "policy/clip_frac": below or above,
-    }
-
-
-def ratios(run, o, t):
-    ratio = math.exp(o.now[t] - o.old[t])
-    return outside(run, ratio) | {"policy/ratio_mean": ratio}
-
-
-def kl_to_reference(run, o, t):
-    return {"kl/ref": k3(o.ref[t], o.now[t])} if run.args.beta > 0 else {}
 
 
 def zero_std(groups):
@@ -655,11 +634,8 @@ def reinforce_loss(run, batch, o, t):
 
 
 ALGORITHMS = {}
-ALGORITHMS["reinforce_baseline"] = Algorithm(
-    advantages=reinforce_advantages,
-    loss=reinforce_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=for_the_metrics_alone,
+REINFORCE = ALGORITHMS["reinforce_baseline"] = Algorithm(
+    advantages=reinforce_advantages, loss=reinforce_loss, bounds=for_the_metrics_alone
 )
 
 # ---- rloo.py, and copg and p3o
@@ -710,12 +686,7 @@ def p3o_renew(run, groups, batch):
             o.A = [total / (len(group) - 1)] * o.length
 
 
-ALGORITHMS["rloo"] = Algorithm(
-    advantages=rloo_advantages,
-    loss=reinforce_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=for_the_metrics_alone,
-)
+ALGORITHMS["rloo"] = dataclasses.replace(REINFORCE, advantages=rloo_advantages)
 of_the_last_update = dict(logged=lambda o: o.A[0])
 ALGORITHMS["copg"] = dataclasses.replace(ALGORITHMS["rloo"], renew=copg_renew, **of_the_last_update)
 ALGORITHMS["p3o"] = dataclasses.replace(ALGORITHMS["rloo"], renew=p3o_renew, **of_the_last_update)
@@ -742,12 +713,7 @@ def remax_advantages(run, groups):
     }
 
 
-ALGORITHMS["remax"] = Algorithm(
-    advantages=remax_advantages,
-    loss=reinforce_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=for_the_metrics_alone,
-)
+ALGORITHMS["remax"] = dataclasses.replace(REINFORCE, advantages=remax_advantages)
 
 # ---- grpo.py, grpo_multigpu.py, grpo_lora.py, and clip_cov
 
@@ -806,8 +772,6 @@ def clip_cov_renew(run, groups, batch):
 ALGORITHMS["grpo"] = ALGORITHMS["grpo_multigpu"] = Algorithm(
     advantages=grpo_advantages,
     loss=grpo_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=one_bound,
 )
 ALGORITHMS["grpo_lora"] = dataclasses.replace(
     ALGORITHMS["grpo"], policy=lambda args: WithAdapters(load(args.model), args)
@@ -831,12 +795,7 @@ def dr_grpo_loss(run, batch, o, t):
     return token_loss / run.args.max_new_tokens / len(batch)
 
 
-ALGORITHMS["dr_grpo"] = Algorithm(
-    advantages=dr_grpo_advantages,
-    loss=dr_grpo_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=one_bound,
-)
+ALGORITHMS["dr_grpo"] = Algorithm(advantages=dr_grpo_advantages, loss=dr_grpo_loss)
 
 # ---- dapo.py
 
@@ -1013,7 +972,6 @@ OFFPOLICY = ALGORITHMS["grpo_offpolicy"] = Algorithm(
     advantages=offpolicy_advantages,
     loss=offpolicy_loss,
     metrics=(drift, ratios, kl_to_reference, dual_clips),
-    bounds=one_bound,
     after=refresh_engine,
 )
 ALGORITHMS["geo_mask"] = dataclasses.replace(OFFPOLICY, advantages=geo_mask_advantages)
@@ -1028,39 +986,22 @@ ALGORITHMS["kimi_kl"] = dataclasses.replace(
 # ---- grpo_process.py
 
 
-def column_steps(text, answer):
-    """Where each step of a response ends, and its reward. The columns' sums are steps, and the whole response."""
-    before, tag, after = text.partition("<think>")
-    start = len(before + tag) if tag else 0
-    thought, closed, _ = text[start:].partition("</think>")
-    steps = []
-    if closed and thought and set(thought) <= set("0123456789+=,"):
-        for place, column in enumerate(thought.split(",")):
-            digits, _, total = column.partition("=")
-            terms = digits.split("+")
-            is_sum = len(terms) > 1 and all(len(term) == 1 for term in terms)
-            is_true = is_sum and "=" not in total and total == str(sum(map(int, terms)))
-            is_right = is_true and place < len(answer) and total[-1] == answer[-1 - place]
-            steps.append([start + len(column), float(is_right)])
-            start += len(column) + 1
-    return [*steps, [len(text), float(accuracy_reward([text], [answer])[0])]]
-
-
 def process_advantages(run, groups):
     """A token's advantage is the sum over the steps that end with it or after it. DeepSeekMath 4.1.3."""
     counts, means, equal = [], [], []
     for group in groups:
-        steps = [column_steps(o.text, o.answer) for o in group]
-        assert group[0].sample["steps"] == steps
+        # test_process.py checks what step_rewards finds.
+        steps = [grpo_process.step_rewards([o.text], [o.answer])[0] for o in group]
+        assert group[0].sample["steps"] == [[list(step) for step in own] for own in steps]
         rewards = [reward for own in steps for _, reward in own]
+        center, scale = mean(rewards), std(rewards) + 1e-4
         for o, own in zip(group, steps, strict=True):
             o.advantages = []
             for t in range(o.length):
                 start = len(text_of(run, o.tokens[:t]))
                 # The last step is the whole response, with the EOS token.
                 ahead = [reward for end, reward in own[:-1] if start < end] + [own[-1][1]]
-                normalized = [(x - mean(rewards)) / (std(rewards) + 1e-4) for x in ahead]
-                o.advantages.append(math.fsum(normalized))
+                o.advantages.append(math.fsum((x - center) / scale for x in ahead))
             run.seen["grpo_process.py finds only one step"].add(len(own) == 1)
         counts += [len(own) for own in steps]
         means += rewards
@@ -1076,8 +1017,6 @@ ALGORITHMS["grpo_process"] = Algorithm(
     advantages=process_advantages,
     logged=lambda o: o.advantages,
     loss=grpo_loss,
-    metrics=(drift, ratios, kl_to_reference),
-    bounds=one_bound,
 )
 
 # ---- ppo_rlhf.py
@@ -1109,6 +1048,8 @@ def ppo_reward(run, o):
     """The judge's score of the whole response, or the rules. A cut response costs a penalty."""
     with torch.no_grad():
         score = outputs_of(run.judge, o.sequence)[-1].item() if run.judge else rule_reward(o)
+    if run.judge:
+        run.seen["a response ends before the limit"].add(o.ended)
     return score if o.ended else score - run.args.missing_eos_penalty
 
 
@@ -1193,7 +1134,6 @@ ALGORITHMS["ppo_rlhf"] = Algorithm(
     logged=lambda o: o.advantages,
     loss=mean_over_tokens,
     metrics=(drift, ratios),
-    bounds=one_bound,
 )
 
 # ---- vapo.py
@@ -1296,7 +1236,6 @@ ALGORITHMS["distill"] = Algorithm(
     logged=lambda o: o.advantages,
     loss=distill_loss,
     metrics=(drift, ratios, kl_to_teacher),
-    bounds=one_bound,
 )
 ALGORITHMS["full_vocabulary"] = dataclasses.replace(
     ALGORITHMS["distill"], renew=read_reverse_kl, loss=reverse_kl_loss
@@ -1348,13 +1287,10 @@ def self_distill_advantages(run, groups, context_of=answer_as_context):
     return zero_std(groups) | {"rollout/context_frac": mean(found)}
 
 
-ALGORITHMS["self_distill"] = Algorithm(
+ALGORITHMS["self_distill"] = dataclasses.replace(
+    ALGORITHMS["distill"],
     prepare=save_teacher,
     advantages=self_distill_advantages,
-    logged=lambda o: o.advantages,
-    loss=distill_loss,
-    metrics=(drift, ratios, kl_to_teacher),
-    bounds=one_bound,
     after=move_teacher,
 )
 ALGORITHMS["sdpo_context"] = dataclasses.replace(
