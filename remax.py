@@ -462,10 +462,10 @@ def main(args: Args) -> dict:
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. For a
-# GPU the number must be a multiple of 16, because generate looks at `finished` every 16 tokens:
-# then it looks right before the cache grows, and at least one row is left to keep. On an H100, 64
-# and 128 columns were about as fast, and 256 were slower.
+# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. On a
+# GPU, generate looks for finished responses every 16 tokens only. So there the number must be a
+# multiple of 16: then generate has just looked when the cache is full, and at least one response
+# goes on. On an H100, 64 and 128 columns were about as fast, and 256 were slower.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient as large as the head. So few large chunks are faster, but need more memory.
@@ -480,7 +480,7 @@ class Decoding:
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, 1, V): those of the next token
     token: Tensor  # (rows,): the last token of each row
-    position: Tensor  # (rows,): its position, padding not counted
+    position: Tensor  # (rows,): the position where the next decode step feeds it, padding excluded
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
@@ -654,12 +654,15 @@ def cache_beginning(model, ids):
 class BeginningLayer(DynamicLayer):
     """A layer's keys and values of what all rows begin with.
 
-    Rows read them and add nothing, so gradient checkpointing can run each layer twice.
+    The rows read them and add nothing. So gradient checkpointing, which runs each layer a second
+    time, computes the same again.
     """
 
     def update(self, keys, values, *args, **kwargs):
         """Called by the model's layer. Returns all keys and values that its tokens attend to."""
-        if len(keys) == 1:  # the beginning itself: later passes have two or more rows
+        # One row is the beginning itself, in its first pass or when it is recomputed. All other
+        # passes have two or more rows.
+        if len(keys) == 1:
             self.keys, self.values, self.is_initialized = keys, values, True
             return keys, values
         shape = (len(keys), -1, -1, -1)
@@ -733,10 +736,11 @@ def micro_batches(args, model, rollout, sequences):
     """
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-    extra = args.micro_batch_tokens / 32  # what a micro-batch costs besides its tokens, in tokens
+    # What a micro-batch costs besides its tokens, in tokens.
+    extra = args.micro_batch_tokens / 32
 
     def shared(batch):
-        """With how many tokens its rows begin alike, if they are computed once."""
+        """How many tokens at the beginning of its rows are computed once; 0: none."""
         batch_prompts = [prompts[i] for i in batch]
         return shared_tokens(model, batch_prompts, max(lengths[i] for i in batch))
 
@@ -753,7 +757,7 @@ def micro_batches(args, model, rollout, sequences):
             alone = cost([i])
             joined = cost([*batches[-1], i]) if batches else math.inf
             fits = joined - extra <= args.micro_batch_tokens
-            if fits and joined <= last + alone:
+            if fits and joined <= last + alone:  # no dearer than a micro-batch of its own
                 batches[-1].append(i)
                 last = joined
             else:
@@ -802,7 +806,7 @@ def inference_copy(model):
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
         # The head stays in float32. It may share its weight with the embedding, which is bf16 now,
-        # so it's replaced by a copy of the model's. Its input is bf16, so the hook converts.
+        # so it's replaced by a copy of the model's head. Its input is bf16, so the hook converts.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)
@@ -850,7 +854,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
-    for name, score in apply_rewards(completions, examples, eos_ids.device).items():
+    for name, score in apply_rewards(completions, examples, model.device).items():
         means[name] = score.mean().item()
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -978,7 +982,7 @@ def read_examples(args, tokenizer, splits, split):
 def read_chat(args, question):
     """A question, a text or a chat, as a list of messages whose contents are texts.
 
-    None without a question, or if a message has no content. Only the question must not be empty.
+    None if the last message is empty, or if any content is None. Earlier messages may be empty.
     """
     if not isinstance(question, list):
         question = [{"role": "user", "content": question}]
@@ -1126,11 +1130,11 @@ def load_model(args, tokenizer):
 
 def use_checkpointing(model):
     """Recompute the activations of each layer in the backward pass."""
-    # No forward pass is random, so the random state needn't be kept.
+    # Dropout is off, so no forward pass is random, and the random state needn't be kept.
     model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
     for module in model.modules():
-        # transformers would hide the cache from these layers, because most caches would change
-        # twice. A BeginningLayer doesn't.
+        # transformers would hide the cache from these layers: when a layer is run again, it would
+        # add its keys to most caches a second time. To a BeginningLayer it adds nothing.
         module._can_checkpoint_with_cache = True
 
 
@@ -1228,8 +1232,8 @@ def name_run(args):
 def open_run(args, run_dir):
     """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
-    With --track, it also starts W&B. A run with a name goes on if its command is repeated. Before
-    its first checkpoint it begins again.
+    With --track, it also starts W&B. A run with a name goes on if its command is repeated. Without
+    a checkpoint, it begins again, and its few log lines are overwritten.
     """
     goes_on = run_dir.exists()
     if goes_on:
