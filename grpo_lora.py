@@ -893,7 +893,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
-    for name, score in apply_rewards(completions, examples, model.device).items():
+    for name, score in apply_rewards(completions, examples, eos_ids.device).items():
         means[name] = score.mean().item()
     metrics = {
         "eval/reward_mean": sum(means.values()),
