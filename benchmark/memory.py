@@ -257,14 +257,16 @@ def fits(script: str, config: dict, memory: int, **flags) -> bool:
 
 def seconds_table() -> str:
     rows = []
+    large = dict(micro_batch_tokens=8192)
     for model, script, flags in [
-        ("Qwen2.5-0.5B", "grpo", {}),
-        ("SmolLM2-1.7B", "grpo_lora", {}),
+        ("Qwen2.5-0.5B", "grpo", large),
+        ("SmolLM2-1.7B", "grpo_lora", large),
         ("SmolLM2-1.7B", "grpo", {}),
-        ("SmolLM2-1.7B", "grpo", dict(sampling_tokens=131072, micro_batch_tokens=8192)),
-        ("SmolLM2-1.7B", "grpo_vllm", {}),
-        ("SmolLM2-1.7B", "ppo_rlhf", {}),
-        ("Qwen2.5-7B", "grpo_lora", {}),
+        ("SmolLM2-1.7B", "grpo", large),
+        ("SmolLM2-1.7B", "grpo", large | dict(sampling_tokens=131072)),
+        ("SmolLM2-1.7B", "grpo_vllm", large),
+        ("SmolLM2-1.7B", "ppo_rlhf", large),
+        ("Qwen2.5-7B", "grpo_lora", large),
     ]:
         given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
         cells = []
