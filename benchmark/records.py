@@ -1,13 +1,15 @@
-"""Shared by all benchmarks: records with their provenance, two runs at a time, and tables in marked places of pages.
+"""Shared by all benchmarks: runs, records with their provenance, and tables in marked places of pages.
 
 A record is a line of JSON in benchmark/records. In a page, a table stands between <!-- name --> and <!-- end name -->.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -94,6 +96,18 @@ def time_command(command: list, **options) -> tuple[str, float, float]:
     if process.returncode != 0:
         raise RuntimeError(f"{command}\n{printed[-3000:]}")
     return printed, seconds, usage.ru_maxrss * 1024 / 1e9
+
+
+def python(command: str) -> float:
+    """Run a program of this repository on one thread, and return its wall seconds."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return time_command([sys.executable, *command.split()], cwd=ROOT, env=environment)[1]
+
+
+def command_line(docstring: str) -> argparse.ArgumentParser:
+    """A parser whose --help shows a program's docstring as it is."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=docstring, formatter_class=as_written)
 
 
 def marked(name: str, text: str) -> str:

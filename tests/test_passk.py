@@ -15,8 +15,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 
-SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--no-examples"]
-SMALL += "--max-prompt-tokens 64 --max-new-tokens 24 --temperature 1 --device cpu".split()
+
+@pytest.fixture
+def small_run(tmp_path):
+    """The folder of a run whose model is the one that it began with.
+
+    Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
+    """
+    run = tmp_path / "run"
+    saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1, "model": SMALL_MODEL}
+    saved |= {"dataset": SMALL_TASK, "examples": False, "temperature": 1.0}
+    saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
+    run.mkdir()
+    (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
+    (run / "model").symlink_to(SMALL_MODEL)
+    return run
 
 
 # ==== the estimator ====
@@ -82,23 +95,21 @@ def call(monkeypatch, *flags):
     passk.main()
 
 
-def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, monkeypatch, capsys):
+def test_a_run_and_its_first_model_of_the_same_weights_give_the_same_counts(
+    small_run, monkeypatch, capsys
+):
     """A run's settings come from its args.json, and its weights from model/. The counts don't depend on --problems."""
-    run = tmp_path / "run"
-    # Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
-    saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1}
-    saved |= {"dataset": SMALL_TASK, "examples": False, "temperature": 1.0}
-    saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
-    run.mkdir()
-    (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
-    (run / "model").symlink_to(SMALL_MODEL)
-    out = tmp_path / "folder" / "out.jsonl"
-    small = ("--samples", 16, "--k", 1, 16, "--out", out)
-    call(monkeypatch, *SMALL, "--problems", 6, *small)
-    capsys.readouterr()
-    call(monkeypatch, run, "--device", "cpu", "--problems", 4, *small)
+    run, out = small_run, small_run.parent / "folder" / "out.jsonl"
+    small = ("--device", "cpu", "--samples", 16, "--k", 1, 16, "--out", out)
+    call(monkeypatch, run, "--before", "--problems", 4, *small)
     of_model, of_run = read(out)
-    assert of_model["right"][:4] == of_run["right"] and of_run["problems"] == 4
+    assert of_model["model"] == SMALL_MODEL and of_model["right"] == of_run["right"]
+    call(monkeypatch, run, "--problems", 6, *small)
+    assert read(out)[1]["right"][:4] == of_run["right"]
+    capsys.readouterr()
+    call(monkeypatch, run, "--problems", 4, *small)
+    of_model, of_run = read(out)
+    assert of_run["problems"] == 4
     assert of_run["settings"] == of_model["settings"]
     assert of_run["settings"]["dataset"] == "tests/small-task"
     assert 0 < sum(of_run["right"]) < 64
@@ -112,7 +123,7 @@ def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, mo
     assert cells[4] == f"{100 * of_run['right'].count(0) / 4:.1f}"
     # A sample with the same seed replaces the record, and one with another seed is another record.
     for seed in (1, 2):
-        call(monkeypatch, run, "--device", "cpu", "--problems", 4, "--seed", seed, *small)
+        call(monkeypatch, run, "--problems", 4, "--seed", seed, *small)
     assert [record["sampling_seed"] for record in read(out)] == [1, 1, 2]
     assert read(out)[1]["right"] == of_run["right"] != read(out)[2]["right"]
 
@@ -140,19 +151,17 @@ def test_the_counts_are_those_of_the_samples():
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give folders of runs, or a model with --model, and not both"),
-        (["runs/x", *SMALL], "give folders of runs, or a model with --model, and not both"),
-        (["runs/x", "--temperature", "1"], "--temperature: only with --model; a run has its own"),
+        ([], "give folders of runs"),
         (["runs/x"], "runs/x: give the folder of a finished run, with args.json and model/"),
-        ([*SMALL, "--samples", "63"], "--samples 63: pass@64 needs at least 64 samples"),
-        ([*SMALL, "--k", "0"], "--k 0: must be at least 1"),
-        ([*SMALL, "--problems", "1"], "--problems 1: a standard error needs at least 2"),
-        ([*SMALL, "--problems", "41"], "--problems 41: there are 40 held-out problems"),
+        (["run", "--samples", "63"], "--samples 63: pass@64 needs at least 64"),
+        (["run", "--k", "0"], "--k 0: must be at least 1"),
+        (["run", "--problems", "1"], "--problems 1: a standard error needs at least 2"),
+        (["run", "--problems", "41"], "--problems 41: there are 40 held-out problems"),
     ],
 )
-def test_mistakes_get_one_line(flags, message, monkeypatch, capsys):
+def test_mistakes_get_one_line(flags, message, small_run, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
-        call(monkeypatch, *flags)
+        call(monkeypatch, *[small_run if flag == "run" else flag for flag in flags])
     assert exit.value.code == 2
     # datasets may show its progress before, when it reads a file for the first time.
     line = capsys.readouterr().err.strip().splitlines()[-1]
