@@ -16,36 +16,27 @@ the tables of the pages.
     python benchmark/bundled.py --device emulated   a GPU's precision on a CPU: tests/emulated_cuda
 """
 
-import argparse
 import shlex
-import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from records import FOLDER, ROOT, provenance, read, read_run, time_command, write
+from records import (
+    FOLDER,
+    ROOT,
+    command_line,
+    in_place,
+    provenance,
+    read,
+    read_run,
+    time_command,
+    write,
+)
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, can_sample  # noqa: E402
-
-
-@contextmanager
-def in_place(script: str):
-    """For a variant: make its script from its parent and its patch, beside the parent, and delete it at the end."""
-    patch, path = ROOT / "variants" / f"{script}.diff", ROOT / f"{script}.py"
-    if not patch.is_file():
-        yield
-        return
-    parent = patch.read_text(encoding="utf-8").split()[1]
-    subprocess.run(["patch", "-s", "-o", path, ROOT / parent, patch], check=True)
-    try:
-        yield
-    finally:
-        path.unlink()
-
 
 SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 60 --learning-rate 5e-5"
 TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
@@ -54,7 +45,7 @@ TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
     # Asked first, because the script of a patch would count as a change.
     source = provenance()
-    with tempfile.TemporaryDirectory() as folder, in_place(script):
+    with tempfile.TemporaryDirectory() as folder, in_place([script]):
         processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
         launcher = ""
         if script in MULTI_PROCESS:
@@ -95,9 +86,7 @@ def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--scripts", nargs="+", help="default: all that can run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--task", choices=list(TASKS), default="adder")

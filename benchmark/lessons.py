@@ -7,29 +7,22 @@
     python benchmark/lessons.py --draw             draw from the records, without runs
 
 Every run is one command: an unchanged script with flags, a script that a patch of variants/ makes, or gamed.py or
-equal.py, which change the rewards of grpo.py. The record contains the command. Two runs go at a time, each on one
-thread.
-benchmark/records/lessons.jsonl gets one line for each run: command, commit (and "dirty", if the tree had changes), the
-machine's state before the run, versions, args, wall time, the evaluations, and a curve over the steps for every metric.
-A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs end, and its output
-is printed.
+equal.py, which change the rewards of grpo.py. Two runs go at a time, each on one thread. Each gets a line in
+benchmark/records/lessons.jsonl, with its command, and a command that has a record isn't run again. Lessons can share a
+run.
 
 The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
 from the lowest seed to the highest. The program prints a table for each lesson, and writes most of them into
 docs/lessons.md and docs/metrics.md.
 """
 
-import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -38,9 +31,13 @@ from pictures import GRAY, digest, draw_band, panels, save, smooth
 from records import (
     FOLDER,
     ROOT,
+    command_line,
     fill,
+    in_place,
     machine,
+    parent_of_patch,
     provenance,
+    python,
     read,
     read_run,
     run_two_at_a_time,
@@ -189,6 +186,10 @@ class Panel:
     steps: tuple[int, int] = (-5, -1)
 
 
+HELD_OUT = {"held out, %": (held_out, 1)}
+LAST = {"sampled, last five steps, %": (over(ACCURACY, -5, -1), 1)}
+
+
 @dataclass
 class Lesson:
     title: str  # the heading of its section
@@ -196,16 +197,12 @@ class Lesson:
     arms: dict[str, str]
     panels: list[Panel]
     # The columns of the table: (function of a record, digits).
-    columns: dict[str, tuple[Callable[[dict], float], int]]
+    columns: dict[str, tuple[Callable[[dict], float], int]] = field(default_factory=lambda: LAST)
     rows: int = 1  # of panels
-    # Whether the page has the table. The program prints it in any case.
-    on_page: bool = True
     # The arms of which the picture shows each seed in a panel of its own.
     by_seed: tuple[str, ...] = ()
 
 
-HELD_OUT = {"held out, %": (held_out, 1)}
-LAST = {"sampled, last five steps, %": (over(ACCURACY, -5, -1), 1)}
 USUAL = HELD_OUT | LAST
 HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17), 0)}
 GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1), 0)}
@@ -235,6 +232,8 @@ SUMS_RANKS = {
     for rate in ("1.5e-4", "5e-4", "1.5e-3")
 }
 
+# The page has no table of these.
+PRINTED = "reuse adapters critic groups samplers baselines leash credit clip-higher vapo".split()
 # In the order of the page. "rate" is a fold in the section of "adapters", and "broken" is on docs/metrics.md. The last
 # four are in one section.
 LESSONS = {
@@ -262,7 +261,6 @@ LESSONS = {
             Panel(STEPS, "policy/approx_kl"),
         ],
         LAST | HALFWAY,
-        on_page=False,
     ),
     "goodhart": Lesson(
         "Without a KL penalty, the judge's score hides wrong answers",
@@ -374,8 +372,6 @@ LESSONS = {
             Panel(RATE, ACCURACY, "sums", "sums, steps 21 to 30", steps=(21, 30)),
             Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
         ],
-        LAST,
-        on_page=False,
     ),
     "rate": Lesson(
         "What shows early that a learning rate is too high",
@@ -432,7 +428,6 @@ LESSONS = {
         ],
         USUAL | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
         rows=2,
-        on_page=False,
     ),
     "broken": Lesson(
         "What they look like when something is wrong",
@@ -466,7 +461,6 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "rollout/zero_std_frac")],
         LAST | GROUPS,
-        on_page=False,
     ),
     "dynamic": Lesson(
         "Dynamic sampling takes twice the samples, without a gain",
@@ -510,7 +504,6 @@ LESSONS = {
         }
         | {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
         rows=2,
-        on_page=False,
     ),
     "baselines": Lesson(
         "The usual baselines raise the variance once nine of ten answers are right",
@@ -522,15 +515,11 @@ LESSONS = {
             "ReMax": "remax.py --num-steps 40",
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "optim/grad_norm")],
-        LAST | {"gradient's norm, last five": (over("optim/grad_norm", -5, -1), 1)},
-        on_page=False,
     ),
     "leash": Lesson(
         "The KL leash",
         {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
         [Panel(SAMPLED, ACCURACY), Panel("kl/ref", ACCURACY)],
-        LAST | {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
-        on_page=False,
     ),
     "credit": Lesson(
         "The std, and a reward for each step",
@@ -545,15 +534,12 @@ LESSONS = {
             Panel("advantages", "advantages", ("GRPO", "Dr. GRPO"), "computed from the rewards"),
             Panel(SAMPLED, ACCURACY),
         ],
-        LAST,
-        on_page=False,
     ),
     "clip-higher": Lesson(
         "Clip-Higher",
         {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "policy/entropy")],
         HELD_OUT | ENTROPY,
-        on_page=False,
     ),
     "vapo": Lesson(
         "VAPO's changes",
@@ -568,7 +554,6 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
         LAST | EXPLAINED,
-        on_page=False,
     ),
 }
 
@@ -601,19 +586,13 @@ def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
 
 def run(command: str, seed: int, source: dict) -> dict:
     """Run a script in a temporary folder, and return its record, with `source` as its provenance."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # The machine's state before the run: the run itself is not a part of its load.
     source = source | {"machine": machine()}
     with tempfile.TemporaryDirectory() as folder:
-        full = f"{command} --device cpu --seed {seed}"
-        start = time.perf_counter()
-        arguments = [sys.executable, *full.split(), "--runs-dir", folder, "--run-name", "run"]
-        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"python {full}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
-        seconds, folder = time.perf_counter() - start, Path(folder, "run")
-        metrics, args = read_run(folder)
-        lengths, groups = lengths_and_groups(folder)
+        flags = f"--device cpu --seed {seed} --runs-dir {folder} --run-name run"
+        seconds = python(f"{command} {flags}")
+        metrics, args = read_run(Path(folder, "run"))
+        lengths, groups = lengths_and_groups(Path(folder, "run"))
     curves = {}
     # In vapo.py's value pretraining, the steps have no metrics of the policy.
     for name in dict.fromkeys(name for line in metrics[1:] for name in line):
@@ -651,16 +630,12 @@ def run_missing(names: list[str]) -> None:
     ]
     if not missing:
         return
-    from bundled import in_place  # imports torch, which takes seconds
-
     student = ROOT / "runs" / "hesitant" / "model.safetensors"
     if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
         subprocess.run([sys.executable, *BUILD_STUDENT.split()], cwd=ROOT, check=True)
     # The scripts of the patches count as changes of the tree. So look at the tree first.
     source = provenance()
-    with ExitStack() as stack:
-        for script in sorted({script_of(command) for command, _ in missing}):
-            stack.enter_context(in_place(script))
+    with in_place({script_of(command) for command, _ in missing}):
         run_two_at_a_time(partial(run, source=source), missing, RECORDS)
     read_records.cache_clear()
 
@@ -675,19 +650,9 @@ def commands(name: str) -> str:
     if any("runs/hesitant" in command for command in LESSONS[name].arms.values()):
         lines.append(f"python {BUILD_STUDENT}")
     for script in dict.fromkeys(map(script_of, LESSONS[name].arms.values())):
-        patch = ROOT / "variants" / f"{script}.diff"
-        if patch.is_file():
-            parent = patch.read_text(encoding="utf-8").split()[1]
+        if parent := parent_of_patch(script):
             lines.append(f"patch -o {script}.py {parent} variants/{script}.diff")
     return "\n".join([*lines, *(f"python {command}" for command in LESSONS[name].arms.values())])
-
-
-def cost(name: str) -> str:
-    """How many recorded runs a lesson has, and how long they took."""
-    arms = LESSONS[name].arms.values()
-    runs = [record for (command, _), record in read_records().items() if command in arms]
-    minutes = sum(record["seconds"] for record in runs) / 60
-    return f"with --seed 1, 2 and 3: {len(runs)} runs, {minutes:.0f} minutes of one core"
 
 
 # ==== the pictures ====
@@ -878,11 +843,8 @@ def table_of_arms(name: str) -> str:
 
 def block(name: str) -> str:
     """The generated part of a lesson: a picture, and a table with the results of its arms."""
-    lesson = LESSONS[name]
-    text = f"![{lesson.title}](lessons/{name}.svg)\n"
-    if lesson.on_page:
-        text += f"\n{table_of_arms(name)}"
-    return text
+    text = f"![{LESSONS[name].title}](lessons/{name}.svg)\n"
+    return text if name in PRINTED else f"{text}\n{table_of_arms(name)}"
 
 
 def total_cost() -> str:
@@ -898,9 +860,7 @@ def page_of(name: str) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("lessons", nargs="*", help=f"default: all of {', '.join(LESSONS)}")
     parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
     parser.add_argument("--print", action="store_true", help="print the commands, and do nothing")
@@ -911,7 +871,7 @@ def main() -> None:
         parser.error(f"no lesson {', '.join(unknown)}; choose from {', '.join(LESSONS)}")
     if args.print:
         for name in names:
-            print(f"# {name}: the commands, each {cost(name)}\n{commands(name)}\n")
+            print(f"# {name}: the commands, each with --seed 1, 2 and 3\n{commands(name)}\n")
         return
     if not args.draw:
         run_missing(names)

@@ -12,8 +12,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -102,6 +103,26 @@ def python(command: str) -> float:
     """Run a program of this repository on one thread, and return its wall seconds."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     return time_command([sys.executable, *command.split()], cwd=ROOT, env=environment)[1]
+
+
+def parent_of_patch(script: str) -> str | None:
+    """The file that a patch of variants/ changes. None if the script isn't made by a patch."""
+    patch = ROOT / "variants" / f"{script}.diff"
+    return patch.read_text(encoding="utf-8").split()[1] if patch.is_file() else None
+
+
+@contextmanager
+def in_place(scripts: Iterable[str]):
+    """Make those of the scripts that have a patch, beside their parents, and delete them at the end."""
+    made = {script: parent for script in scripts if (parent := parent_of_patch(script))}
+    try:
+        for script, parent in made.items():
+            files = ["-o", f"{script}.py", parent, f"variants/{script}.diff"]
+            subprocess.run(["patch", "-s", *files], cwd=ROOT, check=True)
+        yield
+    finally:
+        for script in made:
+            (ROOT / f"{script}.py").unlink(missing_ok=True)
 
 
 def command_line(docstring: str) -> argparse.ArgumentParser:
