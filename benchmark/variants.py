@@ -46,8 +46,8 @@ SEEDS = (1, 2, 3)
 STEPS, LAST = 30, 10  # the table is about the last ten steps
 COMMON = "--model assets/sums --dataset assets/sums --no-examples --no-gradient-checkpointing"
 COMMON += f" --eval-every 0 --eval-size 200 --num-steps {STEPS} --device cpu"
-# Group: (flags, learning rates, names). A name is the script, and may have more words behind it. The others are compared
-# with the first one.
+# Group: (flags, learning rates, names). A name is the script, and may have more words behind it. The table compares the
+# others with the first one.
 GROUPS = {
     "one update": (
         "--num-minibatches 1",
