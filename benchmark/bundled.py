@@ -51,10 +51,8 @@ def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
         if script in MULTI_PROCESS:
             launcher = f"-m torch.distributed.run --nproc-per-node {processes}"
         on = "cuda" if device == "emulated" else device
-        flags = (
-            f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run "
-            f"{TASKS[task]}"
-        ).split()
+        flags = f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run"
+        flags = f"{flags} {TASKS[task]}".split()
         if device == "emulated":
             launcher, flags = f"{launcher} tests/emulated_cuda", [shlex.join(flags)]
         command = [sys.executable, *launcher.split(), *flags]
@@ -91,11 +89,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--task", choices=list(TASKS), default="adder")
     parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="cpu")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="default: bundled.jsonl, bundled-TASK.jsonl or bundled-DEVICE.jsonl in benchmark/records",
-    )
+    parser.add_argument("--out", type=Path, help="default: records/bundled-TASK-DEVICE.jsonl")
     args = parser.parse_args()
     kinds = [args.task] * (args.task != "adder") + [args.device] * (args.device != "cpu")
     name = "-".join(["bundled", *kinds]) + ".jsonl"

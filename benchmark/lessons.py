@@ -16,7 +16,6 @@ from the lowest seed to the highest. The program prints a table for each lesson,
 docs/lessons.md and docs/metrics.md.
 """
 
-import json
 import subprocess
 import sys
 import tempfile
@@ -69,35 +68,31 @@ PLAIN = "grpo.py --num-steps 40"
 
 # The axes of a panel in words. The name of the metric stands below the words.
 SAMPLED, STEPS, RATE, ACCURACY = "episodes", "step", "learning rate", "rollout/accuracy"
+TOKENS, EQUAL, GAP = "rollout/response_len", "rollout/zero_std_frac", "rollout/logprob_gap"
+KL, NATS, NORM, VALUES = "kl/ref", "policy/entropy", "optim/grad_norm", "value/explained_var"
 WORDS = {
     SAMPLED: "responses sampled",
     STEPS: "step",
     ACCURACY: "right samples, %",
     "rollout/score": "mean score of the judge",
     "rollout/eos_frac": "responses that end, %",
-    "rollout/response_len": "tokens of a response",
-    "rollout/zero_std_frac": "groups with equal rewards, %",
-    "rollout/logprob_gap": "gap to the trainer, nats",
+    TOKENS: "tokens of a response",
+    EQUAL: "groups with equal rewards, %",
+    GAP: "gap to the trainer, nats",
     "policy/clip_frac": "outside the clip range, %",
     "policy/approx_kl": "KL to the old policy, nats",
-    "policy/entropy": "entropy, nats a token",
-    "kl/ref": "KL to the reference, nats a token",
-    "optim/grad_norm": "norm of the gradient",
-    "value/explained_var": "explained variance, %",
+    NATS: "entropy, nats a token",
+    KL: "KL to the reference, nats a token",
+    NORM: "norm of the gradient",
+    VALUES: "explained variance, %",
     "length/all": "characters of a response",
     "length/right": "characters of a right response",
     "length/wrong": "characters of a wrong response",
     "tool/calls": "calls per response",
 }
 # Logged as fractions, and shown in percent.
-PERCENT = {
-    ACCURACY,
-    "rollout/eos_frac",
-    "rollout/zero_std_frac",
-    "policy/clip_frac",
-    "value/explained_var",
-}
-LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "rollout/logprob_gap"}
+PERCENT = {ACCURACY, "rollout/eos_frac", EQUAL, "policy/clip_frac", VALUES}
+LOGARITHMIC = {"policy/approx_kl", NATS, KL, GAP}
 
 
 # ==== what a table shows of a record ====
@@ -175,7 +170,7 @@ def parts_at(metric: str, command: str = PLAIN) -> Callable[[dict], float]:
 # ==== the lessons ====
 @dataclass
 class Panel:
-    """A picture's panel. x is a metric, SAMPLED, STEPS or RATE; y is a metric, or "advantages": bars."""
+    """A picture's panel. x is a metric, SAMPLED, STEPS or RATE; y is a metric."""
 
     x: str
     y: str
@@ -205,10 +200,10 @@ class Lesson:
 
 USUAL = HELD_OUT | LAST
 HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17), 0)}
-GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1), 0)}
+GROUPS = {"equal groups, last five, %": (over(EQUAL, -5, -1), 0)}
 CLIPPED = {"outside the clip range, first five, %": (over("policy/clip_frac", 1, 5), 1)}
-EXPLAINED = {"explained, last five, %": (over("value/explained_var", -5, -1), 0)}
-ENTROPY = {"entropy, last five": (over("policy/entropy", -5, -1), 3)}
+EXPLAINED = {"explained, last five, %": (over(VALUES, -5, -1), 0)}
+ENTROPY = {"entropy, last five": (over(NATS, -5, -1), 3)}
 
 # Full weights and adapters at several rates. The default rank is 16.
 ADDER_RATES = {
@@ -281,18 +276,14 @@ LESSONS = {
         },
         [
             Panel(STEPS, ACCURACY),
-            Panel(STEPS, "kl/ref"),
+            Panel(STEPS, KL),
             Panel(STEPS, "length/all"),
-            Panel(STEPS, "rollout/response_len"),
+            Panel(STEPS, TOKENS),
         ],
         HELD_OUT
         | {
             f"{words} departs at step": (parts_at(metric), 0)
-            for words, metric in {
-                "accuracy": ACCURACY,
-                "kl/ref": "kl/ref",
-                "tokens": "rollout/response_len",
-            }.items()
+            for words, metric in {"accuracy": ACCURACY, "kl/ref": KL, "tokens": TOKENS}.items()
         },
         rows=2,
     ),
@@ -303,16 +294,12 @@ LESSONS = {
             "0.5, rounded": "benchmark/equal.py --reward 0.5 --rounded --beta 0 --num-steps 40",
             "0.3, grpo.py": "benchmark/equal.py --reward 0.3 --beta 0 --num-steps 40",
         },
-        [
-            Panel(STEPS, ACCURACY),
-            Panel(STEPS, "optim/grad_norm"),
-            Panel(STEPS, "rollout/response_len"),
-        ],
+        [Panel(STEPS, ACCURACY), Panel(STEPS, NORM), Panel(STEPS, TOKENS)],
         HELD_OUT
         | {
             "sampled, first five, %": (over(ACCURACY, 1, 5), 1),
             "sampled, last five, %": (over(ACCURACY, -5, -1), 1),
-            "largest norm of a gradient": (highest("optim/grad_norm"), 5),
+            "largest norm of a gradient": (highest(NORM), 5),
         },
     ),
     "teacher": Lesson(
@@ -339,21 +326,18 @@ LESSONS = {
             "the answer": "self_distill.py --context-column answer",
             "a right response": "sdpo_context.py",
         },
-        [Panel(STEPS, ACCURACY), Panel(STEPS, "kl/ref"), Panel(STEPS, "rollout/response_len")],
+        [Panel(STEPS, ACCURACY), Panel(STEPS, KL), Panel(STEPS, TOKENS)],
         HELD_OUT
         | {
-            "KL to the teacher, first five, nats": (over("kl/ref", 1, 5), 2),
-            "last five": (over("kl/ref", -5, -1), 3),
-            "tokens, first five": (over("rollout/response_len", 1, 5), 1),
-            "tokens, last five": (over("rollout/response_len", -5, -1), 1),
+            "KL to the teacher, first five, nats": (over(KL, 1, 5), 2),
+            "last five": (over(KL, -5, -1), 3),
+            "tokens, first five": (over(TOKENS, 1, 5), 1),
+            "tokens, last five": (over(TOKENS, -5, -1), 1),
         },
     ),
     "tool": Lesson(
         "With a price on its calls, the policy learns to add",
-        {
-            "a call is free": "grpo_tools.py",
-            "a call costs 0.1": "grpo_tools.py --tool-cost 0.1",
-        },
+        {"a call is free": "grpo_tools.py", "a call costs 0.1": "grpo_tools.py --tool-cost 0.1"},
         [Panel(STEPS, ACCURACY), Panel(STEPS, "tool/calls")],
         USUAL
         | {
@@ -379,12 +363,12 @@ LESSONS = {
         | {"2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"},
         [
             Panel(RATE, ACCURACY, title="last five steps"),
-            Panel(RATE, "kl/ref", title="step 3", steps=(3, 3)),
-            Panel(RATE, "optim/grad_norm", title="steps 1 to 5", steps=(1, 5)),
+            Panel(RATE, KL, title="step 3", steps=(3, 3)),
+            Panel(RATE, NORM, title="steps 1 to 5", steps=(1, 5)),
         ],
         {
-            "kl/ref, step 3": (over("kl/ref", 3, 3), 4),
-            "gradient's norm, steps 1 to 5": (over("optim/grad_norm", 1, 5), 2),
+            "kl/ref, step 3": (over(KL, 3, 3), 4),
+            "gradient's norm, steps 1 to 5": (over(NORM, 1, 5), 2),
         },
     ),
     "clipping": Lesson(
@@ -422,9 +406,9 @@ LESSONS = {
         },
         [
             Panel(SAMPLED, ACCURACY, "adder", "adder"),
-            Panel(STEPS, "value/explained_var", "adder", "adder"),
+            Panel(STEPS, VALUES, "adder", "adder"),
             Panel(SAMPLED, ACCURACY, "sums", "sums"),
-            Panel(STEPS, "value/explained_var", "sums", "sums"),
+            Panel(STEPS, VALUES, "sums", "sums"),
         ],
         USUAL | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
         rows=2,
@@ -442,14 +426,11 @@ LESSONS = {
         },
         [],  # draw_broken
         USUAL
-        | {
-            "kl/ref, step 3": (over("kl/ref", 3, 3), 3),
-            "entropy, first five": (over("policy/entropy", 1, 5), 3),
-        }
+        | {"kl/ref, step 3": (over(KL, 3, 3), 3), "entropy, first five": (over(NATS, 1, 5), 3)}
         | ENTROPY
         | {
             "ended, all steps, %": (over("rollout/eos_frac", 1, -1), 0),
-            "equal groups, all steps, %": (over("rollout/zero_std_frac", 1, -1), 0),
+            "equal groups, all steps, %": (over(EQUAL, 1, -1), 0),
         }
         | EXPLAINED,
     ),
@@ -459,7 +440,7 @@ LESSONS = {
             f"G = {G}": f"{PLAIN} --num-generations {G} --num-prompts {128 // G}"
             for G in (2, 4, 8, 16, 32)
         },
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "rollout/zero_std_frac")],
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, EQUAL)],
         LAST | GROUPS,
     ),
     "dynamic": Lesson(
@@ -468,11 +449,7 @@ LESSONS = {
             "as sampled": "dapo.py --num-steps 30 --num-minibatches 1 --max-resample 0",
             "dynamic sampling": "dapo.py --num-steps 30 --num-minibatches 1",
         },
-        [
-            Panel(STEPS, "rollout/zero_std_frac"),
-            Panel(STEPS, ACCURACY),
-            Panel(SAMPLED, ACCURACY),
-        ],
+        [Panel(STEPS, EQUAL), Panel(STEPS, ACCURACY), Panel(SAMPLED, ACCURACY)],
         LAST
         | {
             "responses": (lambda record: record["curves"][SAMPLED][-1], 0),
@@ -493,16 +470,16 @@ LESSONS = {
         },
         [
             Panel(STEPS, ACCURACY, "stale", "stale"),
-            Panel(STEPS, "rollout/logprob_gap", "stale", "stale"),
+            Panel(STEPS, GAP, "stale", "stale"),
             Panel(STEPS, ACCURACY, "engine", "engine"),
-            Panel(STEPS, "rollout/logprob_gap", "engine", "engine"),
+            Panel(STEPS, GAP, "engine", "engine"),
         ],
         LAST
         | {
             f"steps {first} to {last}, %": (over(ACCURACY, first, last), 0)
             for first, last in ((1, 5), (11, 15))
         }
-        | {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
+        | {"logprob_gap, highest": (highest(GAP), 4)},
         rows=2,
     ),
     "baselines": Lesson(
@@ -514,12 +491,12 @@ LESSONS = {
             "RLOO": "rloo.py --num-steps 40",
             "ReMax": "remax.py --num-steps 40",
         },
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "optim/grad_norm")],
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, NORM)],
     ),
     "leash": Lesson(
         "The KL leash",
         {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
-        [Panel(SAMPLED, ACCURACY), Panel("kl/ref", ACCURACY)],
+        [Panel(SAMPLED, ACCURACY), Panel(KL, ACCURACY)],
     ),
     "credit": Lesson(
         "The std, and a reward for each step",
@@ -530,15 +507,12 @@ LESSONS = {
             # At this rate no weight changes.
             "untrained": f"grpo.py {SUMS} --beta 0".replace("5e-5", "1e-12").replace("40", "10"),
         },
-        [
-            Panel("advantages", "advantages", ("GRPO", "Dr. GRPO"), "computed from the rewards"),
-            Panel(SAMPLED, ACCURACY),
-        ],
+        [Panel(SAMPLED, ACCURACY)],
     ),
     "clip-higher": Lesson(
         "Clip-Higher",
         {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "policy/entropy")],
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, NATS)],
         HELD_OUT | ENTROPY,
     ),
     "vapo": Lesson(
@@ -552,36 +526,26 @@ LESSONS = {
             "PPO, reward by rules": f"{PPO} --reward-model None",
             "GRPO": "grpo.py --num-steps 20",
         },
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, VALUES)],
         LAST | EXPLAINED,
     ),
 }
 
 
 # ==== the runs ====
-def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
-    """Two results from the samples: the mean characters of right and of wrong responses per step, and
-    {number of right responses in a group: [number of such groups, mean |A|]}.
-    """
-    lengths, groups = defaultdict(lambda: defaultdict(list)), defaultdict(lambda: [0, 0.0])
-    for line in (folder / "samples.jsonl").open(encoding="utf-8"):
-        sample = json.loads(line)
+def lengths(folder: Path, num_steps: int) -> dict[str, list]:
+    """The mean characters of the right and of the wrong responses of each step, from the samples."""
+    found = {"length/right": [], "length/wrong": []}
+    steps = [defaultdict(list) for _ in range(num_steps)]
+    for sample in read(folder / "samples.jsonl"):
         for text, is_right in zip(sample["completions"], sample["right"], strict=True):
-            lengths["right" if is_right else "wrong"][sample["step"]].append(len(text))
-        number = groups[sum(sample["right"])]
-        number[0] += 1
-        # A response has one advantage, or one for each token.
-        advantages = [np.atleast_1d(values) for values in sample["advantages"]]
-        number[1] += float(np.mean(np.abs(np.concatenate(advantages))))
-    last = max(max(steps) for steps in lengths.values())
-    curves = {}
-    for name, steps in lengths.items():
-        curves[f"length/{name}"] = [
-            round(float(np.mean(steps[k])), 2) if steps[k] else None for k in range(1, last + 1)
-        ]
-    return curves, {
-        str(k): [count, round(total / count, 4)] for k, (count, total) in sorted(groups.items())
-    }
+            steps[sample["step"] - 1]["right" if is_right else "wrong"].append(len(text))
+    for step in steps:
+        for kind in ("right", "wrong"):
+            found[f"length/{kind}"].append(
+                round(float(np.mean(step[kind])), 2) if step[kind] else None
+            )
+    return found
 
 
 def run(command: str, seed: int, source: dict) -> dict:
@@ -592,8 +556,7 @@ def run(command: str, seed: int, source: dict) -> dict:
         flags = f"--device cpu --seed {seed} --runs-dir {folder} --run-name run"
         seconds = python(f"{command} {flags}")
         metrics, args = read_run(Path(folder, "run"))
-        lengths, groups = lengths_and_groups(Path(folder, "run"))
-    curves = {}
+        curves = lengths(Path(folder, "run"), len(metrics) - 1)
     # In vapo.py's value pretraining, the steps have no metrics of the policy.
     for name in dict.fromkeys(name for line in metrics[1:] for name in line):
         if name not in ("step", "tokens") and not name.startswith(("time/", "eval/")):
@@ -612,7 +575,7 @@ def run(command: str, seed: int, source: dict) -> dict:
     record["eval"] = {
         line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line
     }
-    return record | {"curves": curves | lengths, "groups": groups}
+    return record | {"curves": curves}
 
 
 @cache
@@ -701,23 +664,6 @@ def rate_name(rate: float) -> str:
     return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
-def draw_advantages(ax, arms: dict[str, list[dict]], colors: dict[str, str]) -> None:
-    """Mean size of an advantage against the number of right responses in its group."""
-    width = 0.8 / len(arms)
-    for k, (arm, runs) in enumerate(arms.items()):
-        for right in range(9):
-            found = [
-                record["groups"][str(right)] for record in runs if str(right) in record["groups"]
-            ]
-            if found:
-                heights = [size for _, size in found]
-                place = right + (k - (len(arms) - 1) / 2) * width
-                error = [[np.mean(heights) - min(heights)], [max(heights) - np.mean(heights)]]
-                ax.bar(place, np.mean(heights), width, yerr=error, ecolor=GRAY, color=colors[arm])
-    ax.set_xlabel("right responses in a group of 8")
-    ax.set_ylabel("mean size of an advantage")
-
-
 def name_axes(ax, x: str, y: str) -> None:
     """Label each axis with words, and below them with the name of the metric."""
     for axis, name in ((ax.xaxis, x), (ax.yaxis, y)):
@@ -730,7 +676,7 @@ def name_axes(ax, x: str, y: str) -> None:
     if x == STEPS:
         ax.xaxis.get_major_locator().set_params(integer=True)
     # The explained variance has no lower bound, so a bad critic would flatten all other curves.
-    if y == "value/explained_var":
+    if y == VALUES:
         ax.set_ylim(bottom=max(-50, ax.get_ylim()[0]))
 
 
@@ -742,7 +688,8 @@ def records_of(name: str) -> dict[str, list[dict]]:
 
 def drawn_from(name: str) -> str:
     runs = [record for records in records_of(name).values() for record in records]
-    return digest([[record["curves"], record["groups"]] for record in runs])
+    # The first 345 records also have the sizes of the advantages.
+    return digest([[record["curves"], record.get("groups")] for record in runs])
 
 
 def draw_panels(name: str):
@@ -754,11 +701,8 @@ def draw_panels(name: str):
     figure, axes = panels(lesson.rows, columns, figsize=(12, 4.4 if lesson.rows == 1 else 7.6))
     for ax, panel in zip(axes.flat, lesson.panels, strict=True):
         arms = {arm: runs for arm, runs in records.items() if arm.startswith(panel.arms)}
-        if panel.x == "advantages":
-            draw_advantages(ax, arms, colors)
-        else:
-            (draw_rates if panel.x == RATE else draw_curve)(ax, arms, colors, panel)
-            name_axes(ax, panel.x, panel.y)
+        (draw_rates if panel.x == RATE else draw_curve)(ax, arms, colors, panel)
+        name_axes(ax, panel.x, panel.y)
         ax.set_title(panel.title, fontsize=13)
     handles = {}
     for ax in axes.flat:
@@ -795,12 +739,12 @@ def draw_by_seed(name: str):
 
 # (broken, healthy, the metric that shows the fault)
 BROKEN = [
-    ("learning rate too high", "healthy", "kl/ref"),
+    ("learning rate too high", "healthy", KL),
     ("learning rate too high", "healthy", ACCURACY),
     ("responses cut", "healthy", "rollout/eos_frac"),
-    ("sampled too cold", "healthy", "rollout/zero_std_frac"),
-    ("PPO, collapsed", "PPO", "policy/entropy"),
-    ("PPO, critic that does not learn", "PPO", "value/explained_var"),
+    ("sampled too cold", "healthy", EQUAL),
+    ("PPO, collapsed", "PPO", NATS),
+    ("PPO, critic that does not learn", "PPO", VALUES),
 ]
 
 
