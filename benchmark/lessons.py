@@ -175,7 +175,7 @@ class Panel:
     x: str
     y: str
     # The panel shows the arms whose names begin like this. Empty: all arms.
-    arms: str | tuple[str, ...] = ""
+    arms: str = ""
     title: str = ""
     # With RATE: the steps of which y is the mean.
     steps: tuple[int, int] = (-5, -1)
