@@ -1,8 +1,8 @@
 """benchmark/records/bundled.jsonl: what every script reaches with its defaults. python benchmark/bundled.py
 
 The runs need an idle machine, and take an hour of two cores. grpo_multigpu.py runs as two processes of one thread
-each. On GPUs it runs as one process per GPU, at most two. The other scripts run as one process that uses all threads.
-grpo_vllm.py is left out where vllm isn't installed, and on the emulated device.
+each. The other scripts run as one process that uses all threads. grpo_vllm.py is left out where vllm isn't installed,
+and on the emulated device.
 
 benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit (and "dirty", if the tree had changes),
 the machine's state before the run, versions, wall time of the whole command, peak memory of the process, number of
@@ -12,40 +12,29 @@ the tables of the pages.
 
     python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   scripts of variants/
     python benchmark/bundled.py --task sums --scripts grpo --seeds 1 2 3     assets/sums; bundled-sums.jsonl
-    python benchmark/bundled.py --device cuda       on a GPU; benchmark/records/bundled-cuda.jsonl
     python benchmark/bundled.py --device emulated   a GPU's precision on a CPU: tests/emulated_cuda
 """
 
-import argparse
 import shlex
-import subprocess
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-from records import FOLDER, ROOT, provenance, read, read_run, time_command, write
+from records import (
+    FOLDER,
+    ROOT,
+    command_line,
+    in_place,
+    provenance,
+    read,
+    read_run,
+    time_command,
+    write,
+)
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, can_sample  # noqa: E402
-
-
-@contextmanager
-def in_place(script: str):
-    """For a variant: make its script from its parent and its patch, beside the parent, and delete it at the end."""
-    patch, path = ROOT / "variants" / f"{script}.diff", ROOT / f"{script}.py"
-    if not patch.is_file():
-        yield
-        return
-    parent = patch.read_text(encoding="utf-8").split()[1]
-    subprocess.run(["patch", "-s", "-o", path, ROOT / parent, patch], check=True)
-    try:
-        yield
-    finally:
-        path.unlink()
-
 
 SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 60 --learning-rate 5e-5"
 TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
@@ -54,22 +43,17 @@ TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
     # Asked first, because the script of a patch would count as a change.
     source = provenance()
-    with tempfile.TemporaryDirectory() as folder, in_place(script):
-        processes = min(2, torch.cuda.device_count()) if device == "cuda" else 2
-        launcher = ""
-        if script in MULTI_PROCESS:
-            launcher = f"-m torch.distributed.run --nproc-per-node {processes}"
+    with tempfile.TemporaryDirectory() as folder, in_place([script]):
+        launcher = "-m torch.distributed.run --nproc-per-node 2" if script in MULTI_PROCESS else ""
         on = "cuda" if device == "emulated" else device
-        flags = (
-            f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run "
-            f"{TASKS[task]}"
-        ).split()
+        flags = f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run"
+        flags = f"{flags} {TASKS[task]}".split()
         if device == "emulated":
             launcher, flags = f"{launcher} tests/emulated_cuda", [shlex.join(flags)]
         command = [sys.executable, *launcher.split(), *flags]
         _, seconds, peak = time_command(command, cwd=ROOT)
         metrics, _ = read_run(Path(folder, "run"))
-        # On a GPU, the memory of the GPU.
+        # On the emulated GPU, the memory of that GPU.
         peak = metrics[-1].get("time/peak_mem_gb", peak)
     record = {
         "script": script,
@@ -95,18 +79,12 @@ def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--scripts", nargs="+", help="default: all that can run")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--task", choices=list(TASKS), default="adder")
-    parser.add_argument("--device", choices=("cpu", "cuda", "emulated"), default="cpu")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="default: bundled.jsonl, bundled-TASK.jsonl or bundled-DEVICE.jsonl in benchmark/records",
-    )
+    parser.add_argument("--device", choices=("cpu", "emulated"), default="cpu")
+    parser.add_argument("--out", type=Path, help="default: records/bundled-TASK-DEVICE.jsonl")
     args = parser.parse_args()
     kinds = [args.task] * (args.task != "adder") + [args.device] * (args.device != "cpu")
     name = "-".join(["bundled", *kinds]) + ".jsonl"

@@ -14,48 +14,34 @@ speed: grpo.py and TRL's GRPOTrainer, on one of these workloads.
         --model FOLDER: stories260K of karpathy/tinyllamas, in the format of transformers
     W3  SmolLM2-135M's shape, random weights, 4 x 4 samples of 64 tokens
     W4  SmolLM2-1.7B's shape, 16 x 8 samples of 512 tokens: needs a GPU
-    W5  SmolLM2-135M, problems of GSM8K in the default prompt, 4 x 8 samples of <= 128 tokens
-        --model FOLDER: real weights instead of random ones
+    W5  problems of GSM8K in the default prompt, 4 x 8 samples of <= 128 tokens
+        --model FOLDER: SmolLM2-135M-Instruct
 
 Both trainers train the same model on the same prompts, with all prompts in every step. The model is in float32; in W4
 it has bf16 autocast and recomputed activations. Both use GRPO with its std, temperature 1, no top-k and no top-p, no KL
-term, one update per rollout, Adam, the same reward and the same number of threads. They draw from the same
-distribution, so their lengths differ only by chance.
+term, one update per rollout, Adam, the same reward and two threads. They draw from the same distribution, so their
+lengths differ only by chance.
 
 In W4, the trainers differ in two points. TRL samples with the float32 weights, which it rounds again at each use, and
-its keys and values are in float32, too. These take 39 GB for 16 x 8 samples, grpo.py's default batch. 32 x 8 samples
-would need 77 GB, which an 80 GB GPU doesn't have beside the weights. And TRL attends with torch's defaults: on a Hopper
-GPU, torch tries cuDNN's attention first. grpo.py turns cuDNN's attention off.
+its keys and values are in float32, too. These take 39 GB for 16 x 8 samples. And TRL attends with torch's defaults: on
+a Hopper GPU, torch tries cuDNN's attention first. grpo.py turns cuDNN's attention off.
 
-By default, TRL's batch is the whole rollout, which is fastest, except in W4 and W5. --trl-batch-size 16, for example,
-makes TRL accumulate gradients, which saves memory. grpo.py splits its updates by --micro-batch-tokens. It, too, samples
-the whole rollout at once (--sampling-tokens 262144).
-
-records/trl-speed.jsonl gets a line, which replaces the old line of the workload. For each side it has:
-
-- seconds, lowest, highest: the whole wall time of a step (rollout, reward, update, logging), as the median over the
-  steps of all rounds. The first step is the warm-up and isn't counted. TRL's time is from its on_step_begin to its
-  on_step_end.
-- cpu_seconds: the time that all threads together spent on a core in a step. If others use the machine as well, threads
-  wait for each other and the wall times jump. Then this number with --threads 1 is fairer.
-- tokens_per_second: response tokens of these steps over their wall seconds.
-- memory_mb: the highest resident set of the process, minus the resident set after its imports, before any model was
-  loaded. On a GPU: the most memory that torch allocated there.
+records/trl-speed.jsonl gets a line, which replaces the old line of the workload. "seconds" is the median wall time of a
+step (rollout, reward, update, logging) over all rounds. The first step is the warm-up and isn't counted. "memory_mb" is
+the highest resident set of the process, minus the resident set after its imports, before any model was loaded. On a
+GPU, it is the most memory that torch allocated there.
 
 learn: grpo.py, rloo.py and TRL's two trainers, for 60 steps of the bundled task. All have the same model, data (in
-another order), batch, learning rate and schedule, temperature, KL coefficient and seeds, and two threads. The gradient
-of the KL is the same, too: TRL 1.16 multiplies k3 by the ratio rho by default, so "TRL" turns that off, and "TRL, rho
-k3" leaves it on.
-
+another order), batch, learning rate and schedule, temperature, KL coefficient and seeds. The gradient of the KL is the
+same, too: TRL 1.16 multiplies k3 by the ratio rho by default, so "TRL" turns that off, and "TRL, rho k3" leaves it on.
 records/trl-learn.jsonl gets a line for each run: the accuracy of the samples and the wall time at every step, and the
-peak memory above what the imports take.
+peak memory.
 """
 
 import importlib.metadata
 import os
 import platform
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -71,14 +57,15 @@ from unittest.mock import patch
 
 import numpy as np
 import tyro
+from memory import MODELS, llama
 from pictures import digest, draw_band, panels, save, smooth
 from records import FOLDER, ROOT, memory, provenance, read, read_run, table, write
 
 sys.path.insert(0, str(ROOT))
 
+THREADS = 2
 ADDITION = ROOT / "assets" / "addition"
 GSM8K = ROOT / "tests" / "real" / "gsm8k" / "train.jsonl"
-TOKENIZER = ROOT / "tests" / "real" / "smollm2"
 
 # ---- speed
 SPEED = FOLDER / "trl-speed.jsonl"
@@ -86,7 +73,7 @@ NAMES = "Lily Tom Ben Mia Sam Anna Max Lucy Tim Sue Jack Amy Bob Sara Leo Emma".
 THINGS = ["red ball", "big dog", "small cat", "toy car", "blue bird"]
 THINGS += ["shiny stone", "little boat", "green frog"]
 # Prompts per step (B), samples per prompt (G), new tokens (R), tokens of a micro-batch of grpo.py, sequences of a batch
-# of TRL. In W5, the whole rollout as one batch needs more than 24 GB.
+# of TRL: the whole rollout, which is fastest, where it fits. In W5 it needs more than 24 GB.
 FIELDS = "num_prompts num_generations max_new_tokens micro_batch_tokens trl_batch_size".split()
 WORKLOADS = {
     "W1": (16, 8, 32, 2048, 128),
@@ -95,8 +82,7 @@ WORKLOADS = {
     "W4": (16, 8, 512, 16384, 16),
     "W5": (4, 8, 128, 2048, 8),
 }
-# Layers, width, width of the MLP, heads, and heads of keys and values.
-SMOLLM2_135M, SMOLLM2_1700M = (30, 576, 1536, 9, 3), (24, 2048, 8192, 32, 32)
+SHAPES = {"W3": llama(30, 576, 9, 3, 1536, 49152), "W4": MODELS["SmolLM2-1.7B"]}
 
 # ---- learn
 LEARNING = FOLDER / "trl-learn.jsonl"
@@ -109,9 +95,9 @@ SIDES = {"grpo": ("PlainRL", "TRL", "TRL, rho k3"), "rloo": ("PlainRL", "TRL")}
 # ---- a run of each side, in a process of its own
 
 
-def in_own_process(threads: int, function, *arguments):
+def in_own_process(function, *arguments):
     """Call the function in a new process. Return its result, or raise its error."""
-    os.environ |= {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"OMP_NUM_THREADS": str(THREADS), "HF_HUB_OFFLINE": "1"}
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         return process.submit(function, *arguments).result()
@@ -125,10 +111,6 @@ def source() -> dict:
     return found
 
 
-def now() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-
 def peak_memory(on_gpu: bool, imported: int) -> int:
     """The peak memory in bytes, as the docstring of this file defines it."""
     import torch
@@ -136,19 +118,19 @@ def peak_memory(on_gpu: bool, imported: int) -> int:
     return torch.cuda.max_memory_allocated() if on_gpu else memory("VmHWM") - imported
 
 
-def train_plainrl(script, threads: int, args) -> dict:
+def train_plainrl(script, args) -> dict:
     """Train with a script. Return when it started, when each step began and ended, the metrics and the peak memory."""
     import torch
     from transformers import PreTrainedModel
 
-    torch.set_num_threads(threads)
-    imported, start, moments = memory("VmRSS"), now(), []
+    torch.set_num_threads(THREADS)
+    imported, start, moments = memory("VmRSS"), time.perf_counter(), []
     sample_responses = script.sample_responses
 
     # The evaluation before training samples first. A step ends when the next step starts to sample. The last step ends
     # when the evaluation after training starts to sample.
     def timed(*arguments):
-        moments.append(now())
+        moments.append(time.perf_counter())
         return sample_responses(*arguments)
 
     script.sample_responses = timed
@@ -161,39 +143,44 @@ def train_plainrl(script, threads: int, args) -> dict:
     return dict(start=start, steps=list(pairwise(moments[1:])), metrics=metrics, memory=peak)
 
 
-def train_trl(name: str, threads: int, model: Path, data: Path, reward, **fields) -> dict:
-    """Train with GRPOTrainer or RLOOTrainer. Return when it started, when each step began and ended, and the memory."""
-    import torch
+def trl_trainer(name: str, fields: dict, **given):
+    """GRPOTrainer or RLOOTrainer, with the algorithm of the scripts, and without logs or checkpoints."""
     import trl
+
+    fields = dict(temperature=1.0, top_k=0, top_p=1.0, num_iterations=1, max_grad_norm=1.0) | fields
+    fields |= dict(report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True)
+    if name == "grpo":
+        fields["loss_type"] = "grpo"
+    # TRL imports a trainer when it is asked for.
+    config, trainer = getattr(trl, f"{name.upper()}Config"), getattr(trl, f"{name.upper()}Trainer")
+    return trainer(args=config(**fields), **given)
+
+
+def train_trl(name: str, model: Path, data: Path, reward, **fields) -> dict:
+    """Train with TRL. Return when it started, when each step began and ended, and the peak memory."""
+    import torch
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-    # TRL imports a trainer when it is asked for.
-    config, trainer = getattr(trl, f"{name.upper()}Config"), getattr(trl, f"{name.upper()}Trainer")
-    torch.set_num_threads(threads)
-    imported, start, begins, ends = memory("VmRSS"), now(), [], []
+    torch.set_num_threads(THREADS)
+    imported, start, begins, ends = memory("VmRSS"), time.perf_counter(), [], []
 
     class Clock(TrainerCallback):
         def on_step_begin(self, *arguments, **named):
-            begins.append(now())
+            begins.append(time.perf_counter())
 
         def on_step_end(self, *arguments, **named):
-            ends.append(now())
+            ends.append(time.perf_counter())
 
     on_gpu = fields["bf16"]
     fields |= dict(use_cpu=not on_gpu, gradient_checkpointing=on_gpu)
-    # The same algorithm as in the scripts.
-    fields |= dict(temperature=1.0, top_k=0, top_p=1.0, num_iterations=1, max_grad_norm=1.0)
-    if name == "grpo":
-        fields["loss_type"] = "grpo"
-    # Only the training, without logs or checkpoints.
-    fields |= dict(report_to="none", logging_strategy="no", save_strategy="no", disable_tqdm=True)
     with tempfile.TemporaryDirectory() as folder:
         rows = load_dataset("json", data_files=str(data), split="train", cache_dir=folder)
-        trainer(
+        trl_trainer(
+            name,
+            fields | dict(output_dir=folder),
             model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
             processing_class=AutoTokenizer.from_pretrained(model),
-            args=config(output_dir=folder, **fields),
             train_dataset=rows.rename_column("question", "prompt"),
             reward_funcs=reward,
             callbacks=[Clock()],
@@ -215,13 +202,9 @@ def story_prompts(folder: Path, num_prompts: int) -> list[str]:
     rng, questions = random.Random(0), []
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    examples = []
-    for name in NAMES:
-        for thing in THINGS:
-            start = (
-                f"Once upon a time, there was a little child named {name}. {name} had a {thing}."
-            )
-            examples.append({"prompt_ids": tokenizer(start).input_ids})
+    start = "Once upon a time, there was a little child named {0}. {0} had a {1}."
+    texts = [start.format(name, thing) for name in NAMES for thing in THINGS]
+    examples = [{"prompt_ids": tokenizer(text).input_ids} for text in texts]
     longest = max(len(example["prompt_ids"]) for example in examples)
     args = grpo.Args(max_new_tokens=460 - longest, sampling_tokens=2**18)
     eos_ids = torch.tensor([tokenizer.eos_token_id])
@@ -248,52 +231,40 @@ def chat_prompts(num_prompts: int) -> list[list[dict]]:
     return [[*turns, {"role": "user", "content": text}] for text in problems]
 
 
-def make_model(folder: Path, tokenizer, shape: tuple) -> None:
-    """Write a model of SmolLM2's shape with random weights."""
+def random_model(folder: Path, shape: dict) -> list[str]:
+    """Write a model with random weights, and a tokenizer of as many words. Return the words."""
     import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    names = "num_hidden_layers hidden_size intermediate_size num_attention_heads".split()
-    fields = dict(zip([*names, "num_key_value_heads"], shape, strict=True))
-    fields |= dict(vocab_size=49152, tie_word_embeddings=True, max_position_embeddings=8192)
-    fields |= {
-        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-    }
-    config = LlamaConfig(**fields)
+    torch.manual_seed(0)
+    words = ["<pad>", "</s>"] + [f"w{i}" for i in range(shape["vocab_size"] - 2)]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    whole = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = dict(pad_token="<pad>", eos_token="</s>")
+    PreTrainedTokenizerFast(tokenizer_object=whole, **special).save_pretrained(folder)
+    ids = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
+    config = AutoConfig.for_model(**shape, **ids, max_position_embeddings=8192)
     # Drawing the weights takes a second on a GPU, and half a minute on a CPU.
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return words[2:]
 
 
 def prepare(options, folder: Path) -> None:
-    """Write the prompts of the workload to folder/data. Write its model to folder/model if none is on disk."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    torch.manual_seed(0)
+    """Write the prompts of the workload to folder/data, and the model of W3 and W4."""
     if options.workload == "W1":
-        questions = [row["question"] for row in read(ADDITION / "train.jsonl")]
-        questions = questions[: options.num_prompts]
+        rows = read(ADDITION / "train.jsonl")[: options.num_prompts]
+        questions = [row["question"] for row in rows]
     elif options.workload == "W2":
         questions = story_prompts(options.model, options.num_prompts)
     elif options.workload == "W5":
         questions = chat_prompts(options.num_prompts)
-        if options.model == folder / "model":
-            make_model(options.model, AutoTokenizer.from_pretrained(TOKENIZER), SMOLLM2_135M)
     else:
-        on_gpu = options.workload == "W4"
-        words = ["<pad>", "</s>"] + [f"w{i}" for i in range(49150)]
-        vocabulary = {word: i for i, word in enumerate(words)}
-        whole = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
-        whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        special = dict(pad_token="<pad>", eos_token="</s>")
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, **special)
-        make_model(folder / "model", tokenizer, SMOLLM2_1700M if on_gpu else SMOLLM2_135M)
-        rng, k = random.Random(0), 256 if on_gpu else 64
-        questions = [" ".join(rng.choices(words[2:], k=k)) for _ in range(options.num_prompts)]
+        words = random_model(options.model, SHAPES[options.workload])
+        rng, k = random.Random(0), 256 if options.workload == "W4" else 64
+        questions = [" ".join(rng.choices(words, k=k)) for _ in range(options.num_prompts)]
     (folder / "data").mkdir()
     for split in ("train", "test"):
         rows = [{"question": question, "answer": "0"} for question in questions]
@@ -306,7 +277,7 @@ def length_reward(completions, **columns):
 
 
 def measure_speed(side: str, options, data: Path) -> dict:
-    """The wall seconds, CPU seconds and tokens of each step after the first, and the peak memory."""
+    """The wall seconds and tokens of each step after the first, and the peak memory."""
     on_gpu = options.workload == "W4"
     common = dict(num_generations=options.num_generations, beta=0.0, learning_rate=1e-5)
     if side == "plainrl":
@@ -333,7 +304,7 @@ def measure_speed(side: str, options, data: Path) -> dict:
             eval_every=0,
             save_every=0,
         )
-        run = train_plainrl(grpo, options.threads, args)
+        run = train_plainrl(grpo, args)
         # The metrics count the tokens of all steps so far.
         tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(run["metrics"])]
     else:
@@ -348,7 +319,6 @@ def measure_speed(side: str, options, data: Path) -> dict:
         num_sequences = options.num_prompts * options.num_generations
         run = train_trl(
             "grpo",
-            options.threads,
             options.model,
             data / "train.jsonl",
             reward,
@@ -361,23 +331,15 @@ def measure_speed(side: str, options, data: Path) -> dict:
             gradient_accumulation_steps=num_sequences // options.trl_batch_size,
             max_steps=1 + options.steps,
         )
-    steps = run["steps"][1:]
-    seconds, cpu_seconds = [[end[k] - begin[k] for begin, end in steps] for k in (0, 1)]
-    return dict(seconds=seconds, cpu_seconds=cpu_seconds, tokens=tokens[1:], memory=run["memory"])
+    seconds = [end - begin for begin, end in run["steps"][1:]]
+    return dict(seconds=seconds, tokens=tokens[1:], memory=run["memory"])
 
 
 def summary(runs: list[dict]) -> dict:
     """What a record says about one side."""
-    seconds, cpu_seconds, tokens = [
-        [value for run in runs for value in run[name]]
-        for name in ("seconds", "cpu_seconds", "tokens")
-    ]
+    seconds, tokens = [[x for run in runs for x in run[name]] for name in ("seconds", "tokens")]
     return {
         "seconds": round(statistics.median(seconds), 3),
-        "lowest": round(min(seconds), 3),
-        "highest": round(max(seconds), 3),
-        "cpu_seconds": round(statistics.median(cpu_seconds), 3),
-        "tokens_per_second": round(sum(tokens) / sum(seconds)),
         "tokens_per_step": round(sum(tokens) / len(tokens)),
         "memory_mb": round(statistics.median(run["memory"] for run in runs) / 1e6),
     }
@@ -385,51 +347,37 @@ def summary(runs: list[dict]) -> dict:
 
 def speed(
     workload: Literal["W1", "W2", "W3", "W4", "W5"] = "W1",
-    threads: int = 2,
     steps: int = 3,
     rounds: int = 2,
-    micro_batch_tokens: int | None = None,
-    trl_batch_size: int | None = None,
     model: Path | None = None,
 ) -> None:
     """The speed and memory of grpo.py and of TRL's GRPOTrainer; writes records/trl-speed.jsonl.
 
     Args:
         workload: what they train on; the docstring of the file lists the workloads
-        threads: threads of torch, for both trainers
         steps: training steps per run, after one warm-up step
         rounds: runs of each trainer, alternating
-        micro_batch_tokens: for grpo.py; the default depends on the workload
-        trl_batch_size: sequences per backward pass of TRL; default: the rollout, in W4 16, in W5 8
-        model: W2: the folder of stories260K; W5: of SmolLM2-135M-Instruct, by default random weights
+        model: W2: the folder of stories260K; W5: of SmolLM2-135M-Instruct
     """
-    if workload == "W2" and model is None:
-        print("W2 skipped: it needs --model FOLDER")
-        return
-    if workload == "W4" and shutil.which("nvidia-smi") is None:
-        print("W4 skipped: it needs a GPU")
-        return
-    fields = dict(workload=workload, threads=threads, steps=steps)
+    if workload in ("W2", "W5") and model is None:
+        sys.exit(f"{workload} needs --model FOLDER")
+    fields = dict(workload=workload, threads=THREADS, steps=steps)
     fields |= zip(FIELDS, WORKLOADS[workload], strict=True)
-    if micro_batch_tokens is not None:
-        fields["micro_batch_tokens"] = micro_batch_tokens
-    if trl_batch_size is not None:
-        fields["trl_batch_size"] = trl_batch_size
     record = fields | dict(rounds=rounds, model=model and model.name) | source()
     if workload == "W4":
         import torch
 
         # In another process, because CUDA would keep memory in this one.
-        record["machine"]["gpu"] = in_own_process(threads, torch.cuda.get_device_name)
+        record["machine"]["gpu"] = in_own_process(torch.cuda.get_device_name)
     runs = {"plainrl": [], "trl": []}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         model = model or (ADDITION / "adder" if workload == "W1" else folder / "model")
         options = SimpleNamespace(**fields, model=model)
-        in_own_process(threads, prepare, options, folder)
+        in_own_process(prepare, options, folder)
         for k in range(rounds):
             for side in list(runs)[:: -1 if k % 2 else 1]:
-                run = in_own_process(threads, measure_speed, side, options, folder / "data")
+                run = in_own_process(measure_speed, side, options, folder / "data")
                 runs[side].append(run)
                 print(f"round {k + 1}, {side}: {run}", flush=True)
     record |= {side: summary(runs[side]) for side in runs}
@@ -450,7 +398,7 @@ def measure_learning(side: str, name: str, seed: int) -> dict:
     if side == "PlainRL":
         script = __import__(name)
         fields = dict(seed=seed, num_steps=STEPS, device="cpu", eval_every=0, eval_size=1)
-        run = train_plainrl(script, 2, replace(script.BUNDLED, **fields))
+        run = train_plainrl(script, replace(script.BUNDLED, **fields))
         accuracy = [record["rollout/accuracy"] for record in run["metrics"][1:]]
     else:
         from utils.rewards import accuracy_reward, format_reward
@@ -467,10 +415,10 @@ def measure_learning(side: str, name: str, seed: int) -> dict:
         fields |= dict(learning_rate=1e-4, lr_scheduler_type="linear", max_steps=STEPS)
         if name == "grpo":
             fields["use_bias_correction_kl"] = side == "TRL, rho k3"
-        run = train_trl(name, 2, ADDITION / "adder", ADDITION / "train.jsonl", reward, **fields)
+        run = train_trl(name, ADDITION / "adder", ADDITION / "train.jsonl", reward, **fields)
     return dict(
         accuracy=[round(value, 4) for value in accuracy],
-        seconds=[round(end[0] - run["start"][0], 4) for _, end in run["steps"]],
+        seconds=[round(end - run["start"], 4) for _, end in run["steps"]],
         memory=run["memory"],
     )
 
@@ -508,19 +456,10 @@ def learn() -> None:
     for seed in SEEDS:
         for name in SIDES:
             for side in SIDES[name][:: 1 if seed % 2 else -1]:
-                record = dict(side=side, name=name, seed=seed, **source())
-                record |= in_own_process(2, measure_learning, side, name, seed)
-                records.append(record)
-                last, (seconds, responses) = sum(record["accuracy"][-5:]) / 5, to_reach(record)
-                print(
-                    f"{name:5} {side:11} seed {seed}: last five steps {last:.3f}; 0.9 after ",
-                    end="",
-                )
-                print(
-                    f"{seconds:.1f} s, {responses} responses; all {record['seconds'][-1]:.1f} s, ",
-                    end="",
-                )
-                print(f"{record['memory'] / 1e6:.0f} MB", flush=True)
+                found = in_own_process(measure_learning, side, name, seed)
+                records.append(dict(side=side, name=name, seed=seed, **source(), **found))
+                last = np.mean(found["accuracy"][-5:])
+                print(f"{name}, {side}, seed {seed}: last five steps {last:.3f}", flush=True)
     write(LEARNING, records)
 
 

@@ -7,29 +7,21 @@
     python benchmark/lessons.py --draw             draw from the records, without runs
 
 Every run is one command: an unchanged script with flags, a script that a patch of variants/ makes, or gamed.py or
-equal.py, which change the rewards of grpo.py. The record contains the command. Two runs go at a time, each on one
-thread.
-benchmark/records/lessons.jsonl gets one line for each run: command, commit (and "dirty", if the tree had changes), the
-machine's state before the run, versions, args, wall time, the evaluations, and a curve over the steps for every metric.
-A command that has a record isn't run again, and lessons can share a run. If a run fails, all runs end, and its output
-is printed.
+equal.py, which change the rewards of grpo.py. Two runs go at a time, each on one thread. Each gets a line in
+benchmark/records/lessons.jsonl, with its command, and a command that has a record isn't run again. Lessons can share a
+run.
 
 The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
 from the lowest seed to the highest. The program prints a table for each lesson, and writes most of them into
 docs/lessons.md and docs/metrics.md.
 """
 
-import argparse
-import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
@@ -38,9 +30,13 @@ from pictures import GRAY, digest, draw_band, panels, save, smooth
 from records import (
     FOLDER,
     ROOT,
+    command_line,
     fill,
+    in_place,
     machine,
+    parent_of_patch,
     provenance,
+    python,
     read,
     read_run,
     run_two_at_a_time,
@@ -72,35 +68,31 @@ PLAIN = "grpo.py --num-steps 40"
 
 # The axes of a panel in words. The name of the metric stands below the words.
 SAMPLED, STEPS, RATE, ACCURACY = "episodes", "step", "learning rate", "rollout/accuracy"
+TOKENS, EQUAL, GAP = "rollout/response_len", "rollout/zero_std_frac", "rollout/logprob_gap"
+KL, NATS, NORM, VALUES = "kl/ref", "policy/entropy", "optim/grad_norm", "value/explained_var"
 WORDS = {
     SAMPLED: "responses sampled",
     STEPS: "step",
     ACCURACY: "right samples, %",
     "rollout/score": "mean score of the judge",
     "rollout/eos_frac": "responses that end, %",
-    "rollout/response_len": "tokens of a response",
-    "rollout/zero_std_frac": "groups with equal rewards, %",
-    "rollout/logprob_gap": "gap to the trainer, nats",
+    TOKENS: "tokens of a response",
+    EQUAL: "groups with equal rewards, %",
+    GAP: "gap to the trainer, nats",
     "policy/clip_frac": "outside the clip range, %",
     "policy/approx_kl": "KL to the old policy, nats",
-    "policy/entropy": "entropy, nats a token",
-    "kl/ref": "KL to the reference, nats a token",
-    "optim/grad_norm": "norm of the gradient",
-    "value/explained_var": "explained variance, %",
+    NATS: "entropy, nats a token",
+    KL: "KL to the reference, nats a token",
+    NORM: "norm of the gradient",
+    VALUES: "explained variance, %",
     "length/all": "characters of a response",
     "length/right": "characters of a right response",
     "length/wrong": "characters of a wrong response",
     "tool/calls": "calls per response",
 }
 # Logged as fractions, and shown in percent.
-PERCENT = {
-    ACCURACY,
-    "rollout/eos_frac",
-    "rollout/zero_std_frac",
-    "policy/clip_frac",
-    "value/explained_var",
-}
-LOGARITHMIC = {"policy/approx_kl", "policy/entropy", "kl/ref", "rollout/logprob_gap"}
+PERCENT = {ACCURACY, "rollout/eos_frac", EQUAL, "policy/clip_frac", VALUES}
+LOGARITHMIC = {"policy/approx_kl", NATS, KL, GAP}
 
 
 # ==== what a table shows of a record ====
@@ -178,15 +170,19 @@ def parts_at(metric: str, command: str = PLAIN) -> Callable[[dict], float]:
 # ==== the lessons ====
 @dataclass
 class Panel:
-    """A picture's panel. x is a metric, SAMPLED, STEPS or RATE; y is a metric, or "advantages": bars."""
+    """A picture's panel. x is a metric, SAMPLED, STEPS or RATE; y is a metric."""
 
     x: str
     y: str
     # The panel shows the arms whose names begin like this. Empty: all arms.
-    arms: str | tuple[str, ...] = ""
+    arms: str = ""
     title: str = ""
     # With RATE: the steps of which y is the mean.
     steps: tuple[int, int] = (-5, -1)
+
+
+HELD_OUT = {"held out, %": (held_out, 1)}
+LAST = {"sampled, last five steps, %": (over(ACCURACY, -5, -1), 1)}
 
 
 @dataclass
@@ -196,22 +192,18 @@ class Lesson:
     arms: dict[str, str]
     panels: list[Panel]
     # The columns of the table: (function of a record, digits).
-    columns: dict[str, tuple[Callable[[dict], float], int]]
+    columns: dict[str, tuple[Callable[[dict], float], int]] = field(default_factory=lambda: LAST)
     rows: int = 1  # of panels
-    # Whether the page has the table. The program prints it in any case.
-    on_page: bool = True
     # The arms of which the picture shows each seed in a panel of its own.
     by_seed: tuple[str, ...] = ()
 
 
-HELD_OUT = {"held out, %": (held_out, 1)}
-LAST = {"sampled, last five steps, %": (over(ACCURACY, -5, -1), 1)}
 USUAL = HELD_OUT | LAST
 HALFWAY = {"steps 13 to 17, %": (over(ACCURACY, 13, 17), 0)}
-GROUPS = {"equal groups, last five, %": (over("rollout/zero_std_frac", -5, -1), 0)}
+GROUPS = {"equal groups, last five, %": (over(EQUAL, -5, -1), 0)}
 CLIPPED = {"outside the clip range, first five, %": (over("policy/clip_frac", 1, 5), 1)}
-EXPLAINED = {"explained, last five, %": (over("value/explained_var", -5, -1), 0)}
-ENTROPY = {"entropy, last five": (over("policy/entropy", -5, -1), 3)}
+EXPLAINED = {"explained, last five, %": (over(VALUES, -5, -1), 0)}
+ENTROPY = {"entropy, last five": (over(NATS, -5, -1), 3)}
 
 # Full weights and adapters at several rates. The default rank is 16.
 ADDER_RATES = {
@@ -235,6 +227,8 @@ SUMS_RANKS = {
     for rate in ("1.5e-4", "5e-4", "1.5e-3")
 }
 
+# The page has no table of these.
+PRINTED = "reuse adapters critic groups samplers baselines leash credit clip-higher vapo".split()
 # In the order of the page. "rate" is a fold in the section of "adapters", and "broken" is on docs/metrics.md. The last
 # four are in one section.
 LESSONS = {
@@ -262,7 +256,6 @@ LESSONS = {
             Panel(STEPS, "policy/approx_kl"),
         ],
         LAST | HALFWAY,
-        on_page=False,
     ),
     "goodhart": Lesson(
         "Without a KL penalty, the judge's score hides wrong answers",
@@ -283,18 +276,14 @@ LESSONS = {
         },
         [
             Panel(STEPS, ACCURACY),
-            Panel(STEPS, "kl/ref"),
+            Panel(STEPS, KL),
             Panel(STEPS, "length/all"),
-            Panel(STEPS, "rollout/response_len"),
+            Panel(STEPS, TOKENS),
         ],
         HELD_OUT
         | {
             f"{words} departs at step": (parts_at(metric), 0)
-            for words, metric in {
-                "accuracy": ACCURACY,
-                "kl/ref": "kl/ref",
-                "tokens": "rollout/response_len",
-            }.items()
+            for words, metric in {"accuracy": ACCURACY, "kl/ref": KL, "tokens": TOKENS}.items()
         },
         rows=2,
     ),
@@ -305,16 +294,12 @@ LESSONS = {
             "0.5, rounded": "benchmark/equal.py --reward 0.5 --rounded --beta 0 --num-steps 40",
             "0.3, grpo.py": "benchmark/equal.py --reward 0.3 --beta 0 --num-steps 40",
         },
-        [
-            Panel(STEPS, ACCURACY),
-            Panel(STEPS, "optim/grad_norm"),
-            Panel(STEPS, "rollout/response_len"),
-        ],
+        [Panel(STEPS, ACCURACY), Panel(STEPS, NORM), Panel(STEPS, TOKENS)],
         HELD_OUT
         | {
             "sampled, first five, %": (over(ACCURACY, 1, 5), 1),
             "sampled, last five, %": (over(ACCURACY, -5, -1), 1),
-            "largest norm of a gradient": (highest("optim/grad_norm"), 5),
+            "largest norm of a gradient": (highest(NORM), 5),
         },
     ),
     "teacher": Lesson(
@@ -341,21 +326,18 @@ LESSONS = {
             "the answer": "self_distill.py --context-column answer",
             "a right response": "sdpo_context.py",
         },
-        [Panel(STEPS, ACCURACY), Panel(STEPS, "kl/ref"), Panel(STEPS, "rollout/response_len")],
+        [Panel(STEPS, ACCURACY), Panel(STEPS, KL), Panel(STEPS, TOKENS)],
         HELD_OUT
         | {
-            "KL to the teacher, first five, nats": (over("kl/ref", 1, 5), 2),
-            "last five": (over("kl/ref", -5, -1), 3),
-            "tokens, first five": (over("rollout/response_len", 1, 5), 1),
-            "tokens, last five": (over("rollout/response_len", -5, -1), 1),
+            "KL to the teacher, first five, nats": (over(KL, 1, 5), 2),
+            "last five": (over(KL, -5, -1), 3),
+            "tokens, first five": (over(TOKENS, 1, 5), 1),
+            "tokens, last five": (over(TOKENS, -5, -1), 1),
         },
     ),
     "tool": Lesson(
         "With a price on its calls, the policy learns to add",
-        {
-            "a call is free": "grpo_tools.py",
-            "a call costs 0.1": "grpo_tools.py --tool-cost 0.1",
-        },
+        {"a call is free": "grpo_tools.py", "a call costs 0.1": "grpo_tools.py --tool-cost 0.1"},
         [Panel(STEPS, ACCURACY), Panel(STEPS, "tool/calls")],
         USUAL
         | {
@@ -374,8 +356,6 @@ LESSONS = {
             Panel(RATE, ACCURACY, "sums", "sums, steps 21 to 30", steps=(21, 30)),
             Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
         ],
-        LAST,
-        on_page=False,
     ),
     "rate": Lesson(
         "What shows early that a learning rate is too high",
@@ -383,12 +363,12 @@ LESSONS = {
         | {"2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"},
         [
             Panel(RATE, ACCURACY, title="last five steps"),
-            Panel(RATE, "kl/ref", title="step 3", steps=(3, 3)),
-            Panel(RATE, "optim/grad_norm", title="steps 1 to 5", steps=(1, 5)),
+            Panel(RATE, KL, title="step 3", steps=(3, 3)),
+            Panel(RATE, NORM, title="steps 1 to 5", steps=(1, 5)),
         ],
         {
-            "kl/ref, step 3": (over("kl/ref", 3, 3), 4),
-            "gradient's norm, steps 1 to 5": (over("optim/grad_norm", 1, 5), 2),
+            "kl/ref, step 3": (over(KL, 3, 3), 4),
+            "gradient's norm, steps 1 to 5": (over(NORM, 1, 5), 2),
         },
     ),
     "clipping": Lesson(
@@ -426,13 +406,12 @@ LESSONS = {
         },
         [
             Panel(SAMPLED, ACCURACY, "adder", "adder"),
-            Panel(STEPS, "value/explained_var", "adder", "adder"),
+            Panel(STEPS, VALUES, "adder", "adder"),
             Panel(SAMPLED, ACCURACY, "sums", "sums"),
-            Panel(STEPS, "value/explained_var", "sums", "sums"),
+            Panel(STEPS, VALUES, "sums", "sums"),
         ],
         USUAL | {"steps 11 to 20, %": (over(ACCURACY, 11, 20), 1)} | EXPLAINED,
         rows=2,
-        on_page=False,
     ),
     "broken": Lesson(
         "What they look like when something is wrong",
@@ -447,14 +426,11 @@ LESSONS = {
         },
         [],  # draw_broken
         USUAL
-        | {
-            "kl/ref, step 3": (over("kl/ref", 3, 3), 3),
-            "entropy, first five": (over("policy/entropy", 1, 5), 3),
-        }
+        | {"kl/ref, step 3": (over(KL, 3, 3), 3), "entropy, first five": (over(NATS, 1, 5), 3)}
         | ENTROPY
         | {
             "ended, all steps, %": (over("rollout/eos_frac", 1, -1), 0),
-            "equal groups, all steps, %": (over("rollout/zero_std_frac", 1, -1), 0),
+            "equal groups, all steps, %": (over(EQUAL, 1, -1), 0),
         }
         | EXPLAINED,
     ),
@@ -464,9 +440,8 @@ LESSONS = {
             f"G = {G}": f"{PLAIN} --num-generations {G} --num-prompts {128 // G}"
             for G in (2, 4, 8, 16, 32)
         },
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "rollout/zero_std_frac")],
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, EQUAL)],
         LAST | GROUPS,
-        on_page=False,
     ),
     "dynamic": Lesson(
         "Dynamic sampling takes twice the samples, without a gain",
@@ -474,11 +449,7 @@ LESSONS = {
             "as sampled": "dapo.py --num-steps 30 --num-minibatches 1 --max-resample 0",
             "dynamic sampling": "dapo.py --num-steps 30 --num-minibatches 1",
         },
-        [
-            Panel(STEPS, "rollout/zero_std_frac"),
-            Panel(STEPS, ACCURACY),
-            Panel(SAMPLED, ACCURACY),
-        ],
+        [Panel(STEPS, EQUAL), Panel(STEPS, ACCURACY), Panel(SAMPLED, ACCURACY)],
         LAST
         | {
             "responses": (lambda record: record["curves"][SAMPLED][-1], 0),
@@ -499,18 +470,17 @@ LESSONS = {
         },
         [
             Panel(STEPS, ACCURACY, "stale", "stale"),
-            Panel(STEPS, "rollout/logprob_gap", "stale", "stale"),
+            Panel(STEPS, GAP, "stale", "stale"),
             Panel(STEPS, ACCURACY, "engine", "engine"),
-            Panel(STEPS, "rollout/logprob_gap", "engine", "engine"),
+            Panel(STEPS, GAP, "engine", "engine"),
         ],
         LAST
         | {
             f"steps {first} to {last}, %": (over(ACCURACY, first, last), 0)
             for first, last in ((1, 5), (11, 15))
         }
-        | {"logprob_gap, highest": (highest("rollout/logprob_gap"), 4)},
+        | {"logprob_gap, highest": (highest(GAP), 4)},
         rows=2,
-        on_page=False,
     ),
     "baselines": Lesson(
         "The usual baselines raise the variance once nine of ten answers are right",
@@ -521,16 +491,12 @@ LESSONS = {
             "RLOO": "rloo.py --num-steps 40",
             "ReMax": "remax.py --num-steps 40",
         },
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "optim/grad_norm")],
-        LAST | {"gradient's norm, last five": (over("optim/grad_norm", -5, -1), 1)},
-        on_page=False,
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, NORM)],
     ),
     "leash": Lesson(
         "The KL leash",
         {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
-        [Panel(SAMPLED, ACCURACY), Panel("kl/ref", ACCURACY)],
-        LAST | {"KL to the start, last five, nats a token": (over("kl/ref", -5, -1), 3)},
-        on_page=False,
+        [Panel(SAMPLED, ACCURACY), Panel(KL, ACCURACY)],
     ),
     "credit": Lesson(
         "The std, and a reward for each step",
@@ -541,19 +507,13 @@ LESSONS = {
             # At this rate no weight changes.
             "untrained": f"grpo.py {SUMS} --beta 0".replace("5e-5", "1e-12").replace("40", "10"),
         },
-        [
-            Panel("advantages", "advantages", ("GRPO", "Dr. GRPO"), "computed from the rewards"),
-            Panel(SAMPLED, ACCURACY),
-        ],
-        LAST,
-        on_page=False,
+        [Panel(SAMPLED, ACCURACY)],
     ),
     "clip-higher": Lesson(
         "Clip-Higher",
         {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "policy/entropy")],
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, NATS)],
         HELD_OUT | ENTROPY,
-        on_page=False,
     ),
     "vapo": Lesson(
         "VAPO's changes",
@@ -566,55 +526,37 @@ LESSONS = {
             "PPO, reward by rules": f"{PPO} --reward-model None",
             "GRPO": "grpo.py --num-steps 20",
         },
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, "value/explained_var")],
+        [Panel(SAMPLED, ACCURACY), Panel(STEPS, VALUES)],
         LAST | EXPLAINED,
-        on_page=False,
     ),
 }
 
 
 # ==== the runs ====
-def lengths_and_groups(folder: Path) -> tuple[dict, dict]:
-    """Two results from the samples: the mean characters of right and of wrong responses per step, and
-    {number of right responses in a group: [number of such groups, mean |A|]}.
-    """
-    lengths, groups = defaultdict(lambda: defaultdict(list)), defaultdict(lambda: [0, 0.0])
-    for line in (folder / "samples.jsonl").open(encoding="utf-8"):
-        sample = json.loads(line)
+def lengths(folder: Path, num_steps: int) -> dict[str, list]:
+    """The mean characters of the right and of the wrong responses of each step, from the samples."""
+    found = {"length/right": [], "length/wrong": []}
+    steps = [defaultdict(list) for _ in range(num_steps)]
+    for sample in read(folder / "samples.jsonl"):
         for text, is_right in zip(sample["completions"], sample["right"], strict=True):
-            lengths["right" if is_right else "wrong"][sample["step"]].append(len(text))
-        number = groups[sum(sample["right"])]
-        number[0] += 1
-        # A response has one advantage, or one for each token.
-        advantages = [np.atleast_1d(values) for values in sample["advantages"]]
-        number[1] += float(np.mean(np.abs(np.concatenate(advantages))))
-    last = max(max(steps) for steps in lengths.values())
-    curves = {}
-    for name, steps in lengths.items():
-        curves[f"length/{name}"] = [
-            round(float(np.mean(steps[k])), 2) if steps[k] else None for k in range(1, last + 1)
-        ]
-    return curves, {
-        str(k): [count, round(total / count, 4)] for k, (count, total) in sorted(groups.items())
-    }
+            steps[sample["step"] - 1]["right" if is_right else "wrong"].append(len(text))
+    for step in steps:
+        for kind in ("right", "wrong"):
+            found[f"length/{kind}"].append(
+                round(float(np.mean(step[kind])), 2) if step[kind] else None
+            )
+    return found
 
 
 def run(command: str, seed: int, source: dict) -> dict:
     """Run a script in a temporary folder, and return its record, with `source` as its provenance."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     # The machine's state before the run: the run itself is not a part of its load.
     source = source | {"machine": machine()}
     with tempfile.TemporaryDirectory() as folder:
-        full = f"{command} --device cpu --seed {seed}"
-        start = time.perf_counter()
-        arguments = [sys.executable, *full.split(), "--runs-dir", folder, "--run-name", "run"]
-        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"python {full}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
-        seconds, folder = time.perf_counter() - start, Path(folder, "run")
-        metrics, args = read_run(folder)
-        lengths, groups = lengths_and_groups(folder)
-    curves = {}
+        flags = f"--device cpu --seed {seed} --runs-dir {folder} --run-name run"
+        seconds = python(f"{command} {flags}")
+        metrics, args = read_run(Path(folder, "run"))
+        curves = lengths(Path(folder, "run"), len(metrics) - 1)
     # In vapo.py's value pretraining, the steps have no metrics of the policy.
     for name in dict.fromkeys(name for line in metrics[1:] for name in line):
         if name not in ("step", "tokens") and not name.startswith(("time/", "eval/")):
@@ -633,7 +575,7 @@ def run(command: str, seed: int, source: dict) -> dict:
     record["eval"] = {
         line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line
     }
-    return record | {"curves": curves | lengths, "groups": groups}
+    return record | {"curves": curves}
 
 
 @cache
@@ -651,16 +593,12 @@ def run_missing(names: list[str]) -> None:
     ]
     if not missing:
         return
-    from bundled import in_place  # imports torch, which takes seconds
-
     student = ROOT / "runs" / "hesitant" / "model.safetensors"
     if any("runs/hesitant" in command for command, _ in missing) and not student.exists():
         subprocess.run([sys.executable, *BUILD_STUDENT.split()], cwd=ROOT, check=True)
     # The scripts of the patches count as changes of the tree. So look at the tree first.
     source = provenance()
-    with ExitStack() as stack:
-        for script in sorted({script_of(command) for command, _ in missing}):
-            stack.enter_context(in_place(script))
+    with in_place({script_of(command) for command, _ in missing}):
         run_two_at_a_time(partial(run, source=source), missing, RECORDS)
     read_records.cache_clear()
 
@@ -675,19 +613,9 @@ def commands(name: str) -> str:
     if any("runs/hesitant" in command for command in LESSONS[name].arms.values()):
         lines.append(f"python {BUILD_STUDENT}")
     for script in dict.fromkeys(map(script_of, LESSONS[name].arms.values())):
-        patch = ROOT / "variants" / f"{script}.diff"
-        if patch.is_file():
-            parent = patch.read_text(encoding="utf-8").split()[1]
+        if parent := parent_of_patch(script):
             lines.append(f"patch -o {script}.py {parent} variants/{script}.diff")
     return "\n".join([*lines, *(f"python {command}" for command in LESSONS[name].arms.values())])
-
-
-def cost(name: str) -> str:
-    """How many recorded runs a lesson has, and how long they took."""
-    arms = LESSONS[name].arms.values()
-    runs = [record for (command, _), record in read_records().items() if command in arms]
-    minutes = sum(record["seconds"] for record in runs) / 60
-    return f"with --seed 1, 2 and 3: {len(runs)} runs, {minutes:.0f} minutes of one core"
 
 
 # ==== the pictures ====
@@ -736,23 +664,6 @@ def rate_name(rate: float) -> str:
     return f"{rate:.1e}".replace(".0e", "e").replace("e-0", "e-")
 
 
-def draw_advantages(ax, arms: dict[str, list[dict]], colors: dict[str, str]) -> None:
-    """Mean size of an advantage against the number of right responses in its group."""
-    width = 0.8 / len(arms)
-    for k, (arm, runs) in enumerate(arms.items()):
-        for right in range(9):
-            found = [
-                record["groups"][str(right)] for record in runs if str(right) in record["groups"]
-            ]
-            if found:
-                heights = [size for _, size in found]
-                place = right + (k - (len(arms) - 1) / 2) * width
-                error = [[np.mean(heights) - min(heights)], [max(heights) - np.mean(heights)]]
-                ax.bar(place, np.mean(heights), width, yerr=error, ecolor=GRAY, color=colors[arm])
-    ax.set_xlabel("right responses in a group of 8")
-    ax.set_ylabel("mean size of an advantage")
-
-
 def name_axes(ax, x: str, y: str) -> None:
     """Label each axis with words, and below them with the name of the metric."""
     for axis, name in ((ax.xaxis, x), (ax.yaxis, y)):
@@ -765,7 +676,7 @@ def name_axes(ax, x: str, y: str) -> None:
     if x == STEPS:
         ax.xaxis.get_major_locator().set_params(integer=True)
     # The explained variance has no lower bound, so a bad critic would flatten all other curves.
-    if y == "value/explained_var":
+    if y == VALUES:
         ax.set_ylim(bottom=max(-50, ax.get_ylim()[0]))
 
 
@@ -777,7 +688,8 @@ def records_of(name: str) -> dict[str, list[dict]]:
 
 def drawn_from(name: str) -> str:
     runs = [record for records in records_of(name).values() for record in records]
-    return digest([[record["curves"], record["groups"]] for record in runs])
+    # The first 345 records also have the sizes of the advantages.
+    return digest([[record["curves"], record.get("groups")] for record in runs])
 
 
 def draw_panels(name: str):
@@ -789,11 +701,8 @@ def draw_panels(name: str):
     figure, axes = panels(lesson.rows, columns, figsize=(12, 4.4 if lesson.rows == 1 else 7.6))
     for ax, panel in zip(axes.flat, lesson.panels, strict=True):
         arms = {arm: runs for arm, runs in records.items() if arm.startswith(panel.arms)}
-        if panel.x == "advantages":
-            draw_advantages(ax, arms, colors)
-        else:
-            (draw_rates if panel.x == RATE else draw_curve)(ax, arms, colors, panel)
-            name_axes(ax, panel.x, panel.y)
+        (draw_rates if panel.x == RATE else draw_curve)(ax, arms, colors, panel)
+        name_axes(ax, panel.x, panel.y)
         ax.set_title(panel.title, fontsize=13)
     handles = {}
     for ax in axes.flat:
@@ -830,12 +739,12 @@ def draw_by_seed(name: str):
 
 # (broken, healthy, the metric that shows the fault)
 BROKEN = [
-    ("learning rate too high", "healthy", "kl/ref"),
+    ("learning rate too high", "healthy", KL),
     ("learning rate too high", "healthy", ACCURACY),
     ("responses cut", "healthy", "rollout/eos_frac"),
-    ("sampled too cold", "healthy", "rollout/zero_std_frac"),
-    ("PPO, collapsed", "PPO", "policy/entropy"),
-    ("PPO, critic that does not learn", "PPO", "value/explained_var"),
+    ("sampled too cold", "healthy", EQUAL),
+    ("PPO, collapsed", "PPO", NATS),
+    ("PPO, critic that does not learn", "PPO", VALUES),
 ]
 
 
@@ -878,11 +787,8 @@ def table_of_arms(name: str) -> str:
 
 def block(name: str) -> str:
     """The generated part of a lesson: a picture, and a table with the results of its arms."""
-    lesson = LESSONS[name]
-    text = f"![{lesson.title}](lessons/{name}.svg)\n"
-    if lesson.on_page:
-        text += f"\n{table_of_arms(name)}"
-    return text
+    text = f"![{LESSONS[name].title}](lessons/{name}.svg)\n"
+    return text if name in PRINTED else f"{text}\n{table_of_arms(name)}"
 
 
 def total_cost() -> str:
@@ -898,9 +804,7 @@ def page_of(name: str) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("lessons", nargs="*", help=f"default: all of {', '.join(LESSONS)}")
     parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
     parser.add_argument("--print", action="store_true", help="print the commands, and do nothing")
@@ -911,7 +815,7 @@ def main() -> None:
         parser.error(f"no lesson {', '.join(unknown)}; choose from {', '.join(LESSONS)}")
     if args.print:
         for name in names:
-            print(f"# {name}: the commands, each {cost(name)}\n{commands(name)}\n")
+            print(f"# {name}: the commands, each with --seed 1, 2 and 3\n{commands(name)}\n")
         return
     if not args.draw:
         run_missing(names)

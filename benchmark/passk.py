@@ -1,13 +1,13 @@
 """pass@k, the chance that at least one of k samples is right, for a run or for the lesson in docs/lessons.md.
 
     python benchmark/passk.py runs/NAME runs/OTHER --samples 128 --problems 200
-    python benchmark/passk.py --model assets/sums --dataset assets/sums --no-examples    a model before training
+    python benchmark/passk.py runs/NAME --before    also the model that the run began with
     python benchmark/passk.py --lesson    make the missing records of the lesson on pass@k, and its table and picture
     python benchmark/passk.py --draw      the table and the picture alone
 
 The program samples n responses to each of the first held-out problems, with the functions of grpo.py. A run's args.json
-says the data set, the prompt, the temperature and the lengths. With --model, these settings are the defaults of grpo.py
-unless a flag says otherwise. If c of the n responses are right (the first reward of grpo.py), pass@k of the problem is
+says the data set, the prompt, the temperature and the lengths. If c of the n responses are right (the first reward of
+grpo.py), pass@k of the problem is
 
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
@@ -16,29 +16,23 @@ right with chance p, the expected value of this share is 1 - (1 - p)^k, the chan
 is right. The table gives the mean over the problems, and its standard error over the problems, both in percent. Each
 model and each seed gets a line in --out, with the number of right responses to each problem.
 
-The lesson compares a model before and after three kinds of training, with three seeds each. It trains into runs/passk,
-two runs at a time on one thread each. Its records are benchmark/records/passk.jsonl. A record's "arm" is the kind of
-training, or the model without training. If an arm has a record for a seed, it isn't run again for that seed.
+The lesson compares a model before and after three kinds of training, with three seeds each. It trains into runs/passk.
+Its records are benchmark/records/passk.jsonl. A record's "arm" is the kind of training, or the model without training.
+If an arm has a record for a seed, it isn't run again for that seed.
 """
 
-import argparse
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from pictures import GRAY, digest, draw_band, panels, save
-from records import FOLDER, ROOT, fill, provenance, read, run_two_at_a_time, table, write
+from records import FOLDER, ROOT, command_line, fill, provenance, python, read, spread, table, write
 from tqdm import tqdm
 
 sys.path[:0] = [str(ROOT), str(ROOT / "assets" / "sums")]
@@ -50,16 +44,6 @@ import grpo  # noqa: E402
 # What a run's args.json says about its held-out problems and about sampling.
 SETTINGS = ["dataset", "question_column", "answer_column", "examples", "instructions"]
 SETTINGS += ["max_prompt_tokens", "max_new_tokens", "temperature"]
-# The flags that give a setting to a model without a run.
-FLAGS = [
-    "dataset",
-    "examples",
-    "instructions",
-    "max_prompt_tokens",
-    "max_new_tokens",
-    "temperature",
-]
-KINDS = {"max_prompt_tokens": int, "max_new_tokens": int, "temperature": float}
 
 # ==== the estimator ====
 
@@ -144,15 +128,16 @@ def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
     }
 
 
-def args_of_run(folder: Path, device: str, problems: int) -> grpo.Args:
-    """grpo.py's Args for the model that a run has trained, with the run's settings."""
+def args_of_run(folder: Path, device: str, problems: int, before: bool = False) -> grpo.Args:
+    """grpo.py's Args with a run's settings, for the model that it has trained, or for the one that it began with."""
     if not (folder / "args.json").is_file() or not (folder / "model").is_dir():
         fail(f"{folder}: give the folder of a finished run, with args.json and model/")
     if (folder / "grpo_tools.py").is_file():
         fail(f"{folder}: a run of grpo_tools.py; this program samples without a tool")
     saved = json.loads((folder / "args.json").read_text(encoding="utf-8"))
     settings = {name: saved[name] for name in SETTINGS}
-    return grpo.Args(model=str(folder / "model"), device=device, eval_size=problems, **settings)
+    model = saved["model"] if before else str(folder / "model")
+    return grpo.Args(model=model, device=device, eval_size=problems, **settings)
 
 
 def results_table(records: list[dict], ks: list[int]) -> str:
@@ -179,9 +164,9 @@ BUILD_TEACHER = f"assets/sums/build_sums.py --teacher {TEACHER}"
 # A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
 COPY = "right_samples.py"
 RIGHT_ALONE = "REWARDS = [accuracy_reward]"
-SUMS = "--model assets/sums --dataset assets/sums --no-examples"
-TRAINING = f"{SUMS} --num-steps 40 --learning-rate 1.5e-4 --no-gradient-checkpointing"
-TRAINING += " --eval-every 0 --eval-size 200 --device cpu --save-every 0"
+TRAINING = "--model assets/sums --dataset assets/sums --no-examples --num-steps 40"
+TRAINING += " --learning-rate 1.5e-4 --no-gradient-checkpointing --eval-every 0 --eval-size 200"
+TRAINING += " --device cpu --save-every 0"
 # arm: command of the training, without its seed
 TRAINED = {
     "GRPO": f"grpo.py {TRAINING} --beta 0",
@@ -194,7 +179,6 @@ UNTRAINED = {
     "before, sampled again": ("assets/sums", 2),
     "the teacher": (TEACHER, 1),
 }
-BEFORE = "before"
 
 
 def text_of_copy() -> str:
@@ -203,16 +187,6 @@ def text_of_copy() -> str:
     text, count = re.subn(r"^REWARDS = .*", RIGHT_ALONE, parent, flags=re.MULTILINE)
     assert count == 1
     return text
-
-
-@contextmanager
-def copy_in_place() -> Iterator[None]:
-    """Write COPY beside its parent, and delete it at the end."""
-    (ROOT / COPY).write_text(text_of_copy(), encoding="utf-8")
-    try:
-        yield
-    finally:
-        (ROOT / COPY).unlink()
 
 
 @torch.no_grad()
@@ -244,59 +218,43 @@ def chances(args: grpo.Args) -> list[float]:
     return found
 
 
-def python(command: str) -> None:
-    """Run a program on one thread. If it fails, raise RuntimeError with the end of its output."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    full = [sys.executable, *command.split()]
-    done = subprocess.run(full, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"python {command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
-
-
-def make_record(arm: str, seed: int, source: dict) -> dict:
-    """Train, unless the run exists, and sample. The record gets `source` as its provenance."""
+def make_record(arm: str, seed: int) -> dict:
+    """Train, unless the run exists, and sample."""
     about = {"arm": arm, "seed": seed}
     if arm in TRAINED:
-        script = TRAINED[arm].partition(".py")[0]
-        folder, name = Path("runs/passk"), f"{script}-{seed}"
         about["command"] = TRAINED[arm]
-        if not (ROOT / folder / name / "model").is_dir():
-            python(f"{TRAINED[arm]} --seed {seed} --runs-dir {folder} --run-name {name}")
-        what = f"{folder / name} --seed 1"
-        model = folder / name / "model"
+        name = f"{TRAINED[arm].partition('.py')[0]}-{seed}"
+        model, sampling_seed = f"runs/passk/{name}", 1
+        if not (ROOT / model / "model").is_dir():
+            python(f"{TRAINED[arm]} --seed {seed} --runs-dir runs/passk --run-name {name}")
+        args = args_of_run(ROOT / model, "cpu", PROBLEMS)
     else:
         model, sampling_seed = UNTRAINED[arm]
-        what = f"{SUMS.replace('assets/sums', model, 1)} --seed {sampling_seed}"
-    with tempfile.TemporaryDirectory() as temporary:
-        out = Path(temporary, "record.jsonl")
-        numbers = f"--samples {SAMPLES} --problems {PROBLEMS} --device cpu"
-        python(f"benchmark/passk.py {what} {numbers} --out {out}")
-        (record,) = read(out)
-    # The programs above run in ROOT, and this one may run in another folder.
-    settings = record["settings"] | {
-        "model": str(ROOT / model),
-        "dataset": str(ROOT / "assets/sums"),
-    }
-    args = grpo.Args(device="cpu", eval_size=PROBLEMS, **settings)
-    return about | record | {"chances": chances(args)} | source
+        args = grpo.Args(model=str(ROOT / model), examples=False, device="cpu", eval_size=PROBLEMS)
+    args = replace(args, dataset=str(ROOT / "assets" / "sums"))
+    return about | measure(model, args, SAMPLES, sampling_seed) | {"chances": chances(args)}
 
 
 def make_records() -> None:
-    """Make the missing records, two at a time."""
+    """Make the missing records, and append each to the file."""
     have = {(record["arm"], record["seed"]) for record in read(RECORDS)}
     wanted = [(arm, 1) for arm in UNTRAINED] + [(arm, seed) for seed in SEEDS for arm in TRAINED]
-    missing = [key for key in wanted if key not in have]
-    # The copy below counts as a change of the tree. So look at the tree first.
+    # The copy counts as a change of the tree. So look at the tree first.
     source = provenance()
-    if missing and not (ROOT / TEACHER / "model.safetensors").is_file():
+    if not (ROOT / TEACHER / "model.safetensors").is_file():
         python(BUILD_TEACHER)
-    with copy_in_place():
-        run_two_at_a_time(partial(make_record, source=source), missing, RECORDS)
+    (ROOT / COPY).write_text(text_of_copy(), encoding="utf-8")
+    try:
+        for key in wanted:
+            if key not in have:
+                write(RECORDS, [*read(RECORDS), make_record(*key) | source])
+    finally:
+        (ROOT / COPY).unlink()
 
 
 def read_arms() -> dict[str, list[dict]]:
     """arm -> its records, one for each seed, in the order of the table."""
-    arms = {arm: [] for arm in (BEFORE, "before, sampled again", *TRAINED, "the teacher")}
+    arms = {arm: [] for arm in ("before", "before, sampled again", *TRAINED, "the teacher")}
     for record in sorted(read(RECORDS), key=lambda record: record["seed"]):
         arms[record["arm"]].append(record)
     return {arm: found for arm, found in arms.items() if found}
@@ -309,16 +267,13 @@ def arm_curves(found: list[dict], ks: list[int]) -> np.ndarray:
 
 def spread_of_seeds(values: list[float]) -> str:
     """The mean, with the lowest and the highest seed in parentheses. With one seed, only its number."""
-    text = f"{np.mean(values):.1f}"
-    if len(values) > 1:
-        text += f" ({min(values):.1f} to {max(values):.1f})"
-    return text
+    return spread(values, 1) if len(values) > 1 else f"{values[0]:.1f}"
 
 
 def lesson_table() -> str:
     """Markdown: pass@k in percent, and what happens to the problems that were never right before."""
     arms, rows = read_arms(), []
-    (before,) = arms[BEFORE]
+    (before,) = arms["before"]
     was_never = np.array(before["right"]) == 0  # (problems,)
     for arm, found in arms.items():
         each = 100 * arm_curves(found, SHOWN)  # (seeds, problems, ks)
@@ -349,10 +304,8 @@ def draw() -> None:
     arms = read_arms()
     figure, axes = panels(1, 2, figsize=(12, 4.8), sharey=True)
     computed_at = np.logspace(0, 6, 61)
-    colors = {BEFORE: GRAY} | {arm: f"C{color}" for color, arm in enumerate(TRAINED)}
+    colors = {"before": GRAY} | {arm: f"C{color}" for color, arm in enumerate(TRAINED)}
     for arm, color in colors.items():
-        if arm not in arms:
-            continue
         sampled = 100 * arm_curves(arms[arm], DRAWN).mean(1)  # (seeds, ks)
         draw_band(axes[0, 0], DRAWN, sampled, color, arm)
         chances = np.array([record["chances"] for record in arms[arm]])  # (seeds, problems)
@@ -380,18 +333,9 @@ def block() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("runs", nargs="*", type=Path, help="folders of finished runs")
-    parser.add_argument("--model", help="a model instead of a run")
-    for name in FLAGS:
-        flag = f"--{name.replace('_', '-')}"
-        default = "with --model; default: as in grpo.py"
-        if name == "examples":
-            parser.add_argument("--no-examples", dest=name, action="store_false", default=None)
-        else:
-            parser.add_argument(flag, type=KINDS.get(name, str), help=default)
+    parser.add_argument("--before", action="store_true", help="also their models before training")
     parser.add_argument("--samples", type=int, default=128, help="n; default 128")
     parser.add_argument("--problems", type=int, default=200, help="the first ones; default 200")
     parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
@@ -401,35 +345,27 @@ def main() -> None:
     parser.add_argument("--lesson", action="store_true", help="make the records of the lesson")
     parser.add_argument("--draw", action="store_true", help="write the lesson's table and picture")
     flags = parser.parse_args()
+    if flags.lesson:
+        make_records()
     if flags.lesson or flags.draw:
-        if flags.lesson:
-            make_records()
         draw()
         fill(PAGE, "passk", block())
-        print(lesson_table())
         return
 
-    given = {name: getattr(flags, name) for name in FLAGS if getattr(flags, name) is not None}
-    if bool(flags.runs) == bool(flags.model):
-        fail("give folders of runs, or a model with --model, and not both")
-    if given and not flags.model:
-        fail(f"--{next(iter(given)).replace('_', '-')}: only with --model; a run has its own")
+    if not flags.runs:
+        fail("give folders of runs")
     if min(flags.k) < 1:
         fail(f"--k {min(flags.k)}: must be at least 1")
     if flags.samples < max(flags.k):
-        fail(
-            f"--samples {flags.samples}: pass@{max(flags.k)} needs at least {max(flags.k)} samples "
-            "of each problem; raise --samples or lower --k"
-        )
+        fail(f"--samples {flags.samples}: pass@{max(flags.k)} needs at least {max(flags.k)}")
     if flags.problems < 2:
         fail(f"--problems {flags.problems}: a standard error needs at least 2")
-    if flags.model:
-        args = grpo.Args(model=flags.model, device=flags.device, eval_size=flags.problems, **given)
-        models = {flags.model: args}
-    else:
-        models = {
-            str(folder): args_of_run(folder, flags.device, flags.problems) for folder in flags.runs
-        }
+    models = {}
+    for folder in flags.runs:
+        if flags.before:
+            args = args_of_run(folder, flags.device, flags.problems, before=True)
+            models[args.model] = args
+        models[str(folder)] = args_of_run(folder, flags.device, flags.problems)
     records = []
     for name, args in models.items():
         records.append(measure(name, args, flags.samples, flags.seed))

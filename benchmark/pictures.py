@@ -14,27 +14,19 @@ GRAY = "#7f7f7f"
 
 def digest(records: list) -> str:
     """A name for these numbers. The picture drawn from the numbers contains the name, and the tests check it."""
-    return (
-        "records " + hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
-    )
+    text = json.dumps(records, sort_keys=True)
+    return "records " + hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def panels(rows: int, columns: int, **shape):
     """An empty figure and its axes (rows, columns)."""
     import matplotlib.pyplot as plt
 
-    style = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "plainrl",
-        "savefig.transparent": True,
-        "axes.edgecolor": GRAY,
-    }
-    style |= {f"{name}.color": GRAY for name in ("text", "xtick", "ytick")} | {
-        "axes.labelcolor": GRAY
-    }
-    plt.rcParams.update(
-        style | {"legend.framealpha": 0, "font.size": 12, "axes.grid": True, "grid.alpha": 0.25}
-    )
+    style = {"svg.fonttype": "none", "svg.hashsalt": "plainrl", "savefig.transparent": True}
+    style |= {"legend.framealpha": 0, "font.size": 12, "axes.grid": True, "grid.alpha": 0.25}
+    for name in ("text.color", "xtick.color", "ytick.color", "axes.labelcolor", "axes.edgecolor"):
+        style[name] = GRAY
+    plt.rcParams.update(style)
     return plt.subplots(rows, columns, layout="constrained", squeeze=False, **shape)
 
 

@@ -42,14 +42,10 @@ def bundled_table() -> str:
     records, rows = records_of("bundled"), []
     for script in SCRIPTS:
         mine = [record for record in records if record["script"] == script]
-        if not mine:
-            continue
         row = [f"{script}.py", f"{100 * mine[0]['accuracy'][0]:.1f}"]
         row.append(spread([100 * record["accuracy"][1] for record in mine], 1))
-        row += [
-            spread([record["seconds"] for record in mine]),
-            spread([1000 * r["peak_mem_gb"] for r in mine]),
-        ]
+        row.append(spread([record["seconds"] for record in mine]))
+        row.append(spread([1000 * record["peak_mem_gb"] for record in mine]))
         rows.append(row)
     return table(["script", "before, %", "after, %", "seconds", "peak MB"], rows)
 
@@ -58,27 +54,13 @@ def learning_table() -> str:
     records, rows = records_of("trl-learn"), []
     for name, sides in SIDES.items():
         for side in sides:
-            mine = [
-                record for record in records if (record["name"], record["side"]) == (name, side)
-            ]
+            mine = [x for x in records if (x["name"], x["side"]) == (name, side)]
             last = [100 * float(np.mean(record["accuracy"][-WINDOW:])) for record in mine]
             reached = [spread([to_reach(record)[k] for record in mine]) for k in (0, 1)]
-            rows.append(
-                [
-                    label(side, name),
-                    spread(last, 1),
-                    *reached,
-                    spread([r["memory"] / 1e6 for r in mine]),
-                ]
-            )
-    header = [
-        "",
-        "right, last five steps, %",
-        "seconds to 90 %",
-        "responses to 90 %",
-        "peak MB, without the imports",
-    ]
-    return table(header, rows)
+            memory = spread([record["memory"] / 1e6 for record in mine])
+            rows.append([label(side, name), spread(last, 1), *reached, memory])
+    header = ["", "right, last five steps, %", "seconds to 90 %", "responses to 90 %"]
+    return table([*header, "peak MB, without the imports"], rows)
 
 
 def speed_table() -> str:
@@ -107,11 +89,10 @@ def sums_table() -> str:
     header += [f"greedy, step {end}, %" for end in ends]
     rows = []
     for record in records:
-        row = [str(record["seed"])]
-        for end in (10, *ends[1:]):
-            row.append(f"{100 * np.mean(record['sampled_accuracy'][end - 10 : end]):.0f}")
-        row += [f"{100 * accuracy:.0f}" for _, accuracy in record["held_out"]]
-        rows.append(row)
+        sampled = np.array(record["sampled_accuracy"])
+        means = [sampled[end - 10 : end].mean() for end in (10, *ends[1:])]
+        greedy = [accuracy for _, accuracy in record["held_out"]]
+        rows.append([str(record["seed"]), *(f"{100 * share:.0f}" for share in means + greedy)])
     return table(header, rows)
 
 

@@ -145,23 +145,16 @@ LESSONS = {
 }
 
 KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
-KEPT += ["rollout/format_reward"]
-KEPT += ["rollout/logprob_gap", "rollout/logprob_gap_max", "policy/entropy", "policy/clip_frac"]
-KEPT += [
-    "optim/grad_norm",
-    "policy/approx_kl",
-    "kl/ref",
-    "value/explained_var",
-    "time/rollout_s",
-    "time/update_s",
-]
+KEPT += ["rollout/format_reward", "rollout/logprob_gap", "rollout/logprob_gap_max"]
+KEPT += ["policy/entropy", "policy/clip_frac", "policy/approx_kl", "optim/grad_norm", "kl/ref"]
+KEPT += ["value/explained_var", "time/rollout_s", "time/update_s"]
 
 
 def record_of(name: str, seed: int, run: Path) -> dict:
     """The record of a finished run: curves, evaluations, and samples of its first and its last step."""
     metrics, args = read_run(run)
     steps = metrics[1:]
-    record = {"name": name, "seed": seed, "args": args}
+    record = {"name": name, "seed": seed}
     record["args"] = {k: x for k, x in args.items() if not k.startswith("run")}
     for field in ("model", "dataset"):
         record["args"][field] = Path(args[field]).name
@@ -272,7 +265,7 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
     """
     sys.path.insert(0, str(ROOT))
     import torch
-    import trl
+    from compare_trl import trl_trainer
     from transformers import TrainerCallback
 
     import grpo
@@ -334,9 +327,6 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
         gradient_accumulation_steps=1,
         max_completion_length=args.max_new_tokens,
         temperature=args.temperature,
-        top_k=0,
-        top_p=1.0,
-        num_iterations=1,
         beta=args.beta,
         learning_rate=args.learning_rate,
         lr_scheduler_type="linear",
@@ -347,28 +337,20 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        report_to="none",
-        logging_strategy="no",
-        save_strategy="no",
         output_dir=str(folder / "trl"),
     )
     if name == "trl_grpo":
         # The gradient of the KL as in grpo.py: TRL 1.16 multiplies k3 by the ratio by default.
-        fields |= dict(loss_type="grpo", use_bias_correction_kl=False)
-        config, trainer_class = trl.GRPOConfig, trl.GRPOTrainer
-    else:
-        config, trainer_class = trl.RLOOConfig, trl.RLOOTrainer
-    rows = [
-        {
-            "prompt": [{"role": "user", "content": example["columns"]["question"]}],
-            "answer": example["answer"],
-        }
-        for example in train_data
-    ]
-    trainer = trainer_class(
+        fields["use_bias_correction_kl"] = False
+    rows = []
+    for example in train_data:
+        prompt = [{"role": "user", "content": example["columns"]["question"]}]
+        rows.append({"prompt": prompt, "answer": example["answer"]})
+    trainer = trl_trainer(
+        name.removeprefix("trl_"),
+        fields,
         model=model,
         processing_class=tokenizer,
-        args=config(**fields),
         train_dataset=grpo.datasets.Dataset.from_list(rows),
         reward_funcs=reward,
         callbacks=[Log()],
@@ -384,6 +366,11 @@ def label(name: str) -> str:
 
 def step_seconds(record: dict) -> np.ndarray:
     return np.add(record["curves"]["time/rollout_s"], record["curves"]["time/update_s"])
+
+
+def greedy_curves(records: list[dict]) -> np.ndarray:
+    """The accuracies on held-out questions, (records, evaluations)."""
+    return np.array([[x["eval/accuracy"] for x in r["eval"].values()] for r in records])
 
 
 def before_and_after(record: dict, name: str, digits: int) -> str:
@@ -430,9 +417,8 @@ def compared_table(records: list[dict], labels: dict[str, str]) -> str:
                 return "-"
             return f"{np.mean([record['curves'][key][-5:] for record in mine]):.{digits}f}"
 
-        greedy = [[x["eval/accuracy"] for x in record["eval"].values()] for record in mine]
         row = [shown, str(len(mine))]
-        row += [f"{value:.2f}" for value in np.mean(greedy, 0)[1:]]
+        row += [f"{value:.2f}" for value in greedy_curves(mine).mean(0)[1:]]
         row += [last_five("rollout/accuracy", 2), last_five("rollout/response_len", 0)]
         row += [last_five("kl/ref", 2), last_five("policy/entropy", 2)]
         on_cpu = [record for record in mine if "gpu" not in record]
@@ -469,8 +455,7 @@ def draw_three_seeds(runs: list[dict]) -> None:
         title = "right answers" if name == "rollout/accuracy" else name
         ax.set(xlabel="step", ylabel=unit, title=title)
     across = [int(step) for step in runs[0]["eval"]]
-    greedy = np.array([[x["eval/accuracy"] for x in record["eval"].values()] for record in runs])
-    draw_band(axes[0][0], across, greedy, "tab:orange", "held out, greedy")
+    draw_band(axes[0][0], across, greedy_curves(runs), "tab:orange", "held out, greedy")
     axes[0][0].legend(fontsize=10)
     save(figure, PICTURES / "curves.svg", digest(runs))
 
@@ -483,18 +468,11 @@ def draw_compared(records: list[dict]) -> None:
     colors = plt.get_cmap("tab10").colors
     for name in COMPARED:
         mine = [record for record in records if record["name"] == name]
-        if not mine:
-            continue
         # A trainer of TRL has the color of its algorithm, and a dashed line. With vLLM it is dotted.
         of = name.removeprefix("trl_").removesuffix("_vllm")
-        linestyle = "-"
-        if name.startswith("trl_"):
-            linestyle = "--"
-        if name == "grpo_vllm":
-            linestyle = ":"
+        linestyle = "--" if name.startswith("trl_") else ":" if name == "grpo_vllm" else "-"
         style = dict(color=colors[COMPARED.index(of)], linestyle=linestyle)
-        greedy = np.array([[x["eval/accuracy"] for x in r["eval"].values()] for r in mine])
-        across = [int(step) for step in mine[0]["eval"]]
+        greedy, across = greedy_curves(mine), [int(step) for step in mine[0]["eval"]]
         axes[0][0].plot(
             across, greedy.mean(0), label=label(name), marker="o", markersize=3, **style
         )

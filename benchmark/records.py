@@ -1,17 +1,20 @@
-"""Shared by all benchmarks: records with their provenance, two runs at a time, and tables in marked places of pages.
+"""Shared by all benchmarks: runs, records with their provenance, and tables in marked places of pages.
 
 A record is a line of JSON in benchmark/records. In a page, a table stands between <!-- name --> and <!-- end name -->.
 """
 
+import argparse
 import importlib.metadata
 import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +97,38 @@ def time_command(command: list, **options) -> tuple[str, float, float]:
     if process.returncode != 0:
         raise RuntimeError(f"{command}\n{printed[-3000:]}")
     return printed, seconds, usage.ru_maxrss * 1024 / 1e9
+
+
+def python(command: str) -> float:
+    """Run a program of this repository on one thread, and return its wall seconds."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return time_command([sys.executable, *command.split()], cwd=ROOT, env=environment)[1]
+
+
+def parent_of_patch(script: str) -> str | None:
+    """The file that a patch of variants/ changes. None if the script isn't made by a patch."""
+    patch = ROOT / "variants" / f"{script}.diff"
+    return patch.read_text(encoding="utf-8").split()[1] if patch.is_file() else None
+
+
+@contextmanager
+def in_place(scripts: Iterable[str]):
+    """Make those of the scripts that have a patch, beside their parents, and delete them at the end."""
+    made = {script: parent for script in scripts if (parent := parent_of_patch(script))}
+    try:
+        for script, parent in made.items():
+            files = ["-o", f"{script}.py", parent, f"variants/{script}.diff"]
+            subprocess.run(["patch", "-s", *files], cwd=ROOT, check=True)
+        yield
+    finally:
+        for script in made:
+            (ROOT / f"{script}.py").unlink(missing_ok=True)
+
+
+def command_line(docstring: str) -> argparse.ArgumentParser:
+    """A parser whose --help shows a program's docstring as it is."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=docstring, formatter_class=as_written)
 
 
 def marked(name: str, text: str) -> str:

@@ -3,11 +3,9 @@
 It measures three moments: the adder at the start, and after 20 and 40 steps of rloo.py. At each moment it samples 8
 responses to each of 512 questions, and computes the gradient g of the log-probability of each response. The estimate
 from one response is (R - b) g, with the return R (both rewards) and the baseline b. Its variance, summed over all
-weights, is E[|(R - b) g|^2] - |E[(R - b) g]|^2. The script writes records/variance.jsonl and the table in
-docs/lessons.md. It takes four minutes on one core.
+weights, is E[|(R - b) g|^2] - |E[(R - b) g]|^2. It takes four minutes on one core.
 """
 
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -15,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from records import FOLDER, ROOT, fill, provenance, read, table, write
+from records import FOLDER, ROOT, fill, provenance, python, read, table, write
 
 sys.path.insert(0, str(ROOT))
 
@@ -24,10 +22,6 @@ import grpo  # noqa: E402
 OUT, PAGE = FOLDER / "variance.jsonl", ROOT / "docs" / "lessons.md"
 QUESTIONS, SAMPLES, MOMENTS = 512, 8, (0, 20, 40)
 BASELINES = ["none", "mean of all", "mean of the others", "greedy response", "best constant"]
-
-
-def rewards_of(examples, completions):
-    return sum(grpo.apply_rewards(completions, examples, "cpu").values())
 
 
 def measure(folder, steps: int) -> dict:
@@ -42,7 +36,9 @@ def measure(folder, steps: int) -> dict:
     greedy = sample(num_samples=1, temperature=0.0)
     completions = grpo.response_texts(tokenizer, rollout, eos_ids)  # N texts
     greedy_completions = grpo.response_texts(tokenizer, greedy, eos_ids)  # B texts
-    R = rewards_of(examples, completions)  # (N,)
+    scores = grpo.apply_rewards(completions, examples, "cpu")
+    R = sum(scores.values())  # (N,)
+    greedy_R = sum(grpo.apply_rewards(greedy_completions, examples, "cpu").values())  # (B,)
     groups = R.view(-1, SAMPLES)  # (B, G)
 
     weights = [x for x in model.parameters() if x.requires_grad]
@@ -50,7 +46,7 @@ def measure(folder, steps: int) -> dict:
         "none": torch.zeros_like(R),
         "mean of all": R.mean().expand_as(R),
         "mean of the others": (groups.sum(1, keepdim=True) - groups).flatten() / (SAMPLES - 1),
-        "greedy response": rewards_of(examples, greedy_completions).repeat_interleave(SAMPLES),
+        "greedy response": greedy_R.repeat_interleave(SAMPLES),
     }
     # g doesn't depend on b. So the sums of g, R g and b g give the mean for every baseline, and only |g|^2 is needed
     # for the rest.
@@ -69,9 +65,7 @@ def measure(folder, steps: int) -> dict:
     sums["best constant"] = sums["none"] - best * sums["g"]
 
     record = {"steps": steps, **provenance(), "responses": len(R), "mean_reward": R.mean().item()}
-    scores = grpo.apply_rewards(completions, examples, "cpu")
-    record["right"] = scores["accuracy_reward"].mean().item()
-    record["best"] = best.item()
+    record |= {"right": scores["accuracy_reward"].mean().item(), "best": best.item()}
     is_right = R > 1
     record["square_right"] = squares[is_right].mean().item()
     record["square_wrong"] = squares[~is_right].mean().item()
@@ -105,9 +99,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as runs:
             folder = ROOT / "assets" / "addition" / "adder"
             if steps:
-                flags = ["--num-steps", str(steps), "--device", "cpu", "--runs-dir", runs]
-                command = [sys.executable, "rloo.py", *flags, "--run-name", "run"]
-                subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+                python(f"rloo.py --num-steps {steps} --device cpu --runs-dir {runs} --run-name run")
                 folder = Path(runs, "run", "model")
             records.append(measure(folder, steps))
             print(records[-1], flush=True)

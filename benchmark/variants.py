@@ -20,24 +20,20 @@ first script of its group seed by seed, and the difficulty of the problems drops
 samples more responses than it trains on, so its problems differ.
 """
 
-import argparse
-import os
-import subprocess
-import sys
 import tempfile
-import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from bundled import in_place
 from pictures import GRAY, digest, panels, save
 from records import (
     FOLDER,
     ROOT,
+    command_line,
+    in_place,
     machine,
     provenance,
+    python,
     read,
     read_run,
     run_two_at_a_time,
@@ -50,104 +46,59 @@ SEEDS = (1, 2, 3)
 STEPS, LAST = 30, 10  # the table is about the last ten steps
 COMMON = "--model assets/sums --dataset assets/sums --no-examples --no-gradient-checkpointing"
 COMMON += f" --eval-every 0 --eval-size 200 --num-steps {STEPS} --device cpu"
-# dapo.py has no KL, and so no --beta.
-NO_KL = "--beta 0"
-# Group: (flags, learning rates, {name: the script's flags}). A name is the script, and may have more words behind it.
-# The first script is the one that the others are compared with.
+# Group: (flags, learning rates, names). A name is the script, and may have more words behind it. The table compares the
+# others with the first one.
 GROUPS = {
     "one update": (
         "--num-minibatches 1",
         ("5e-5", "1.5e-4"),
-        {
-            "grpo": NO_KL,
-            "dr_grpo": NO_KL,
-            "dapo": "",
-            "rloo": NO_KL,
-            "reinforce_pp": NO_KL,
-            "opo": NO_KL,
-            "maxrl": NO_KL,
-            "gdpo": NO_KL,
-            "clip_cov": NO_KL,
-        },
+        "grpo dr_grpo dapo rloo reinforce_pp opo maxrl gdpo clip_cov".split(),
     ),
     "eight updates": (
         "--num-minibatches 8",
         ("1.5e-5", "5e-5"),
-        {
-            "grpo": NO_KL,
-            "dr_grpo": NO_KL,
-            "dapo": "",
-            "gspo": NO_KL,
-            "rloo": "",
-            "cispo": NO_KL,
-            "dppo": NO_KL,
-            "sapo": NO_KL,
-            "gmpo": NO_KL,
-            "luspo": NO_KL,
-            "vespo": NO_KL,
-            "topr": NO_KL,
-            "mdpo": NO_KL,
-            # The formulas of these three have a KL. So rloo, the parent of copg and p3o, keeps its KL, too, and
-            # there is a second run of grpo, the parent of unbiased_kl.
-            "copg": "",
-            "p3o": "",
-            "unbiased_kl": "",
-            "grpo with a KL": "",
-        },
+        "grpo dr_grpo dapo gspo rloo cispo dppo sapo gmpo luspo vespo topr mdpo".split()
+        + ["copg", "p3o", "unbiased_kl", "grpo with a KL"],
     ),
     "stale sampler": (
         "--num-minibatches 8 --staleness 8",
         ("1.5e-5", "5e-5"),
-        {
-            "grpo_offpolicy": NO_KL,
-            "geo_mask": NO_KL,
-            "icepop": NO_KL,
-            "kimi_kl": NO_KL,
-            "opsm": NO_KL,
-        },
+        "grpo_offpolicy geo_mask icepop kimi_kl opsm".split(),
     ),
 }
+# The formulas of copg, p3o and unbiased_kl have a KL. So rloo, the parent of copg and p3o, keeps its KL in their group,
+# too, and there is a second run of grpo, the parent of unbiased_kl.
+WITH_KL = {"rloo", "copg", "p3o", "unbiased_kl", "grpo with a KL"}
+# The metrics of a record. Some losses don't clip.
+KEPT = ["episodes", "rollout/accuracy", "rollout/response_len"]
+KEPT += ["policy/clip_frac", "policy/approx_kl"]
 
 
-def file_of(name: str) -> str:
-    return f"{name.split()[0]}.py"
+def script_of(name: str) -> str:
+    return name.split()[0]
+
+
+def command_of(group: str, name: str, rate: str, seed: int) -> str:
+    flags = GROUPS[group][0]
+    # dapo.py has no KL, and so no --beta.
+    if name != "dapo" and (group != "eight updates" or name not in WITH_KL):
+        flags += " --beta 0"
+    return f"{script_of(name)}.py {COMMON} {flags} --learning-rate {rate} --seed {seed}"
 
 
 def run(group: str, script: str, rate: str, seed: int, source: dict) -> dict:
     """Train with one script in a temporary folder, and return the record, with `source` as its provenance."""
-    flags, _, scripts = GROUPS[group]
-    command = f"{file_of(script)} {COMMON} {flags} {scripts[script]}"
-    command += f" --learning-rate {rate} --seed {seed}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = command_of(group, script, rate, seed)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [sys.executable, *command.split(), "--runs-dir", folder, "--run-name", "run"]
-        start = time.perf_counter()
-        done = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"python {command}\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
-        seconds = time.perf_counter() - start
+        seconds = python(f"{command} --runs-dir {folder} --run-name run")
         metrics, _ = read_run(Path(folder, "run"))
-    record = {
-        "group": group,
-        "script": script,
-        "rate": rate,
-        "seed": seed,
-        "command": " ".join(command.split()),
-        "seconds": round(seconds, 1),
-        **source,
-        # The machine after the run, instead of the one in `source`.
-        "machine": machine(),
-        "held_out": metrics[-1]["eval/accuracy"],
-    }
-    for name in (
-        "episodes",
-        "rollout/accuracy",
-        "rollout/response_len",
-        "policy/clip_frac",
-        "policy/approx_kl",
-    ):
-        # One number for each step, with four significant digits. Some losses don't clip.
+    record = dict(group=group, script=script, rate=rate, seed=seed, command=command)
+    # The machine after the run, instead of the one in `source`.
+    record |= {"seconds": round(seconds, 1), **source, "machine": machine()}
+    record["held_out"] = metrics[-1]["eval/accuracy"]
+    for name in KEPT:
         if name in metrics[-1]:
+            # One number for each step, with four significant digits.
             record[name] = [float(f"{line[name]:.4g}") for line in metrics[1:]]
     return record
 
@@ -189,12 +140,10 @@ def finished_groups(records: dict) -> list[str]:
 
 def run_missing() -> None:
     """Make the missing runs, two at a time, and append each record at the end of its run."""
-    scripts = {name.split()[0] for _, _, scripts in GROUPS.values() for name in scripts}
+    scripts = {script_of(name) for _, _, names in GROUPS.values() for name in names}
     # Asked before the scripts of the patches are made, which would count as changes.
     source = provenance()
-    with ExitStack() as stack:
-        for script in sorted(scripts):
-            stack.enter_context(in_place(script))
+    with in_place(scripts):
         while missing := missing_runs(read_records()):
             run_two_at_a_time(partial(run, source=source), missing, RECORDS)
 
@@ -212,10 +161,11 @@ def best_runs(records: dict, group: str, script: str) -> list[dict]:
 
 def differences(records: dict, group: str, script: str) -> np.ndarray:
     """For each seed, the script's sampled accuracy minus that of the group's first script, in points: (seeds,)."""
-    _, _, scripts = GROUPS[group]
-    first, *_ = scripts
-    mine = [last_accuracy(record) for record in best_runs(records, group, script)]
-    theirs = [last_accuracy(record) for record in best_runs(records, group, first)]
+    first = GROUPS[group][2][0]
+    mine, theirs = [
+        [last_accuracy(record) for record in best_runs(records, group, name)]
+        for name in (script, first)
+    ]
     return np.array(mine) - np.array(theirs)
 
 
@@ -225,8 +175,7 @@ def standard_error(records: dict, group: str) -> float:
     Three seeds are too few to estimate a variance for each script. So it is pooled: the mean of the variances of all
     scripts of the group.
     """
-    _, _, scripts = GROUPS[group]
-    _, *others = scripts
+    _, *others = GROUPS[group][2]
     variances = [differences(records, group, script).var(ddof=1) for script in others]
     return float(np.sqrt(np.mean(variances) / len(SEEDS)))
 
@@ -242,49 +191,25 @@ def told_apart(by_seed: np.ndarray, error: float) -> str:
     return "ahead" if mean > 0 else "behind"
 
 
-def noise_of_sampling(runs: list[dict]) -> float:
-    """The standard error of the runs' mean sampled accuracy in percent, from the spread of each run's last ten steps.
-
-    It holds the noise of problems and responses, and any trend within the ten steps. It leaves out how much runs with
-    other seeds differ.
-    """
-    steps = 100 * np.array([run["rollout/accuracy"][-LAST:] for run in runs])  # (seeds, LAST)
-    return float(np.sqrt(steps.var(1, ddof=1).mean() / steps.size))
-
-
 def results_table(records: dict) -> str:
     """One row a script, best first in its group."""
-    header = [
-        "",
-        "script",
-        "rate",
-        "sampled, %",
-        "minus grpo, points",
-        "told apart",
-    ]
     rows = []
     for group in finished_groups(records):
-        _, _, scripts = GROUPS[group]
-        first, *_ = scripts
+        first, *others = GROUPS[group][2]
         error = standard_error(records, group)
         found = []  # (mean sampled accuracy, cells) of each script
-        for script in scripts:
+        for script in (first, *others):
             mine = best_runs(records, group, script)
-            sampled = [last_accuracy(record) for record in mine]
-            mean_and_noise = f"{np.mean(sampled):.1f} ± {noise_of_sampling(mine):.1f}"
-            cells = [script, mine[0]["rate"], mean_and_noise]
-            if script == first:
-                cells += ["", ""]
-            else:
+            sampled = np.mean([last_accuracy(record) for record in mine])
+            cells = [group, script, mine[0]["rate"], f"{sampled:.1f}", "", ""]
+            if script != first:
                 seeds = differences(records, group, script)
-                difference = f"{seeds.mean():+.1f} ± {error:.1f}"
-                difference += f" ({seeds.min():+.1f} to {seeds.max():+.1f})"
-                cells += [difference, told_apart(seeds, error)]
-            found.append((np.mean(sampled), cells))
-        found.sort(key=lambda pair: -pair[0])
-        for place, (_, cells) in enumerate(found):
-            rows.append([group if place == 0 else "", *cells])
-    return table(header, rows)
+                lowest_to_highest = f"({seeds.min():+.1f} to {seeds.max():+.1f})"
+                cells[4] = f"{seeds.mean():+.1f} ± {error:.1f} {lowest_to_highest}"
+                cells[5] = told_apart(seeds, error)
+            found.append((sampled, cells))
+        rows += [cells for _, cells in sorted(found, key=lambda pair: -pair[0])]
+    return table(["", "script", "rate", "sampled, %", "minus grpo, points", "told apart"], rows)
 
 
 def draw(records: dict) -> None:
@@ -293,8 +218,7 @@ def draw(records: dict) -> None:
     most = max(len(GROUPS[group][2]) for group in groups)
     figure, axes = panels(1, len(groups), figsize=(4.2 * len(groups), 1.1 + 0.33 * most))
     for ax, group in zip(axes.flat, groups, strict=True):
-        _, _, scripts = GROUPS[group]
-        first, *others = scripts
+        first, *others = GROUPS[group][2]
         others.sort(key=lambda script: differences(records, group, script).mean())
         error = standard_error(records, group)
         for height, script in enumerate(others):
@@ -315,9 +239,7 @@ def drawn_from(records: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
     args = parser.parse_args()
     if not args.draw:

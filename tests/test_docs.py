@@ -97,7 +97,7 @@ def test_the_worked_examples_are_the_scripts():
     text = explain.PAGE.read_text(encoding="utf-8")
     for name, make in explain.TABLES.items():
         assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name
-    assert explain.drawn_from() in (explain.PICTURES / "clip.svg").read_text(encoding="utf-8")
+    assert explain.drawn_from() in explain.PICTURE.read_text(encoding="utf-8")
 
 
 def test_the_variances_are_what_is_recorded():

@@ -15,11 +15,35 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 
-SMALL = ["--model", SMALL_MODEL, "--dataset", SMALL_TASK, "--no-examples"]
-SMALL += "--max-prompt-tokens 64 --max-new-tokens 24 --temperature 1 --device cpu".split()
+
+@pytest.fixture
+def small_run(tmp_path):
+    """The folder of a run whose model is the one that it began with.
+
+    Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
+    """
+    run = tmp_path / "run"
+    saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1, "model": SMALL_MODEL}
+    saved |= {"dataset": SMALL_TASK, "examples": False, "temperature": 1.0}
+    saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
+    run.mkdir()
+    (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
+    (run / "model").symlink_to(SMALL_MODEL)
+    return run
 
 
 # ==== the estimator ====
+
+
+def test_pass_at_k_by_hand():
+    # Of the 6 pairs among 4 responses, 3 have the one right response.
+    assert passk.pass_at_k(4, 1, 2) == 0.5
+    # Of the 10 pairs among 5 responses, 1 pair has none of the 3 right ones.
+    assert passk.pass_at_k(5, 3, 2) == 0.9
+    # Of the 120 triples among 10 responses, 56 have none of the 2 right ones.
+    assert passk.pass_at_k(10, 2, 3) == pytest.approx(1 - 56 / 120, abs=1e-16)
+    # One right response of 128 is in half of all sets of 64.
+    assert passk.pass_at_k(128, 1, 64) == 0.5
 
 
 def test_pass_at_k_counts_the_subsets():
@@ -33,11 +57,23 @@ def test_pass_at_k_counts_the_subsets():
                 assert passk.pass_at_k(n, c, k) == pytest.approx(share, abs=1e-15), (n, c, k)
 
 
-def test_pass_at_k_of_many_samples():
-    """One right response of n is in half of all sets of n / 2. k = 1 gives the mean. No number overflows."""
-    assert passk.pass_at_k(128, 1, 64) == 0.5
+def test_pass_at_k_identities():
+    """k = 1 gives the mean, k = n says whether any is right. Fewer than k wrong responses always give 1."""
+    n = 128
+    for c in range(n + 1):
+        assert passk.pass_at_k(n, c, 1) == c / n
+        assert passk.pass_at_k(n, c, n) == (c > 0)
+        values = [passk.pass_at_k(n, c, k) for k in range(1, n + 1)]
+        assert values == sorted(values)
+        assert all(value == 1 for k, value in enumerate(values, 1) if k > n - c)
+        # The product that avoids large integers: 1 - (1 - k / i) over the last c values of i.
+        for k in (2, 17, 64):
+            product = math.prod(1 - k / i for i in range(n - c + 1, n + 1)) if k <= n - c else 0
+            assert passk.pass_at_k(n, c, k) == pytest.approx(1 - product, abs=1e-14)
+
+
+def test_pass_at_k_of_many_samples_is_finite_and_refuses_the_impossible():
     assert passk.pass_at_k(20_000, 1, 10_000) == 0.5
-    assert passk.pass_at_k(20_000, 123, 1) == 123 / 20_000
     for n, c, k in ((4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)):
         with pytest.raises(ValueError):
             passk.pass_at_k(n, c, k)
@@ -59,35 +95,35 @@ def call(monkeypatch, *flags):
     passk.main()
 
 
-def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, monkeypatch, capsys):
+def test_a_run_and_its_first_model_of_the_same_weights_give_the_same_counts(
+    small_run, monkeypatch, capsys
+):
     """A run's settings come from its args.json, and its weights from model/. The counts don't depend on --problems."""
-    run = tmp_path / "run"
-    # Any script may have made the run. distill.py takes one sample per prompt, and has a field of its own.
-    saved = vars(grpo.Args()) | {"teacher": "x", "num_generations": 1}
-    saved |= {"dataset": SMALL_TASK, "examples": False, "temperature": 1.0}
-    saved |= {"max_prompt_tokens": 64, "max_new_tokens": 24}
-    run.mkdir()
-    (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
-    (run / "model").symlink_to(SMALL_MODEL)
-    out = tmp_path / "folder" / "out.jsonl"
-    small = ("--samples", 8, "--k", 1, 8, "--out", out)
-    call(monkeypatch, *SMALL, "--problems", 4, *small)
-    capsys.readouterr()
-    call(monkeypatch, run, "--device", "cpu", "--problems", 3, *small)
+    run, out = small_run, small_run.parent / "folder" / "out.jsonl"
+    small = ("--device", "cpu", "--samples", 16, "--k", 1, 16, "--out", out)
+    call(monkeypatch, run, "--before", "--problems", 4, *small)
     of_model, of_run = read(out)
-    assert of_model["right"][:3] == of_run["right"] and of_run["problems"] == 3
+    assert of_model["model"] == SMALL_MODEL and of_model["right"] == of_run["right"]
+    call(monkeypatch, run, "--problems", 6, *small)
+    assert read(out)[1]["right"][:4] == of_run["right"]
+    capsys.readouterr()
+    call(monkeypatch, run, "--problems", 4, *small)
+    of_model, of_run = read(out)
+    assert of_run["problems"] == 4
     assert of_run["settings"] == of_model["settings"]
     assert of_run["settings"]["dataset"] == "tests/small-task"
-    assert 0 < sum(of_run["right"]) < 24
-    # pass@1 is the share of right samples, pass@8 that of problems with one.
+    assert 0 < sum(of_run["right"]) < 64
+    assert {"commit", "dirty", "machine", "torch"} <= of_run.keys()
+    assert {"cpu", "cores", "load"} == of_run["machine"].keys()
+    # pass@1 is the share of right samples, pass@16 that of problems with one.
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {run}")]
     cells = [cell.strip() for cell in row.split("|")]
-    assert cells[2].startswith(f"{100 * sum(of_run['right']) / 24:.1f} ±")
-    assert cells[3].startswith(f"{100 * sum(c > 0 for c in of_run['right']) / 3:.1f} ±")
-    assert cells[4] == f"{100 * of_run['right'].count(0) / 3:.1f}"
+    assert cells[2].startswith(f"{100 * sum(of_run['right']) / 64:.1f} ±")
+    assert cells[3].startswith(f"{100 * sum(c > 0 for c in of_run['right']) / 4:.1f} ±")
+    assert cells[4] == f"{100 * of_run['right'].count(0) / 4:.1f}"
     # A sample with the same seed replaces the record, and one with another seed is another record.
     for seed in (1, 2):
-        call(monkeypatch, run, "--device", "cpu", "--problems", 3, "--seed", seed, *small)
+        call(monkeypatch, run, "--problems", 4, "--seed", seed, *small)
     assert [record["sampling_seed"] for record in read(out)] == [1, 1, 2]
     assert read(out)[1]["right"] == of_run["right"] != read(out)[2]["right"]
 
@@ -95,38 +131,37 @@ def test_a_model_and_a_run_of_the_same_weights_give_the_same_counts(tmp_path, mo
 def test_the_counts_are_those_of_the_samples():
     """A problem's count is the number of its own responses with the gold answer, at the run's temperature."""
     args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, examples=False, max_new_tokens=24)
-    args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 3
-    counts = passk.count_right(args, 8, seed=3)
+    args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
+    counts = passk.count_right(args, 12, seed=3)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     _, examples = grpo.load_data(args, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     eos_ids = torch.tensor([tokenizer.eos_token_id])
     for number, (example, count) in enumerate(zip(examples, counts, strict=True)):
         torch.manual_seed(3_000_009 + number)
-        rollout = grpo.sample_responses(args, model, [example], 8, 1.0, eos_ids)
+        rollout = grpo.sample_responses(args, model, [example], 12, 1.0, eos_ids)
         texts = grpo.response_texts(tokenizer, rollout, eos_ids)
-        assert sum(f"<answer>{example['answer']}</answer>" in text for text in texts) == count
+        right = [f"<answer>{example['answer']}</answer>" in text for text in texts]
+        assert sum(right) == count
     # At a temperature near 0 all responses are the greedy one.
     args.temperature = 1e-4
-    assert set(passk.count_right(args, 8, seed=3)) <= {0, 8}
+    assert set(passk.count_right(args, 12, seed=3)) <= {0, 12}
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "give folders of runs, or a model with --model, and not both"),
-        (["runs/x", *SMALL], "give folders of runs, or a model with --model, and not both"),
-        (["runs/x", "--temperature", "1"], "--temperature: only with --model; a run has its own"),
+        ([], "give folders of runs"),
         (["runs/x"], "runs/x: give the folder of a finished run, with args.json and model/"),
-        ([*SMALL, "--samples", "63"], "--samples 63: pass@64 needs at least 64 samples"),
-        ([*SMALL, "--k", "0"], "--k 0: must be at least 1"),
-        ([*SMALL, "--problems", "1"], "--problems 1: a standard error needs at least 2"),
-        ([*SMALL, "--problems", "41"], "--problems 41: there are 40 held-out problems"),
+        (["run", "--samples", "63"], "--samples 63: pass@64 needs at least 64"),
+        (["run", "--k", "0"], "--k 0: must be at least 1"),
+        (["run", "--problems", "1"], "--problems 1: a standard error needs at least 2"),
+        (["run", "--problems", "41"], "--problems 41: there are 40 held-out problems"),
     ],
 )
-def test_mistakes_get_one_line(flags, message, monkeypatch, capsys):
+def test_mistakes_get_one_line(flags, message, small_run, monkeypatch, capsys):
     with pytest.raises(SystemExit) as exit:
-        call(monkeypatch, *flags)
+        call(monkeypatch, *[small_run if flag == "run" else flag for flag in flags])
     assert exit.value.code == 2
     # datasets may show its progress before, when it reads a file for the first time.
     line = capsys.readouterr().err.strip().splitlines()[-1]
@@ -178,25 +213,25 @@ def test_the_table_by_hand(tmp_path, monkeypatch):
     assert after[3:] == ["37.5 (25.0 to 50.0)", "25.0 (25.0 to 25.0)"]
 
 
-def test_the_chance_of_a_solution(tmp_path):
-    """The product of the softmaxes of a plain forward pass, in float64, at a temperature that isn't 1."""
-    sums = ROOT / "assets" / "sums"
-    for name in ("train.jsonl", "test.jsonl"):
-        lines = (sums / name).read_text(encoding="utf-8").splitlines(keepends=True)
-        (tmp_path / name).write_text("".join(lines[:2]), encoding="utf-8")
-    args = grpo.Args(model=str(sums), dataset=str(tmp_path), examples=False, temperature=0.7)
-    args.device = "cpu"
+def test_the_chance_of_a_solution_token_by_token():
+    """The product of softmaxes of whole forward passes, in float64, at a temperature that isn't 1."""
+    sums = str(ROOT / "assets" / "sums")
+    args = grpo.Args(model=sums, dataset=sums, examples=False, temperature=0.7, device="cpu")
+    args.eval_size = 2
     found = passk.chances(args)
     tokenizer = AutoTokenizer.from_pretrained(sums)
     model = AutoModelForCausalLM.from_pretrained(sums).double()
     for example, chance in zip(grpo.load_data(args, tokenizer)[1], found, strict=True):
         numbers = [int(x) for x in example["prompt"][:-1].split("+")]
+        answer = f"<answer>{example['answer']}</answer></s>"
         solution = passk.build_sums.solution(numbers)
-        assert solution.endswith(f"<answer>{example['answer']}</answer></s>")
-        prompt, response = example["prompt_ids"], tokenizer(solution).input_ids
-        logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-        tokens = (logits / 0.7).softmax(1)[range(len(response)), response]
-        assert chance == pytest.approx(tokens.prod().item(), rel=2e-3)
+        assert solution.endswith(answer)
+        ids, expected = list(example["prompt_ids"]), 1.0
+        for token in tokenizer(solution).input_ids:
+            logits = model(torch.tensor([ids])).logits[0, -1]
+            expected *= (logits / 0.7).softmax(0)[token].item()
+            ids.append(token)
+        assert chance == pytest.approx(expected, rel=2e-3)
     assert max(found) > 0.1
 
 

@@ -1,7 +1,5 @@
 """The sibling rule: what each script and patch changes of its parent, and the same text everywhere else.
 
-    python tools/siblings.py                     print the number of changed lines, and the names of what differs
-    python tools/siblings.py vapo                only for these scripts
     python tools/siblings.py --carry             merge what changed in grpo.py since the last commit into all scripts,
                                                  and then --write
     python tools/siblings.py --write             write the patches in variants/, docs/diffs/ and the diff in README.md
@@ -9,8 +7,6 @@
 
 Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend. Of set-up, log,
 arguments and constants it shows only the name and a new digest.
-
-A changed line is one that only the child has, or one that only the parent has. The docstring of the file isn't counted.
 """
 
 import argparse
@@ -86,69 +82,51 @@ def fields_of_args(node: ast.ClassDef, lines: list[str]) -> dict[str, str]:
     return found
 
 
-def differing_names(child: str) -> set[str]:
-    """The names whose text differs between child and parent, and the names that only one of them has."""
-    mine = parts(child)
-    theirs = parts(parent_of(child))
-    return {name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)}
+def diff_lines(before: str, after: str, n: int) -> list[str]:
+    """The lines of a diff with n lines of context. "..." stands before each hunk."""
+    # The first two lines are the names of the files.
+    diff = difflib.unified_diff(before.splitlines(), after.splitlines(), n=n, lineterm="")
+    return ["..." if line.startswith("@@") else line.rstrip() for line in list(diff)[2:]]
 
 
 def changed_lines(child: str) -> tuple[int, int]:
     """The number of lines that only the parent has, and of lines that only the child has."""
-    before = body(parent_of(child)).splitlines()
-    after = body(child).splitlines()
-    # The first two lines are the names of the files.
-    diff = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
-    removed = sum(line.startswith("-") for line in diff)
-    added = sum(line.startswith("+") for line in diff)
-    return removed, added
+    diff = diff_lines(body(parent_of(child)), body(child), n=0)
+    return sum(line[0] == "-" for line in diff), sum(line[0] == "+" for line in diff)
 
 
-def algorithm(name: str) -> list[str]:
-    """The lines of the script's equations, without their docstrings."""
+def algorithm(name: str) -> str:
+    """The script's equations, without their docstrings."""
     text = read_script(name).partition("# ==== algorithm ====\n")[2].partition("# ====")[0]
-    return re.sub(r' *"""[^"]*"""\n', "", text).splitlines()
+    return re.sub(r' *"""[^"]*"""\n', "", text)
 
 
 def lesson() -> str:
     """The diff that README.md shows: from GRPO's equations to Dr. GRPO's, with blank lines between the hunks."""
-    lines = []
-    diff = difflib.unified_diff(algorithm("grpo"), algorithm("dr_grpo"), n=0, lineterm="")
-    for line in list(diff)[2:]:
-        lines.append("" if line.startswith("@@") else line)
-    return "\n".join(lines[1:])
+    diff = diff_lines(algorithm("grpo"), algorithm("dr_grpo"), n=0)
+    return "\n".join("" if line == "..." else line for line in diff[1:])
 
 
 def table() -> str:
     """docs/diffs/README.md: the size of each script and the changed lines."""
-    rows = [
-        "# What each script changes",
-        "",
-        "<!-- made by python tools/siblings.py --write -->",
-        "",
-        "A removed line is one that only the parent has, and an added line is one that only the child has, without the",
-        "docstring. The links show those of the equations, the loop and the sampling.",
-        "",
-        "| script | diff to its parent | kB | lines removed | lines added |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    text = """\
+# What each script changes
+
+<!-- made by python tools/siblings.py --write -->
+
+A removed line is one that only the parent has, and an added line is one that only the child has, without the
+docstring. The links show those of the equations, the loop and the sampling.
+
+| script | diff to its parent | kB | lines removed | lines added |
+| --- | --- | --- | --- | --- |
+"""
     for name in SCRIPTS:
-        size = f"{len(read_script(name).encode()) / 1000:.0f}"
+        diff, changed = "-", ("-", "-")
         if name in CHILDREN:
-            removed, added = changed_lines(name)
-            diff = f"[{parent_of(name)}.py]({name}.md)"
-            rows.append(f"| {name}.py | {diff} | {size} | {removed} | {added} |")
-        else:
-            rows.append(f"| {name}.py | - | {size} | - | - |")
-    return "\n".join(rows) + "\n"
-
-
-def replace_between(page: str, start: str, text: str, end: str) -> None:
-    """Replace the text between the lines `start` and `end` of the page."""
-    path = ROOT / page
-    before, rest = path.read_text(encoding="utf-8").split(f"{start}\n", 1)
-    _, after = rest.split(f"\n{end}\n", 1)
-    path.write_text(f"{before}{start}\n{text}\n{end}\n{after}", encoding="utf-8")
+            diff, changed = f"[{parent_of(name)}.py]({name}.md)", changed_lines(name)
+        size = f"{len(read_script(name).encode()) / 1000:.0f}"
+        text += f"| {name}.py | {diff} | {size} | {changed[0]} | {changed[1]} |\n"
+    return text
 
 
 def blocks(name: str) -> dict[str, str]:
@@ -195,11 +173,7 @@ def without_comments(text: str) -> str:
 
 def diff_of(block: str, before: dict[str, str], after: dict[str, str], n: int) -> list[str]:
     """The lines of the diff of a block, with n lines of context."""
-    old = before.get(block, "").strip("\n").splitlines()
-    new = after.get(block, "").strip("\n").splitlines()
-    # The first two lines are the names of the files.
-    diff = list(difflib.unified_diff(old, new, n=n, lineterm=""))[2:]
-    return ["..." if line.startswith("@@") else line.rstrip() for line in diff]
+    return diff_lines(before.get(block, "").strip("\n"), after.get(block, "").strip("\n"), n)
 
 
 def diff_page(child: str) -> str:
@@ -230,24 +204,14 @@ def diff_page(child: str) -> str:
         else:
             shown.append((place, name))
     shown.sort(key=lambda pair: pair[0])
-    lines = [
-        f"# {child}.py, compared with {parent}.py",
-        "",
-        "<!-- made by python tools/siblings.py --write -->",
-        "",
-        says,
-        "",
-    ]
+    made_by = "<!-- made by python tools/siblings.py --write -->"
+    lines = [f"# {child}.py, compared with {parent}.py", "", made_by, "", says, ""]
     for place, name in shown:
         diff = diff_of(name, theirs, mine, n=2 if place == 0 else 1)
         lines += [f"## {name}", "", "```diff", *diff[1:], "```", ""]
     names = ", ".join("imports" if name == "header" else f"`{name}`" for name in named)
-    lines += [
-        f"`diff -u {parent}.py {child}.py` shows the rest: {names}.",
-        "",
-        f"<!-- {' '.join(digests)} -->",
-        "",
-    ]
+    lines += [f"`diff -u {parent}.py {child}.py` shows the rest: {names}.", ""]
+    lines += [f"<!-- {' '.join(digests)} -->", ""]
     return "\n".join(lines)
 
 
@@ -255,37 +219,27 @@ def write_pages() -> None:
     folder = ROOT / "docs" / "diffs"
     folder.mkdir(exist_ok=True)
     (folder / "README.md").write_text(table(), encoding="utf-8")
-    replace_between("README.md", "```diff", lesson(), "```")
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text(encoding="utf-8").split("```diff\n", 1)
+    _, after = rest.split("\n```\n", 1)
+    readme.write_text(f"{before}```diff\n{lesson()}\n```\n{after}", encoding="utf-8")
     for child in CHILDREN:
         (folder / f"{child}.md").write_text(diff_page(child), encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", metavar="script", default=CHILDREN)
-    parser.add_argument("--carry", action="store_true")
-    parser.add_argument("--write", action="store_true")
-    parser.add_argument("--patch", type=Path, metavar="NAME.py")
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--carry", action="store_true")
+    what.add_argument("--write", action="store_true")
+    what.add_argument("--patch", type=Path, metavar="NAME.py")
     options = parser.parse_args()
-    children = [re.sub(r"\.py$", "", name) for name in options.names]
-    for child in children:
-        if child not in CHILDREN:
-            parser.error(f"{child} isn't one of {', '.join(CHILDREN)}")
-
     if options.patch:
         write_patch(options.patch.stem, options.patch.read_text(encoding="utf-8"))
-        return
-    if options.carry and not carry_scripts():
-        return
-    if options.carry or options.write:
+    elif options.write or carry_scripts():
         carry_patches()
         write_pages()
-    for child in children:
-        removed, added = changed_lines(child)
-        print(f"{child}.py against {parent_of(child)}.py: {removed} lines removed, {added} added")
-        print("    " + ", ".join(sorted(differing_names(child))))
 
 
 if __name__ == "__main__":
