@@ -64,8 +64,6 @@ GROUPS = {
             "dapo": "",
             "rloo": NO_KL,
             "reinforce_pp": NO_KL,
-            "opo": NO_KL,
-            "maxrl": NO_KL,
             "gdpo": NO_KL,
             "clip_cov": NO_KL,
         },
@@ -83,15 +81,12 @@ GROUPS = {
             "dppo": NO_KL,
             "sapo": NO_KL,
             "gmpo": NO_KL,
-            "luspo": NO_KL,
             "vespo": NO_KL,
             "topr": NO_KL,
             "mdpo": NO_KL,
-            # The formulas of these three have a KL. So rloo, the parent of copg and p3o, keeps its KL, too, and
-            # there is a second run of grpo, the parent of unbiased_kl.
-            "copg": "",
+            # The formula of p3o has a KL. So rloo, its parent, keeps its KL, too. The second run of grpo shows what a
+            # KL changes.
             "p3o": "",
-            "unbiased_kl": "",
             "grpo with a KL": "",
         },
     ),
