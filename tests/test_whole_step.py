@@ -122,7 +122,6 @@ CASES = [
     # With this seed, a group has only one right response.
     ("sdpo_context", dict(teacher_rate=1.0, learning_rate=5e-4, seed=2)),
     ("grpo_process", {}),
-    ("copg", dict(num_minibatches=4, beta=0.5)),
     ("p3o", dict(num_minibatches=4, beta=0.5, clip_eps=0.02)),
     ("clip_cov", dict(num_iterations=2, cov_low=0.05, cov_high=0.6, cov_share=1.0)),
     # There are two sequences per minibatch, so a mask can leave out a whole minibatch.
@@ -638,7 +637,7 @@ REINFORCE = ALGORITHMS["reinforce_baseline"] = Algorithm(
     advantages=reinforce_advantages, loss=reinforce_loss, bounds=for_the_metrics_alone
 )
 
-# ---- rloo.py, and copg and p3o
+# ---- rloo.py, and p3o
 
 
 def leave_one_out(returns):
@@ -663,14 +662,6 @@ def current(run, o, batch):
         return logprobs_of(run.policy, o.sequence, run.args.temperature).tolist()
 
 
-def copg_renew(run, groups, batch):
-    """The returns are those of the current policy."""
-    for group in groups:
-        returns = [return_of(run, o, current(run, o, batch)) for o in group]
-        for o, advantage in zip(group, leave_one_out(returns), strict=True):
-            o.A = [advantage] * o.length
-
-
 def p3o_renew(run, groups, batch):
     """The mean of D_ij over the other responses. A pair that is clipped counts as 0."""
     for group in groups:
@@ -687,9 +678,11 @@ def p3o_renew(run, groups, batch):
 
 
 ALGORITHMS["rloo"] = dataclasses.replace(REINFORCE, advantages=rloo_advantages)
-of_the_last_update = dict(logged=lambda o: o.A[0])
-ALGORITHMS["copg"] = dataclasses.replace(ALGORITHMS["rloo"], renew=copg_renew, **of_the_last_update)
-ALGORITHMS["p3o"] = dataclasses.replace(ALGORITHMS["rloo"], renew=p3o_renew, **of_the_last_update)
+ALGORITHMS["p3o"] = dataclasses.replace(
+    ALGORITHMS["rloo"],
+    renew=p3o_renew,
+    logged=lambda o: o.A[0],  # of the last update
+)
 
 # ---- remax.py
 
