@@ -26,7 +26,7 @@ weights are in bf16, and the head, A and B are in float32. (4) The trained model
 There is no merged copy of it, because a merge into bf16 would round small updates away. (5) A
 checkpoint holds A, B and their averages in Adam. At its end a run writes the adapters alone, in the
 format of peft, and the model with B A merged into its weights in float32. (6) The learning rate is
-three times that of grpo.py, and ten times with the bundled model, because the best rate of LoRA is
+thirty times that of grpo.py, and ten times with the bundled model, because the best rate of LoRA is
 higher (Schulman et al. 2025, "LoRA Without Regret", thinkingmachines.ai/blog/lora).
 
 Departures from Hu et al.: the layers of the MLP have adapters, too, as in Schulman et al.; A is
@@ -159,7 +159,7 @@ class Args:
     # ---- optimization
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
-    learning_rate: float = 3e-5
+    learning_rate: float = 3e-4
     """peak learning rate of Adam (betas 0.9, 0.999; no weight decay)"""
     lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
     """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""

@@ -47,8 +47,8 @@ TASK_OF_GYM = (
     f"{ON_CPU} --no-examples --num-prompts 4 --max-new-tokens 32 --num-steps 40 --warmup-updates 3 --beta 0 "
     "--eval-every 20 --eval-size 50 --save-every 10"
 )
-# Tasks of reasoning-gym with different kinds of answers: a number, yes or no, a text, a fraction.
-GYM = ["gcd", "syllogism", "spell_backward", "fraction_simplification"]
+# Tasks of reasoning-gym with different kinds of answers: a number, a text, a fraction.
+GYM = ["gcd", "spell_backward", "fraction_simplification"]
 
 # A reward that is easy to game: it reads all numbers of a response, and not its last one alone.
 ANYWHERE = '''
@@ -124,7 +124,7 @@ RUNS = {
     "trl_rloo": ("trl_rloo", GROUPS, REWARD),
 }
 THREE_SEEDS = "grpo dr_grpo dapo gspo rloo reinforce_baseline ppo_rlhf trl_grpo".split()
-THREE_SEEDS += ["grpo_64", "gym_gcd"]
+THREE_SEEDS += ["grpo_64"]
 SEEDS = {name: (1, 2, 3) if name in THREE_SEEDS else (1,) for name in RUNS}
 # The runs that one picture and one table compare.
 COMPARED = ["grpo", "dr_grpo", "dapo", "gspo", "grpo_lora", "rloo", "reinforce_baseline", "remax"]
@@ -428,16 +428,80 @@ def compared_table(records: list[dict], labels: dict[str, str]) -> str:
     return table([*header, "seconds a step", "GB"], rows)
 
 
-def samples_block(record: dict) -> str:
+def pairs_table(records: list[dict]) -> str:
+    """After which steps all seeds of a row are above all seeds of a column, for names with three seeds."""
+    curves = {}
+    for name in COMPARED:
+        mine = [record for record in records if record["name"] == name]
+        if len(mine) == 3:
+            curves[name] = greedy_curves(mine)[:, 1:]  # (seeds, evaluations)
+    names = sorted(curves, key=lambda name: -curves[name].mean())
+    rows = []
+    for name in names:
+        row = [label(name)]
+        for other in names:
+            apart = curves[name].min(0) > curves[other].max(0)
+            row.append(" ".join(str(10 * (k + 1)) for k in np.flatnonzero(apart)) or "-")
+        rows.append(row)
+    return table(["above", *map(label, names)], rows)
+
+
+def gym_table(records: list[dict]) -> str:
+    """The runs on tasks of reasoning-gym."""
+    rows = []
+    for record in records:
+        if not record["name"].startswith("gym_"):
+            continue
+        curves = record["curves"]
+        row = [record["name"].removeprefix("gym_"), str(record["seed"])]
+        row.append(before_and_after(record, "eval/accuracy", 2))
+        for key, digits in (
+            ("rollout/accuracy", 2),
+            ("rollout/zero_std_frac", 2),
+            ("policy/entropy", 2),
+            ("rollout/response_len", 1),
+        ):
+            first, last = np.mean(curves[key][:5]), np.mean(curves[key][-5:])
+            row.append(f"{first:.{digits}f} → {last:.{digits}f}")
+        rows.append(row)
+    header = ["task", "seed", "greedy", "sampled", "equal groups", "entropy", "tokens"]
+    return table(header, rows)
+
+
+def draw_gym(records: list[dict]) -> None:
+    """The judge's mean score of the samples in each run on a task of reasoning-gym."""
+    figure, axes = panels(1, len(GYM), figsize=(13, 3.2))
+    for ax, task in zip(axes[0], GYM, strict=True):
+        mine = [record for record in records if record["name"] == f"gym_{task}"]
+        curves = np.array([smooth(record["curves"]["rollout/accuracy"]) for record in mine])
+        equal = np.array([smooth(record["curves"]["rollout/zero_std_frac"]) for record in mine])
+        steps = np.arange(1, curves.shape[1] + 1)
+        draw_band(ax, steps, curves, "tab:blue", "score of the samples")
+        draw_band(ax, steps, equal, "tab:orange", "share of equal groups")
+        ax.set(xlabel="step", title=task, ylim=(0, 1))
+    axes[0][0].legend(fontsize=9)
+    save(figure, PICTURES / "tasks.svg", digest(records))
+
+
+def samples_block(record: dict, num_prompts: int = 3) -> str:
     """The first samples of the first and of the last step, as a code block."""
     lines = ["```\n"]
     for step, shown in record["samples"].items():
         lines.append(f"step {step}\n")
-        for prompt, answer, completions in shown:
+        for prompt, answer, completions in shown[:num_prompts]:
             question = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
             lines.append(f"  {question}  ({answer})\n")
             lines += [f"      {completion!r}\n" for completion in completions]
     return "".join([*lines, "```\n"])
+
+
+def gym_samples(records: list[dict]) -> str:
+    """A prompt of the first and of the last step of seed 1 of each task, with two responses each."""
+    texts = []
+    for record in records:
+        if record["name"].startswith("gym_") and record["seed"] == 1:
+            texts.append(f"{record['name'].removeprefix('gym_')}:\n\n{samples_block(record, 1)}")
+    return "\n".join(texts)
 
 
 def draw_three_seeds(runs: list[dict]) -> None:
@@ -495,6 +559,9 @@ def blocks() -> dict[str, str]:
         "algorithms": compared_table(records, {name: label(name) for name in COMPARED}),
         "lessons": compared_table(records, LESSONS),
         "samples": samples_block(first),
+        "pairs": pairs_table(records),
+        "gym": gym_table(records),
+        "gym samples": gym_samples(records),
     }
 
 
@@ -504,12 +571,14 @@ def drawn() -> dict[str, list[dict]]:
     return {
         "curves": [record for record in records if record["name"] == "grpo_64"],
         "algorithms": [record for record in records if record["name"] in COMPARED],
+        "tasks": [record for record in records if record["name"].startswith("gym_")],
     }
 
 
 def write_page() -> None:
     draw_three_seeds(drawn()["curves"])
     draw_compared(drawn()["algorithms"])
+    draw_gym(drawn()["tasks"])
     for name, text in blocks().items():
         fill(PAGE, name, text)
 

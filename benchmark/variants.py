@@ -66,8 +66,8 @@ GROUPS = {
         "grpo_offpolicy geo_mask icepop kimi_kl opsm".split(),
     ),
 }
-# The formula of p3o has a KL. So rloo, its parent, keeps its KL in their group, too, and a second run of grpo shows what
-# a KL changes.
+# The formula of p3o has a KL. So rloo, its parent, keeps its KL in their group, too, and a second run of grpo shows
+# what a KL changes.
 WITH_KL = {"rloo", "p3o", "grpo with a KL"}
 # The metrics of a record. Some losses don't clip.
 KEPT = ["episodes", "rollout/accuracy", "rollout/response_len"]
