@@ -178,7 +178,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """maximum tokens per forward and backward pass; 8192 is faster on a GPU of 60 GB or more"""
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU, for little memory"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -526,7 +526,7 @@ class Decoding:
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, 1, V): those of the next token
     token: Tensor  # (rows,): the last token of each row
-    position: Tensor  # (rows,): the position where the next decode step feeds it, padding excluded
+    position: Tensor  # (rows,): the position at which decode feeds it, padding not counted
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
