@@ -47,8 +47,8 @@ TASK_OF_GYM = (
     f"{ON_CPU} --no-examples --num-prompts 4 --max-new-tokens 32 --num-steps 40 --warmup-updates 3 --beta 0 "
     "--eval-every 20 --eval-size 50 --save-every 10"
 )
-# Tasks of reasoning-gym with different kinds of answers: a number, a text, a fraction.
-GYM = ["gcd", "spell_backward", "fraction_simplification"]
+# Tasks of reasoning-gym with different kinds of answers: a number, a text, a fraction, yes or no.
+GYM = ["gcd", "spell_backward", "fraction_simplification", "syllogism"]
 
 # A reward that is easy to game: it reads all numbers of a response, and not its last one alone.
 ANYWHERE = '''
@@ -124,7 +124,7 @@ RUNS = {
     "trl_rloo": ("trl_rloo", GROUPS, REWARD),
 }
 THREE_SEEDS = "grpo dr_grpo dapo gspo rloo reinforce_baseline ppo_rlhf trl_grpo".split()
-THREE_SEEDS += ["grpo_64"]
+THREE_SEEDS += ["grpo_64", "gym_gcd"]
 SEEDS = {name: (1, 2, 3) if name in THREE_SEEDS else (1,) for name in RUNS}
 # The runs that one picture and one table compare.
 COMPARED = ["grpo", "dr_grpo", "dapo", "gspo", "grpo_lora", "rloo", "reinforce_baseline", "remax"]
