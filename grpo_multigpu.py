@@ -80,13 +80,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionLayer,
-    StaticCache,
-    StaticLayer,
-)
+from transformers.cache_utils import LinearAttentionLayer, StaticCache, StaticLayer
 
 from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
@@ -286,13 +280,10 @@ class Rollout(NamedTuple):
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    # How many first tokens all rows have in common and compute once. micro_batches sets it.
-    common: int = 0
 
-    def select(self, indices, common=0):
+    def select(self, indices):
         """The rollout of these sequences alone."""
-        *tensors, _ = self
-        return Rollout(*[tensor[indices] for tensor in tensors], common)
+        return Rollout(*[tensor[indices] for tensor in self])
 
 
 def main(args: Args) -> dict:
@@ -657,63 +648,20 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    mask = torch.cat([rollout.prompt_mask, rollout.response_mask], 1)  # (n, P + R) bool
-    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
-    rows = unpadded(ids, mask)  # n lists: a prompt and its response
-    starts = rollout.prompt_mask.sum(1).tolist()  # n: where each response begins
-    states = []
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
+    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
+    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    # Padding is on the right, where no token sees it.
+    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    ids = ids.to(rollout.prompt_ids.device)  # (n, length)
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
-        cache = None
-        if rollout.common > 0:
-            beginning = torch.tensor([rows[0][: rollout.common]], device=ids.device)  # (1, common)
-            cache = cache_beginning(model, beginning)
-        common = 0 if cache is None else rollout.common
-        # Rows that share a beginning may differ much in length. They are sorted by length, so with
-        # two halves less is padded. A half has two rows or more, as BeginningLayer needs.
-        num_parts = 2 if common > 0 and len(rows) >= 4 else 1
-        for part in torch.arange(len(rows)).tensor_split(num_parts):
-            rests = [torch.tensor(rows[i][common:]) for i in part]  # k tensors
-            # Padding is on the right, where no token sees it.
-            rests = pad_sequence(rests, batch_first=True).to(ids.device)  # (k, length)
-            outputs = model.base_model(rests, past_key_values=cache, use_cache=False)
-            for i, hidden in zip(part, outputs.last_hidden_state, strict=True):  # (length, D)
-                # The state at a token predicts the next one, so the slice is one token early.
-                states.append(hidden[starts[i] - common - 1 : len(rows[i]) - common - 1])
+        outputs = model.base_model(ids, use_cache=False)
+    states = []
+    for hidden, prompt, row in zip(outputs.last_hidden_state, prompts, rows, strict=True):
+        # The state at a token predicts the next one, so the slice is one token early.
+        states.append(hidden[len(prompt) - 1 : len(row) - 1])
     return torch.cat(states)
-
-
-def cache_beginning(model, ids):
-    """A cache of the tokens with which all rows begin (1, common). None if the model ignores it.
-
-    A token sees only the tokens before it. So the keys and values of these tokens are the same in
-    every row, and it's enough to compute them once. The gradients of all rows flow back through
-    them.
-    """
-    cache = DynamicCache(config=model.config)
-    cache.layers = [BeginningLayer() for _ in cache.layers]
-    model.base_model(ids, past_key_values=cache, use_cache=False)
-    # GPT-2 ignores a cache with gradient checkpointing.
-    return cache if cache.get_seq_length() > 0 else None
-
-
-class BeginningLayer(DynamicLayer):
-    """A layer's keys and values of what all rows begin with.
-
-    The rows read them and add nothing. So gradient checkpointing, which runs each layer a second
-    time, computes the same again.
-    """
-
-    def update(self, keys, values, *args, **kwargs):
-        """Called by the model's layer. Returns all keys and values that its tokens attend to."""
-        # One row is the beginning itself, in its first pass or when it is recomputed. All other
-        # passes have two or more rows.
-        if len(keys) == 1:
-            self.keys, self.values, self.is_initialized = keys, values, True
-            return keys, values
-        shape = (len(keys), -1, -1, -1)
-        keys = torch.cat([self.keys.expand(shape), keys], 2)
-        return keys, torch.cat([self.values.expand(shape), values], 2)
 
 
 def unpadded(values, mask):
@@ -1233,10 +1181,6 @@ def use_checkpointing(model):
     """Recompute the activations of each layer in the backward pass."""
     # Dropout is off, so no forward pass is random, and the random state needn't be kept.
     model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
-    for module in model.modules():
-        # transformers would hide the cache from these layers: when a layer is run again, it would
-        # add its keys to most caches a second time. To a BeginningLayer it adds nothing.
-        module._can_checkpoint_with_cache = True
 
 
 def check_weights(info, flag):

@@ -82,13 +82,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.cache_utils import (
-    DynamicCache,
-    DynamicLayer,
-    LinearAttentionLayer,
-    StaticCache,
-    StaticLayer,
-)
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer, StaticCache, StaticLayer
 
 from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
@@ -299,13 +293,10 @@ class Rollout(NamedTuple):
     response_mask: Tensor  # (N, R) bool: the policy's tokens, including EOS; only these count
     context_mask: Tensor  # (N, R) bool: the policy's and the tool's tokens; attention sees these
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
-    # How many first tokens all rows have in common and compute once. micro_batches sets it.
-    common: int = 0
 
-    def select(self, indices, common=0):
+    def select(self, indices):
         """The rollout of these sequences alone."""
-        *tensors, _ = self
-        return Rollout(*[tensor[indices] for tensor in tensors], common)
+        return Rollout(*[tensor[indices] for tensor in self])
 
 
 def main(args: Args) -> dict:
@@ -669,65 +660,31 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    mask = torch.cat([rollout.prompt_mask, rollout.context_mask], 1)  # (n, P + R) bool
-    ids = torch.cat([rollout.prompt_ids, rollout.response_ids], 1)  # (n, P + R)
-    rows = unpadded(ids, mask)  # n lists: a prompt, and its response with the tool's tokens
-    starts = rollout.prompt_mask.sum(1).tolist()  # n: where each response begins
-    states = []
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
+    responses = unpadded(rollout.response_ids, rollout.context_mask)  # n lists
+    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    common = shared_tokens(prompts, max(map(len, rows))) if can_share(model) else 0
+    # Padding is on the right, where no token sees it.
+    rests = pad_sequence([torch.tensor(row[common:]) for row in rows], batch_first=True)
+    rests = rests.to(rollout.prompt_ids.device)  # (n, length)
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
-    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
+    with torch.autocast("cuda", torch.bfloat16, enabled=rests.is_cuda, cache_enabled=False):
         cache = None
-        if rollout.common > 0:
-            beginning = torch.tensor([rows[0][: rollout.common]], device=ids.device)  # (1, common)
-            cache = cache_beginning(model, beginning)
-        common = 0 if cache is None else rollout.common
-        # Rows that share a beginning may differ much in length. They are sorted by length, so with
-        # two halves less is padded. A half has two rows or more, as BeginningLayer needs.
-        num_parts = 2 if common > 0 and len(rows) >= 4 else 1
-        for part in torch.arange(len(rows)).tensor_split(num_parts):
-            rests = [torch.tensor(rows[i][common:]) for i in part]  # k tensors
-            # Padding is on the right, where no token sees it.
-            rests = pad_sequence(rests, batch_first=True).to(ids.device)  # (k, length)
-            outputs = model.base_model(rests, past_key_values=cache, use_cache=False)
-            for i, hidden in zip(part, outputs.last_hidden_state, strict=True):  # (length, D)
-                # The state at a token predicts the next one, so the slice is one token early.
-                hidden = hidden[starts[i] - common - 1 : len(rows[i]) - common - 1]
-                # The tool's tokens are part of the row, but no token of theirs is predicted.
-                states.append(hidden[rollout.response_mask[i, rollout.context_mask[i]]])
-    return torch.cat(states)
-
-
-def cache_beginning(model, ids):
-    """A cache of the tokens with which all rows begin (1, common). None if the model ignores it.
-
-    A token sees only the tokens before it. So the keys and values of these tokens are the same in
-    every row, and it's enough to compute them once. The gradients of all rows flow back through
-    them.
-    """
-    cache = DynamicCache(config=model.config)
-    cache.layers = [BeginningLayer() for _ in cache.layers]
-    model.base_model(ids, past_key_values=cache, use_cache=False)
-    # GPT-2 ignores a cache with gradient checkpointing.
-    return cache if cache.get_seq_length() > 0 else None
-
-
-class BeginningLayer(DynamicLayer):
-    """A layer's keys and values of what all rows begin with.
-
-    The rows read them and add nothing. So gradient checkpointing, which runs each layer a second
-    time, computes the same again.
-    """
-
-    def update(self, keys, values, *args, **kwargs):
-        """Called by the model's layer. Returns all keys and values that its tokens attend to."""
-        # One row is the beginning itself, in its first pass or when it is recomputed. All other
-        # passes have two or more rows.
-        if len(keys) == 1:
-            self.keys, self.values, self.is_initialized = keys, values, True
-            return keys, values
-        shape = (len(keys), -1, -1, -1)
-        keys = torch.cat([self.keys.expand(shape), keys], 2)
-        return keys, torch.cat([self.values.expand(shape), values], 2)
+        if common > 0:
+            # A token sees only the tokens before it. So the keys and values of the tokens with
+            # which all rows begin are the same in every row, and it's enough to compute them once.
+            # The gradients of all rows flow back through them.
+            cache = DynamicCache()
+            beginning = rests.new_tensor([prompts[0][:common]])  # (1, common)
+            model.base_model(beginning, past_key_values=cache)
+            cache.batch_repeat_interleave(len(rows))
+        outputs = model.base_model(rests, past_key_values=cache, use_cache=common > 0)
+    states = []
+    for hidden, prompt, row in zip(outputs.last_hidden_state, prompts, rows, strict=True):
+        # The state at a token predicts the next one, so the slice is one token early.
+        states.append(hidden[len(prompt) - common - 1 : len(row) - common - 1])
+    # The tool's tokens are part of the rows, but no token of theirs is predicted.
+    return torch.cat(states)[rollout.response_mask[rollout.context_mask]]
 
 
 def unpadded(values, mask):
@@ -796,63 +753,64 @@ def micro_batches(args, model, rollout, sequences):
     """
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.context_mask.sum(1)).tolist()  # N
+    is_sharing = can_share(model)
     # What a micro-batch costs besides its tokens, in tokens.
     extra = args.micro_batch_tokens / 32
 
-    def shared(batch):
-        """How many tokens at the beginning of its rows are computed once; 0: none."""
-        batch_prompts = [prompts[i] for i in batch]
-        return shared_tokens(model, batch_prompts, max(lengths[i] for i in batch))
-
     def cost(batch):
-        """The tokens to compute, padding included, and `extra`."""
-        common = shared(batch)
-        return common + len(batch) * (max(lengths[i] for i in batch) - common) + extra
+        """The tokens that response_states computes, padding included, and `extra`."""
+        longest = max(lengths[i] for i in batch)
+        common = shared_tokens([prompts[i] for i in batch], longest) if is_sharing else 0
+        return common + len(batch) * (longest - common) + extra
+
+    def joins(i, batch):
+        """Whether sequence i fits into the micro-batch, and is no dearer there than alone."""
+        joined = cost([*batch, i])
+        fits = joined - extra <= args.micro_batch_tokens
+        return fits and joined <= cost(batch) + cost([i])
 
     def split(order):
-        """Add each sequence to the last micro-batch, if that is possible and saves tokens."""
+        """Add each sequence to the last micro-batch, or begin a new one with it."""
         batches = []
-        last = 0  # the cost of the last micro-batch
         for i in order:
-            alone = cost([i])
-            joined = cost([*batches[-1], i]) if batches else math.inf
-            fits = joined - extra <= args.micro_batch_tokens
-            if fits and joined <= last + alone:  # no dearer than a micro-batch of its own
+            if batches and joins(i, batches[-1]):
                 batches[-1].append(i)
-                last = joined
             else:
                 batches.append([i])
-                last = alone
         return batches
 
     # Sequences of similar length need little padding. Sequences of similar prompts share more.
     by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
     by_prompt = sorted(by_length, key=lambda i: prompts[i])
     splits = [split(by_length), split(by_prompt)]
-    found = []
-    for batch in min(splits, key=lambda batches: sum(map(cost, batches))):
-        batch = sorted(batch, key=lambda i: -lengths[i])
-        found.append((batch, rollout.select(batch, shared(batch))))
-    return found
+    best = min(splits, key=lambda batches: sum(map(cost, batches)))
+    return [(batch, rollout.select(batch)) for batch in best]
 
 
-def shared_tokens(model, prompts, longest):
-    """With how many tokens k rows begin alike, if computing these once pays; else 0.
+def can_share(model):
+    """Whether response_states computes the tokens with which all rows begin only once."""
+    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    if model.device.type != "cpu":
+        return False
+    # With gradient checkpointing, transformers' layers ignore a cache.
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return False
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return set(layer_types) <= {"full_attention", "sliding_attention"}
+
+
+def shared_tokens(prompts, longest):
+    """With how many tokens n rows begin alike, if computing these once pays; else 0.
 
     prompts are those of the rows, and longest is the number of tokens in the longest row.
     """
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return 0
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    can_share = set(layer_types) <= {"full_attention", "sliding_attention"}
     # The last token of a prompt isn't shared, because it predicts the first of each response.
     shortest = min(len(prompt) for prompt in prompts)
     common = min(len(os.path.commonprefix(prompts)), shortest - 1)
     # It has to save a fifth of the tokens: attention is slower for the rest, which needs a mask.
     pays = (len(prompts) - 1) * common > len(prompts) * longest / 5
-    return common if can_share and pays else 0
+    return common if pays else 0
 
 
 def inference_copy(model):
@@ -1320,10 +1278,6 @@ def use_checkpointing(model):
     """Recompute the activations of each layer in the backward pass."""
     # Dropout is off, so no forward pass is random, and the random state needn't be kept.
     model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
-    for module in model.modules():
-        # transformers would hide the cache from these layers: when a layer is run again, it would
-        # add its keys to most caches a second time. To a BeginningLayer it adds nothing.
-        module._can_checkpoint_with_cache = True
 
 
 def check_weights(info, flag):

@@ -81,27 +81,20 @@ with torch.no_grad():
     exact = grpo.compute_logprobs(model, grpo.Rollout(*tensors), 1.0)
     model.cuda()
     rollout = grpo.Rollout(*[x.cuda() for x in tensors])
-    shared = rollout._replace(common=7)
-    rounded, of_shared = [grpo.compute_logprobs(model, x, 1.0) for x in (rollout, shared)]
-for logprobs in (rounded, of_shared):
-    error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
-    assert logprobs.dtype == torch.float32 and 1e-5 < error < 0.02, error
+    rounded = grpo.compute_logprobs(model, rollout, 1.0)
 copied = grpo.inference_copy(model)
 assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{torch.float32}}
 assert {{x.dtype for x in copied.base_model.parameters()}} == {{torch.bfloat16}}
 assert {{x.dtype for x in model.parameters()}} == {{x.dtype for x in copied.buffers()}} == {{torch.float32}}
 assert not any(x.requires_grad for x in copied.parameters())
 with torch.no_grad():
-    for x in (rollout, shared):  # as the reference
-        logprobs = grpo.compute_logprobs(copied, x, 1.0)
-        error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
-        assert logprobs.dtype == torch.float32 and 1e-5 < error < 0.02, error
+    reference = grpo.compute_logprobs(copied, rollout, 1.0)
+for logprobs in (rounded, reference):
+    error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
+    assert logprobs.dtype == torch.float32 and 1e-5 < error < 0.02, error
 grpo.use_checkpointing(model.train())
-for x in (rollout, shared):
-    with torch.no_grad():
-        old_logprobs = grpo.compute_logprobs(model, x, 1.0)
-    logprobs = grpo.compute_logprobs(model, x, 1.0)
-    assert logprobs.requires_grad and torch.equal(logprobs, old_logprobs)
+logprobs = grpo.compute_logprobs(model, rollout, 1.0)
+assert logprobs.requires_grad and torch.equal(logprobs, rounded)
 """
 # grpo_lora.py keeps weights in bf16, the head and adapters in float32, and no tensor twice.
 # Sampling and training agree.

@@ -443,11 +443,12 @@ def double(monkeypatch):
 def test_every_family_trains_exactly(double, tmp_path, family):
     """In training mode, without and with gradient checkpointing. The prompts begin alike with 6 tokens.
 
-    A micro-batch of all sequences computes them once, or 4 of them. Smaller ones compute any number of tokens once.
+    Without it, a micro-batch of all sequences computes them once. Smaller ones compute any number of tokens once.
     """
     model = double(load_family(family, tmp_path))
     model.set_experts_implementation("eager")
     rollout = random_rollout(grpo, [(9, [8, 1, 5]), (7, [12, 3])], beginning=6)
+    prompts = grpo.unpadded(rollout.prompt_ids, rollout.prompt_mask)
     weights = torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(0))
     expected = exact_logprobs(model, rollout, 0.7)
     slow = gradients(model, (expected * weights).sum())
@@ -464,8 +465,8 @@ def test_every_family_trains_exactly(double, tmp_path, family):
             args = make_args(12, micro_batch_tokens=budget)
             splits.append(grpo.micro_batches(args, model, rollout, torch.arange(5)))
         assert len(splits[0]) > 1 == len(splits[1])
-        assert splits[1][0][1].common == (6 if is_attention else 0)
-        splits.append([(list(range(5)), rollout._replace(common=4 if is_attention else 0))])
+        assert grpo.can_share(model) == (is_attention and not checkpointing)
+        assert grpo.shared_tokens(prompts, 19) == 6
         for batches in splits:
             model.zero_grad(set_to_none=False)
             for rows, part in batches:
@@ -477,27 +478,26 @@ def test_every_family_trains_exactly(double, tmp_path, family):
                     assert (parameter.grad - slow[name]).abs().max() <= tolerance * largest, name
 
 
-@pytest.mark.parametrize("common", [0, 399])
-def test_the_gradient_is_the_same_to_the_last_bit_with_two_threads(common):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_gradient_is_the_same_to_the_last_bit_with_two_threads(is_shared):
     """A run on two threads must also be repeatable, so the order of the threads must not change any sum.
 
     Without a common beginning the rows of a prompt add up in the embedding, and with one in its states, too.
     """
     model = build("Llama", hidden_size=128, head_dim=64, num_key_value_heads=4)
-    if common:
+    if is_shared:
         rollout = random_rollout(grpo, [(400, [3] * 120)])
     else:
         rollout = random_rollout(grpo, [(9, [14] * 8)] * 5)
         # Without shuffling each thread would have whole groups.
         order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
         rollout = rollout.select(order)
-    part = rollout._replace(common=common)
-    assert part.response_mask.sum() * 128 > 2**15  # threads share the work on larger tensors
+    assert rollout.response_mask.sum() * 128 > 2**15  # threads share the work on larger tensors
     torch.set_num_threads(2)
     try:
-        first = gradients(model, grpo.compute_logprobs(model, part, 1.0).sum())
+        first = gradients(model, grpo.compute_logprobs(model, rollout, 1.0).sum())
         for _ in range(2):
-            again = gradients(model, grpo.compute_logprobs(model, part, 1.0).sum())
+            again = gradients(model, grpo.compute_logprobs(model, rollout, 1.0).sum())
             assert all(torch.equal(again[name], grad) for name, grad in first.items())
     finally:
         torch.set_num_threads(1)

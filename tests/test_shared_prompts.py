@@ -32,6 +32,13 @@ def micro_batches(script, model, rollout, sequences, budget):
     return batches
 
 
+def common_tokens(script, part):
+    """How many tokens at the beginning of its rows a micro-batch computes once."""
+    mask = getattr(part, "context_mask", part.response_mask)
+    longest = (part.prompt_mask.sum(1) + mask.sum(1)).max().item()
+    return script.shared_tokens(script.unpadded(part.prompt_ids, part.prompt_mask), longest)
+
+
 def gradients_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -50,7 +57,7 @@ def compare(script, model, rollout, compute, expected):
         slow = gradients_of(model)
         for budget in (100, 10**6):
             batches = micro_batches(script, model, rollout, sequences, budget)
-            assert max(part.common for _, part in batches) >= BEGINNING
+            assert max(common_tokens(script, part) for _, part in batches) >= BEGINNING
             model.zero_grad()
             for rows, part in batches:
                 found = compute(model, part)
@@ -59,19 +66,14 @@ def compare(script, model, rollout, compute, expected):
             assert_same_gradients(gradients_of(model), slow)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("module", [grpo, grpo_tools, grpo_lora])
-def test_log_probabilities_and_gradients_are_those_of_single_sequences(
-    double, module, checkpointing
-):
+def test_log_probabilities_and_gradients_are_those_of_single_sequences(double, module):
     model = build("Llama, tied head")
     if module is grpo_lora:
         model = adapted(lora_args(), model)
     double(model)
     rollout = random_rollout(module, GROUPS, beginning=BEGINNING)
     expected = slow_logprobs(model, rollout, 0.7)
-    if checkpointing:
-        module.use_checkpointing(model.train())
 
     def compute(model, part):
         return module.compute_logprobs(model, part, 0.7)
@@ -110,14 +112,13 @@ def test_micro_batches_keep_to_the_budget(module, beginning):
     for budget in (1, 30, 40, 99, 10**6):
         batches = micro_batches(module, model, rollout, torch.arange(N), budget)
         for rows, part in batches:
-            longest, common = lengths[rows[0]], part.common
-            assert [lengths[i] for i in rows] == sorted((lengths[i] for i in rows), reverse=True)
+            longest, common = max(lengths[i] for i in rows), common_tokens(module, part)
             assert len(rows) == 1 or common + len(rows) * (longest - common) <= budget
             assert common == 0 or len(rows) > 1
             assert torch.equal(part.response_ids, rollout.response_ids[rows])
         assert budget > 1 or len(batches) == N
     # All sequences together.
-    assert [part.common for _, part in batches] == [beginning]
+    assert [common_tokens(module, part) for _, part in batches] == [beginning]
 
 
 # Prompts, the lengths of their responses, and the micro-batches of at most 64 tokens: rows, and common tokens.
@@ -147,26 +148,23 @@ def test_micro_batches_by_hand(case):
     rollout = grpo.Rollout(ids, prompt_mask, mask.long(), mask, mask.float())
     sequences = torch.arange(len(prompts))
     batches = micro_batches(grpo, build("Llama"), rollout, sequences, 64)
-    assert sorted((rows, part.common) for rows, part in batches) == expected
-    # A state that goes through the whole row isn't among keys and values. On a GPU nothing is shared.
-    kinds = ("linear_attention", "conv", "hybrid", "chunked_attention", "full_attention")
-    for kind in kinds:
-        text_config = SimpleNamespace(layer_types=["full_attention", kind])
-        device = torch.device("cuda" if kind == "full_attention" else "cpu")
-        config = SimpleNamespace(get_text_config=lambda x=text_config: x)
-        model = SimpleNamespace(config=config, device=device)
-        batches = micro_batches(grpo, model, rollout, sequences, 64)
-        assert not any(part.common for _, part in batches)
+    found = [(sorted(rows), common_tokens(grpo, part)) for rows, part in batches]
+    assert sorted(found) == expected
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_what_the_model_is_called_with(checkpointing):
-    """The 12 common tokens, and the rest of 10, 5, 3 and 3 tokens in two parts, so that less is padded."""
+def test_what_the_model_is_called_with():
+    """The 12 common tokens, and the rest. Or whole rows: with checkpointing, with other layers, and on a GPU."""
     model, shapes = build("Llama"), []
-    if checkpointing:
-        grpo.use_checkpointing(model.train())
     model.base_model.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     rollout = random_rollout(grpo, [(13, [9, 4, 2, 2])])
-    ((_, part),) = micro_batches(grpo, model, rollout, torch.arange(4), 100)
-    grpo.compute_logprobs(model, part, 1.0)
-    assert shapes == [(1, 12), (2, 10), (2, 3)]
+    grpo.compute_logprobs(model, rollout, 1.0)
+    grpo.use_checkpointing(model)
+    grpo.compute_logprobs(model, rollout, 1.0)
+    assert shapes == [(1, 12), (4, 10), (4, 22)]
+    model = build("Llama")
+    assert grpo.can_share(model)
+    for kind in ("linear_attention", "conv", "hybrid", "chunked_attention"):
+        model.config.layer_types = ["full_attention", kind]
+        assert not grpo.can_share(model)
+    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=build("Llama").config)
+    assert not grpo.can_share(on_gpu)

@@ -13,6 +13,7 @@ weights and the same metrics as main.
 import dataclasses
 import json
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -177,7 +178,7 @@ def run_main(script, monkeypatch, tmp_path, given):
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
     steps, shared, saved, seeds = [], [], [], []
     generate, minibatches = script.generate, script.minibatches
-    micro_batches, save_checkpoint = script.micro_batches, script.save_checkpoint
+    save_checkpoint = script.save_checkpoint
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
@@ -198,19 +199,12 @@ def run_main(script, monkeypatch, tmp_path, given):
             steps[-1]["minibatches"].append(minibatch.tolist())
             yield minibatch
 
-    def by_prompt(args, model, rollout, sequences):
-        """In later steps, compute each prompt once. It seldom pays here, because prompts are short."""
-        if len(steps) == 1:
-            return micro_batches(args, model, rollout, sequences)
-        groups, batches = defaultdict(list), []
-        for i in sequences.tolist():
-            groups[tuple(rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist())].append(i)
-        for prompt, group in groups.items():
-            for indices, part in micro_batches(args, model, rollout, torch.tensor(group)):
-                common = len(prompt) - 1 if len(indices) > 1 else 0
-                batches.append((indices, part._replace(common=common)))
-                shared.append(common)
-        return batches
+    def all_shared_tokens(prompts, longest):
+        """In later steps, also share where it doesn't pay: prompts are short here."""
+        if len(steps) == 1 or len(prompts) == 1:
+            return 0
+        shared.append(min(len(os.path.commonprefix(prompts)), min(map(len, prompts)) - 1))
+        return shared[-1]
 
     def recorded_save_checkpoint(*call):
         save_checkpoint(*call)
@@ -218,7 +212,7 @@ def run_main(script, monkeypatch, tmp_path, given):
 
     monkeypatch.setattr(script, "save_checkpoint", recorded_save_checkpoint)
     if name != "grpo_multigpu":  # which computes each sequence alone
-        monkeypatch.setattr(script, "micro_batches", by_prompt)
+        monkeypatch.setattr(script, "shared_tokens", all_shared_tokens)
     monkeypatch.setattr(script, "generate", recorded_generate)
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
     # It changes nothing, and would take a third of the time. test_runs.py has it by hand.
