@@ -54,7 +54,6 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import datasets
-import jinja2
 import torch
 import torch.nn.functional as F
 import tyro
@@ -481,9 +480,7 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
 # columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. On a
-# GPU, generate looks for finished responses every 16 tokens only. So there the number must be a
-# multiple of 16: then generate has just looked when the cache is full, and at least one response
-# goes on. On an H100, 64 and 128 columns were about as fast, and 256 were slower.
+# GPU it must be a multiple of 16: then generate has just looked for unfinished responses.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient as large as the head. So few large chunks are faster, but need more memory.
@@ -1059,25 +1056,14 @@ def fill_template(tokenizer, chat, **options):
     get a placeholder for each message, and the messages take the places of these afterwards.
     """
     marks = [f"[[[message {i}]]]" for i in range(len(chat))]
-    missing = chat  # the messages that aren't in the text
-    for as_parts in (False, True):  # templates of models with images may read only lists of parts
-        given = []
-        for message, mark in zip(chat, marks, strict=True):
-            content = [{"type": "text", "text": mark}] if as_parts else mark
-            given.append(message | {"content": content})
-        try:
-            template = tokenizer.apply_chat_template(given, tokenize=False, **options)
-        except (jinja2.UndefinedError, TypeError):  # it can read only the other form
-            continue
-        dropped = [
-            message for message, mark in zip(chat, marks, strict=True) if mark not in template
-        ]
-        missing = min(missing, dropped, key=len)
-        if not missing:
-            break
-    if missing:
-        role, content = missing[0]["role"], missing[0]["content"]
-        raise ValueError(f"--model: its chat template drops a message of the {role}: {content!r}")
+    given = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
+    template = tokenizer.apply_chat_template(given, tokenize=False, **options)
+    for message, mark in zip(chat, marks, strict=True):
+        if mark not in template:
+            raise ValueError(
+                f"--model: its chat template drops a message of the {message['role']}: "
+                f"{message['content']!r}"
+            )
     # Split at the placeholders: a message may contain what looks like one.
     texts = dict(zip(marks, [message["content"] for message in chat], strict=True))
     pieces = re.split(f"({'|'.join(map(re.escape, marks))})", template)
