@@ -1,13 +1,11 @@
-"""docs/speed.md's comparisons with TRL: how fast the trainers are, how much memory they need, and if they learn alike.
+"""docs/speed.md's comparison with TRL: how fast the two trainers are, and how much memory they need.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/compare_trl.py speed --workload W1
-    python benchmark/compare_trl.py learn
+    python benchmark/compare_trl.py --workload W1
 
-Each run has a process to itself, and the order of the sides alternates. So a machine that slows down is fair to all of
-them. benchmark/readme.py makes the tables and the picture from the records.
-
-speed: grpo.py and TRL's GRPOTrainer, on one of these workloads.
+Each run has a process to itself, and the order of the sides alternates. So a machine that slows down is fair to both.
+benchmark/readme.py makes the table from the records. benchmark/real_model.py compares how they learn. grpo.py and TRL's
+GRPOTrainer train on one of these workloads:
 
     W1  the bundled model and task, 16 x 8 samples of <= 32 tokens
     W2  a 260 K story model, lengths from 5 to 384, 16 x 8 samples
@@ -30,12 +28,6 @@ records/trl-speed.jsonl gets a line, which replaces the old line of the workload
 step (rollout, reward, update, logging) over all rounds. The first step is the warm-up and isn't counted. "memory_mb" is
 the highest resident set of the process, minus the resident set after its imports, before any model was loaded. On a
 GPU, it is the most memory that torch allocated there.
-
-learn: grpo.py, rloo.py and TRL's two trainers, for 60 steps of the bundled task. All have the same model, data (in
-another order), batch, learning rate and schedule, temperature, KL coefficient and seeds. The gradient of the KL is the
-same, too: TRL 1.16 multiplies k3 by the ratio rho by default, so "TRL" turns that off, and "TRL, rho k3" leaves it on.
-records/trl-learn.jsonl gets a line for each run: the accuracy of the samples and the wall time at every step, and the
-peak memory.
 """
 
 import importlib.metadata
@@ -55,10 +47,8 @@ from types import SimpleNamespace
 from typing import Literal
 from unittest.mock import patch
 
-import numpy as np
 import tyro
 from memory import MODELS, llama
-from pictures import digest, draw_band, panels, save, smooth
 from records import FOLDER, ROOT, memory, provenance, read, read_run, table, write
 
 sys.path.insert(0, str(ROOT))
@@ -67,7 +57,6 @@ THREADS = 2
 ADDITION = ROOT / "assets" / "addition"
 GSM8K = ROOT / "tests" / "real" / "gsm8k" / "train.jsonl"
 
-# ---- speed
 SPEED = FOLDER / "trl-speed.jsonl"
 NAMES = "Lily Tom Ben Mia Sam Anna Max Lucy Tim Sue Jack Amy Bob Sara Leo Emma".split()
 THINGS = ["red ball", "big dog", "small cat", "toy car", "blue bird"]
@@ -83,14 +72,6 @@ WORKLOADS = {
     "W5": (4, 8, 128, 2048, 8),
 }
 SHAPES = {"W3": llama(30, 576, 9, 3, 1536, 49152), "W4": MODELS["SmolLM2-1.7B"]}
-
-# ---- learn
-LEARNING = FOLDER / "trl-learn.jsonl"
-SEEDS, STEPS = (1, 2, 3), 60
-B, G, R = 16, 8, 32
-# Who trains, for each algorithm.
-SIDES = {"grpo": ("PlainRL", "TRL", "TRL, rho k3"), "rloo": ("PlainRL", "TRL")}
-
 
 # ---- a run of each side, in a process of its own
 
@@ -387,81 +368,5 @@ def speed(
     print(table([workload, *record["trl"]], rows))
 
 
-# ---- learn
-
-
-def measure_learning(side: str, name: str, seed: int) -> dict:
-    """The accuracy of the samples and the wall seconds since the start at every step, and the peak memory.
-
-    A script has its bundled defaults, except that it evaluates one problem, and only before and after.
-    """
-    if side == "PlainRL":
-        script = __import__(name)
-        fields = dict(seed=seed, num_steps=STEPS, device="cpu", eval_every=0, eval_size=1)
-        run = train_plainrl(script, replace(script.BUNDLED, **fields))
-        accuracy = [record["rollout/accuracy"] for record in run["metrics"][1:]]
-    else:
-        from utils.rewards import accuracy_reward, format_reward
-
-        accuracy = []
-
-        def reward(completions, answer, **columns):
-            right = accuracy_reward(completions, answer)
-            accuracy.append(sum(right) / len(right))
-            return [a + b for a, b in zip(right, format_reward(completions, answer), strict=True)]
-
-        fields = dict(num_generations=G, max_completion_length=R, beta=0.01, seed=seed, bf16=False)
-        fields |= dict(per_device_train_batch_size=B * G, gradient_accumulation_steps=1)
-        fields |= dict(learning_rate=1e-4, lr_scheduler_type="linear", max_steps=STEPS)
-        if name == "grpo":
-            fields["use_bias_correction_kl"] = side == "TRL, rho k3"
-        run = train_trl(name, ADDITION / "adder", ADDITION / "train.jsonl", reward, **fields)
-    return dict(
-        accuracy=[round(value, 4) for value in accuracy],
-        seconds=[round(end - run["start"], 4) for _, end in run["steps"]],
-        memory=run["memory"],
-    )
-
-
-def label(side: str, name: str) -> str:
-    if side == "PlainRL":
-        return f"{name}.py"
-    return f"{name.upper()}Trainer of TRL 1.16" + side.removeprefix("TRL")
-
-
-def to_reach(record: dict, level: float = 0.9) -> tuple[float, int]:
-    """Seconds and responses until the mean accuracy of five steps reaches the level; NaN and 0 if it never does."""
-    for k in range(4, len(record["accuracy"])):
-        if sum(record["accuracy"][k - 4 : k + 1]) / 5 >= level:
-            return record["seconds"][k], (k + 1) * B * G
-    return float("nan"), 0
-
-
-def draw(records: list[dict]) -> None:
-    figure, axes = panels(1, 2, figsize=(8, 3.2), sharey=True)
-    for ax, name in zip(axes[0], SIDES, strict=True):
-        for color, side in enumerate(SIDES[name]):
-            mine = [x for x in records if (x["name"], x["side"]) == (name, side)]
-            curves = np.stack([smooth(record["accuracy"]) for record in mine])  # (seeds, steps)
-            draw_band(ax, B * G * np.arange(1, STEPS + 1), curves, f"C{color}", label(side, name))
-        ax.set_xlabel("responses sampled")
-        ax.legend()
-    axes[0, 0].set_ylabel("accuracy of the samples")
-    save(figure, LEARNING.with_suffix(".svg"), digest(records))
-
-
-def learn() -> None:
-    """The learning curves of grpo.py, rloo.py and TRL's two trainers; writes records/trl-learn.jsonl."""
-    records = []
-    for seed in SEEDS:
-        for name in SIDES:
-            for side in SIDES[name][:: 1 if seed % 2 else -1]:
-                found = in_own_process(measure_learning, side, name, seed)
-                records.append(dict(side=side, name=name, seed=seed, **source(), **found))
-                last = np.mean(found["accuracy"][-5:])
-                print(f"{name}, {side}, seed {seed}: last five steps {last:.3f}", flush=True)
-    write(LEARNING, records)
-
-
 if __name__ == "__main__":
-    tyro.extras.subcommand_cli_from_dict({"speed": speed, "learn": learn}, description=__doc__)
+    tyro.cli(speed, description=__doc__)

@@ -48,8 +48,6 @@ RECORDS = FOLDER / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
 SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
-# The first five steps train only the value network.
-VAPO = "vapo.py --num-steps 25"
 # The student of the lesson on length.
 BUILD_STUDENT = "assets/addition/build_hesitant.py runs/hesitant"
 FREE = "--model runs/hesitant --dataset runs/hesitant --no-examples --temperature 1 --max-new-tokens 128"
@@ -57,7 +55,6 @@ FREE += " --learning-rate 5e-5 --num-steps 50"
 SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 40"
 SUMS += " --learning-rate 5e-5 --no-gradient-checkpointing --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
-CLIPS = "dapo.py --num-steps 30 --max-resample 0 --num-iterations 2 --num-minibatches 4 --learning-rate 3e-4"
 STALE = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"
 # --engine-memory has no effect on a CPU. It stands here because the records' commands have it.
 ENGINE = "grpo_vllm.py --num-steps 40 --learning-rate 3e-4 --engine-memory 0.1"
@@ -228,9 +225,8 @@ SUMS_RANKS = {
 }
 
 # The page has no table of these.
-PRINTED = "reuse adapters critic groups samplers baselines leash credit clip-higher vapo".split()
-# In the order of the page. "rate" is a fold in the section of "adapters", and "broken" is on docs/metrics.md. The last
-# four are in one section.
+PRINTED = "reuse adapters critic groups samplers baselines".split()
+# In the order of the page. "rate" is a fold in the section of "adapters", and "broken" is on docs/metrics.md.
 LESSONS = {
     "length": Lesson(
         "Dividing by length makes wrong answers grow",
@@ -493,42 +489,6 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, NORM)],
     ),
-    "leash": Lesson(
-        "The KL leash",
-        {f"beta = {beta}": f"{PLAIN} --beta {beta}" for beta in (0.001, 0.01, 0.1, 1)},
-        [Panel(SAMPLED, ACCURACY), Panel(KL, ACCURACY)],
-    ),
-    "credit": Lesson(
-        "The std, and a reward for each step",
-        {
-            "GRPO": SUMS_RATES["5e-5"],
-            "Dr. GRPO": f"dr_grpo.py {SUMS}",
-            "process rewards": f"grpo_process.py {SUMS} --beta 0",
-            # At this rate no weight changes.
-            "untrained": f"grpo.py {SUMS} --beta 0".replace("5e-5", "1e-12").replace("40", "10"),
-        },
-        [Panel(SAMPLED, ACCURACY)],
-    ),
-    "clip-higher": Lesson(
-        "Clip-Higher",
-        {f"eps_high = {high}": f"{CLIPS} --clip-eps-high {high}" for high in (0.2, 0.28, 0.4)},
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, NATS)],
-        HELD_OUT | ENTROPY,
-    ),
-    "vapo": Lesson(
-        "VAPO's changes",
-        {
-            "VAPO": VAPO,
-            "no value pretraining": "vapo.py --num-steps 20 --value-warmup-steps 0",
-            "lambda 1": f"{VAPO} --gae-alpha 1e9",
-            "eps_high = 0.2": f"{VAPO} --clip-eps-high 0.2",
-            "no loss on right responses": f"{VAPO} --lm-coef 0",
-            "PPO, reward by rules": f"{PPO} --reward-model None",
-            "GRPO": "grpo.py --num-steps 20",
-        },
-        [Panel(SAMPLED, ACCURACY), Panel(STEPS, VALUES)],
-        LAST | EXPLAINED,
-    ),
 }
 
 
@@ -633,13 +593,9 @@ def draw_curve(ax, arms: dict[str, list[dict]], colors: dict[str, str], panel: P
         name = label(arm)
         if panel.x == STEPS:
             draw_band(ax, np.arange(1, up.shape[1] + 1), up, colors[name], name)
-        elif panel.x == SAMPLED:
+        else:
             across = np.mean([curve(record, SAMPLED) for record in runs], axis=0)  # (steps,)
             draw_band(ax, across, up, colors[name], name)
-        else:
-            # x is a metric, too, so the line is a path.
-            across = np.mean([smooth(curve(record, panel.x)) for record in runs], axis=0)
-            ax.plot(across, up.mean(0), color=colors[name], label=name, marker=".")
 
 
 def draw_rates(ax, arms: dict[str, list[dict]], colors: dict[str, str], panel: Panel) -> None:
@@ -688,7 +644,7 @@ def records_of(name: str) -> dict[str, list[dict]]:
 
 def drawn_from(name: str) -> str:
     runs = [record for records in records_of(name).values() for record in records]
-    # The first 345 records also have the sizes of the advantages.
+    # Older records also have the sizes of the advantages.
     return digest([[record["curves"], record.get("groups")] for record in runs])
 
 

@@ -35,9 +35,7 @@ from pictures import GRAY, digest, draw_band, panels, save
 from records import FOLDER, ROOT, command_line, fill, provenance, python, read, spread, table, write
 from tqdm import tqdm
 
-sys.path[:0] = [str(ROOT), str(ROOT / "assets" / "sums")]
-
-import build_sums  # noqa: E402
+sys.path.insert(0, str(ROOT))
 
 import grpo  # noqa: E402
 
@@ -189,35 +187,6 @@ def text_of_copy() -> str:
     return text
 
 
-@torch.no_grad()
-def chances(args: grpo.Args) -> list[float]:
-    """For each held-out sum, the chance that a sample is the solution of assets/sums with all its carries.
-
-    It is computed, not counted: exp of the sum of the log-probabilities of the solution's tokens at args.temperature. A
-    sample with another text may be right, too, so the chance of a right sample is at least as high.
-    """
-    tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.find_model(args))
-    _, examples = grpo.load_data(args, tokenizer)
-    model, _ = grpo.load_model(args, tokenizer)
-    found = []
-    for example in examples:
-        numbers = [int(number) for number in example["prompt"].removesuffix("=").split("+")]
-        solution = build_sums.solution(numbers)
-        response_ids = tokenizer(solution, return_tensors="pt").input_ids  # (1, R)
-        prompt_ids = torch.tensor([example["prompt_ids"]])  # (1, P)
-        rollout = grpo.Rollout(
-            prompt_ids=prompt_ids,
-            prompt_mask=torch.ones_like(prompt_ids, dtype=torch.bool),
-            response_ids=response_ids,
-            response_mask=torch.ones_like(response_ids, dtype=torch.bool),
-            # compute_logprobs doesn't use this field.
-            sampled_logprobs=torch.zeros(response_ids.shape),
-        )
-        logprobs = grpo.compute_logprobs(model, rollout, args.temperature)  # (1, R)
-        found.append(float(f"{logprobs.sum().exp():.4g}"))
-    return found
-
-
 def make_record(arm: str, seed: int) -> dict:
     """Train, unless the run exists, and sample."""
     about = {"arm": arm, "seed": seed}
@@ -232,7 +201,7 @@ def make_record(arm: str, seed: int) -> dict:
         model, sampling_seed = UNTRAINED[arm]
         args = grpo.Args(model=str(ROOT / model), examples=False, device="cpu", eval_size=PROBLEMS)
     args = replace(args, dataset=str(ROOT / "assets" / "sums"))
-    return about | measure(model, args, SAMPLES, sampling_seed) | {"chances": chances(args)}
+    return about | measure(model, args, SAMPLES, sampling_seed)
 
 
 def make_records() -> None:
@@ -292,33 +261,21 @@ def lesson_table() -> str:
 
 def drawn_from() -> str:
     """The name of the records that the picture contains."""
-    names = ("arm", "seed", "right", "chances")
+    names = ("arm", "seed", "right")
     return digest([[record[name] for name in names] for record in read(RECORDS)])
 
 
 def draw() -> None:
-    """pass@k against k in two panels: estimated from samples, and computed from the chances of the right solutions.
-
-    The band of an arm goes from its lowest to its highest seed.
-    """
+    """pass@k against k. The band of an arm goes from its lowest to its highest seed."""
     arms = read_arms()
-    figure, axes = panels(1, 2, figsize=(12, 4.8), sharey=True)
-    computed_at = np.logspace(0, 6, 61)
+    figure, ((ax,),) = panels(1, 1, figsize=(7, 4.8))
     colors = {"before": GRAY} | {arm: f"C{color}" for color, arm in enumerate(TRAINED)}
     for arm, color in colors.items():
         sampled = 100 * arm_curves(arms[arm], DRAWN).mean(1)  # (seeds, ks)
-        draw_band(axes[0, 0], DRAWN, sampled, color, arm)
-        chances = np.array([record["chances"] for record in arms[arm]])  # (seeds, problems)
-        computed = 100 * (1 - (1 - chances[:, :, None]) ** computed_at).mean(1)  # (seeds, ks)
-        draw_band(axes[0, 1], computed_at, computed, color)
-    axes[0, 0].set_xscale("log", base=2)
-    axes[0, 0].set_xticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
-    axes[0, 0].set_ylabel("pass@k, %")
-    axes[0, 0].set_title(f"from {SAMPLES} samples", fontsize=12)
-    axes[0, 1].set_xscale("log")
-    axes[0, 1].set_title("computed, 1 - (1 - p)^k", fontsize=12)
-    for ax in axes.flat:
-        ax.set_xlabel("k, samples per problem")
+        draw_band(ax, DRAWN, sampled, color, arm)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks([1, 2, 4, 8, 16, 32, 64], [1, 2, 4, 8, 16, 32, 64])
+    ax.set(xlabel="k, samples per problem", ylabel="pass@k, %")
     figure.legend(loc="outside lower center", ncols=4)
     save(figure, PICTURE, drawn_from())
 

@@ -3,10 +3,9 @@
     python benchmark/readme.py                 README.md, docs/speed.md
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
-It reads these records: bundled.jsonl and bundled-sums.jsonl, which bundled.py writes, trl-speed.jsonl and
-trl-learn.jsonl, which compare_trl.py writes, and transcript.txt. It also draws the picture of trl-learn.jsonl. The
-tables stand between <!-- name --> and <!-- end name -->. tests/test_docs.py checks that tables and pictures match the
-records.
+It reads these records: bundled.jsonl and bundled-sums.jsonl, which bundled.py writes, trl-speed.jsonl, which
+compare_trl.py writes, and transcript.txt. The tables stand between <!-- name --> and <!-- end name -->.
+tests/test_docs.py checks that they match the records.
 """
 
 import os
@@ -14,16 +13,12 @@ import subprocess
 import sys
 
 import numpy as np
-from compare_trl import SIDES, label, to_reach
-from compare_trl import draw as draw_learning
-from pictures import WINDOW
 from records import FOLDER, ROOT, fill, read, spread, table
 
 sys.path.insert(0, str(ROOT / "tools"))
 
 from scripts import SCRIPTS  # noqa: E402
 
-PICTURE = FOLDER / "trl-learn.svg"
 TRANSCRIPT = FOLDER / "transcript.txt"
 HOME = "/home/you/PlainRL"  # the project's folder in the transcript
 WORKLOADS = {
@@ -48,19 +43,6 @@ def bundled_table() -> str:
         row.append(spread([1000 * record["peak_mem_gb"] for record in mine]))
         rows.append(row)
     return table(["script", "before, %", "after, %", "seconds", "peak MB"], rows)
-
-
-def learning_table() -> str:
-    records, rows = records_of("trl-learn"), []
-    for name, sides in SIDES.items():
-        for side in sides:
-            mine = [x for x in records if (x["name"], x["side"]) == (name, side)]
-            last = [100 * float(np.mean(record["accuracy"][-WINDOW:])) for record in mine]
-            reached = [spread([to_reach(record)[k] for record in mine]) for k in (0, 1)]
-            memory = spread([record["memory"] / 1e6 for record in mine])
-            rows.append([label(side, name), spread(last, 1), *reached, memory])
-    header = ["", "right, last five steps, %", "seconds to 90 %", "responses to 90 %"]
-    return table([*header, "peak MB, without the imports"], rows)
 
 
 def speed_table() -> str:
@@ -124,7 +106,6 @@ BLOCKS = {
     "bundled": ("docs/speed.md", bundled_table),
     "sums": ("docs/speed.md", sums_table),
     "speed": ("docs/speed.md", speed_table),
-    "learning": ("docs/speed.md", learning_table),
 }
 
 
@@ -133,7 +114,6 @@ def main() -> None:
         record_transcript()
     for name, (page, make) in BLOCKS.items():
         fill(ROOT / page, name, make())
-    draw_learning(records_of("trl-learn"))
 
 
 if __name__ == "__main__":

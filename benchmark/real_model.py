@@ -129,21 +129,6 @@ SEEDS = {name: (1, 2, 3) if name in THREE_SEEDS else (1,) for name in RUNS}
 # The runs that one picture and one table compare.
 COMPARED = ["grpo", "dr_grpo", "dapo", "gspo", "grpo_lora", "rloo", "reinforce_baseline", "remax"]
 COMPARED += ["ppo_rlhf", "vapo", "grpo_vllm", "trl_grpo", "trl_rloo"]
-# The runs of docs/lessons.md, in a table of their own.
-LESSONS = {
-    "anywhere": "grpo.py, paid for the answer anywhere",
-    "four_passes": "grpo.py, four passes",
-    "four_passes_unclipped": "grpo.py, four passes, no clip",
-    "lora_rank_1": "grpo_lora.py, rank 1",
-    "lora_rank_64": "grpo_lora.py, rank 64",
-    "lora_fast": "grpo_lora.py, rate 3e-4",
-    "four_updates": "grpo.py, four updates of one pass",
-    "dapo_no_penalty": "dapo.py, --overlong-cache 0",
-    "dapo_as_sampled": "dapo.py, --overlong-cache 0 --max-resample 0",
-    "rloo_norm_1000": "rloo.py, --max-grad-norm 1000",
-    "rloo_no_kl": "rloo.py, --beta 0",
-}
-
 KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
 KEPT += ["rollout/format_reward", "rollout/logprob_gap", "rollout/logprob_gap_max"]
 KEPT += ["policy/entropy", "policy/clip_frac", "policy/approx_kl", "optim/grad_norm", "kl/ref"]
@@ -404,20 +389,18 @@ def single_runs_table(records: list[dict]) -> str:
     return table([*header, "seconds a step", "minutes", "GB"], rows)
 
 
-def compared_table(records: list[dict], labels: dict[str, str]) -> str:
+def compared_table(records: list[dict]) -> str:
     """Runs of 40 steps, by name: the mean of the seeds."""
     rows = []
-    for name, shown in labels.items():
+    for name in COMPARED:
         mine = [record for record in records if record["name"] == name]
-        if not mine:
-            continue
 
         def last_five(key: str, digits: int, mine=mine) -> str:
             if key not in mine[0]["curves"]:
                 return "-"
             return f"{np.mean([record['curves'][key][-5:] for record in mine]):.{digits}f}"
 
-        row = [shown, str(len(mine))]
+        row = [label(name), str(len(mine))]
         row += [f"{value:.2f}" for value in greedy_curves(mine).mean(0)[1:]]
         row += [last_five("rollout/accuracy", 2), last_five("rollout/response_len", 0)]
         row += [last_five("kl/ref", 2), last_five("policy/entropy", 2)]
@@ -556,8 +539,7 @@ def blocks() -> dict[str, str]:
     first = next(x for x in records if x["name"] == "grpo_64" and x["seed"] == 1)
     return {
         "results": single_runs_table(records),
-        "algorithms": compared_table(records, {name: label(name) for name in COMPARED}),
-        "lessons": compared_table(records, LESSONS),
+        "algorithms": compared_table(records),
         "samples": samples_block(first),
         "pairs": pairs_table(records),
         "gym": gym_table(records),

@@ -8,7 +8,6 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
 
 import grpo
 
@@ -29,21 +28,6 @@ def test_the_gamed_reward_counts_characters(monkeypatch):
     scores = grpo.apply_rewards(["", "abc"], examples, "cpu")
     assert scores["length_reward"].tolist() == [0, 1.5]
     assert grpo.SCRIPT.name == "gamed.py"
-
-
-def test_the_side_of_plainrl_trains_the_bundled_task(monkeypatch):
-    """compare_trl.py learn runs a script with its bundled defaults, and times each of its steps."""
-    import compare_trl
-
-    # What the run changes is put back afterwards.
-    monkeypatch.setattr(grpo, "REWARDS", grpo.REWARDS)
-    monkeypatch.setattr(grpo, "sample_responses", grpo.sample_responses)
-    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(grpo, "BUNDLED", replace(grpo.BUNDLED, num_prompts=2))
-    monkeypatch.setattr(compare_trl, "STEPS", 2)
-    record = compare_trl.measure_learning("PlainRL", "grpo", 1)
-    assert len(record["accuracy"]) == len(record["seconds"]) == 2
-    assert 0 < record["seconds"][0] < record["seconds"][1]
 
 
 @pytest.mark.parametrize("missing", ["git", "repository"])

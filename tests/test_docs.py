@@ -168,12 +168,9 @@ def test_every_script_and_patch_has_recorded_seeds():
 
 
 def test_the_tables_show_the_records():
-    """The tables, the picture and the sample output of README.md and of other pages are those of the records."""
-    import pictures
+    """The tables and the sample output of README.md and of other pages are those of the records."""
     import readme
 
     for name, (page, make) in readme.BLOCKS.items():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name
-    drawn_from = pictures.digest(readme.records_of("trl-learn"))
-    assert drawn_from in readme.PICTURE.read_text(encoding="utf-8")
