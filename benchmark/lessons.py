@@ -144,13 +144,6 @@ def between(first: int, last: int) -> Callable[[dict], float]:
     return value
 
 
-def accuracy_at(record: dict, responses: int) -> float:
-    """A record's sampled accuracy after this number of responses, over five steps."""
-    episodes = record["curves"][SAMPLED]
-    step = next((k for k, x in enumerate(episodes, 1) if x >= responses), len(episodes))
-    return over(ACCURACY, max(1, step - 4), step)(record)
-
-
 def parts_at(metric: str, command: str = PLAIN) -> Callable[[dict], float]:
     """The first of ten steps in a row in which a record's metric lies outside the range of the command's runs."""
 
@@ -438,19 +431,6 @@ LESSONS = {
         },
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, EQUAL)],
         LAST | GROUPS,
-    ),
-    "dynamic": Lesson(
-        "Dynamic sampling takes twice the samples, without a gain",
-        {
-            "as sampled": "dapo.py --num-steps 30 --num-minibatches 1 --max-resample 0",
-            "dynamic sampling": "dapo.py --num-steps 30 --num-minibatches 1",
-        },
-        [Panel(STEPS, EQUAL), Panel(STEPS, ACCURACY), Panel(SAMPLED, ACCURACY)],
-        LAST
-        | {
-            "responses": (lambda record: record["curves"][SAMPLED][-1], 0),
-            "at 3,840 responses, %": (lambda record: accuracy_at(record, 3840), 1),
-        },
     ),
     "samplers": Lesson(
         "A stale sampler is behind at first, and a rounded one is not",

@@ -84,11 +84,11 @@ def survey(task: str, model_folder: str) -> dict:
 
 
 def tasks_table(records: list[dict]) -> str:
-    """The tasks with unequal groups for at least half of the questions, the most unequal first."""
+    """The tasks with unequal groups for at least eight of ten questions, the most unequal first."""
     found = [record for record in records if "error" not in record]
     rows = []
     for record in sorted(found, key=lambda x: (-x["unequal_groups"], -x["score"])):
-        if record["unequal_groups"] >= 0.5:
+        if record["unequal_groups"] >= 0.8:
             row = [record["task"], f"{record['unequal_groups']:.1f}", f"{record['score']:.2f}"]
             row += [f"{record['right']:.2f}", f"{record['ended']:.2f}", f"{record['tokens']:.0f}"]
             rows.append([*row, str(record["prompt_tokens"])])
