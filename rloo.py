@@ -157,17 +157,17 @@ class Args:
 
 # The defaults without --model: a bundled model learns to add, in a minute or so on a CPU.
 BUNDLED = Args(
+    eval_every=20,
     model=str(SCRIPT.parent / "assets" / "addition" / "adder"),
     dataset=str(SCRIPT.parent / "assets" / "addition"),
     examples=False,
     max_prompt_tokens=64,
     max_new_tokens=32,
     temperature=1.0,
-    eval_every=20,
+    num_steps=60,
     learning_rate=1e-4,
     warmup_updates=0,
     gradient_checkpointing=False,
-    num_steps=60,
     beta=0.01,
 )
 
@@ -235,7 +235,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy, in later updates only roughly
+        "policy/entropy": -logprobs,  # estimates it; in later updates roughly: pi_old has sampled
     }
     if args.beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
@@ -318,6 +318,7 @@ def main(args: Args) -> dict:
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
+        # Filled here, or in part 4 if a step has a single update.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # The returns contain the KL, so they need the old log-probabilities now. Without a KL, a
@@ -396,7 +397,7 @@ def main(args: Args) -> dict:
             **{name: total / num_tokens for name, total in token_sums.items()},
             "policy/loss": total_loss / updates_per_step,
             "optim/grad_norm": total_grad_norm / updates_per_step,
-            "optim/lr": lr,
+            "optim/lr": lr,  # of the last update
             "optim/skipped": num_skipped,
             "time/rollout_s": rollout_seconds,
             "time/update_s": update_seconds,
@@ -422,7 +423,7 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)
-        if step == first_step:
+        if step == first_step:  # after the log, which shows why the run ends
             check_gap(args, model, gap.mean())
 
         # ---- 6. save
@@ -442,7 +443,7 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
 # columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. On a
-# GPU it must be a multiple of 16: then generate has just looked for unfinished responses.
+# GPU it must be a multiple of 16: then generate has just seen an unfinished response.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient as large as the head. So few large chunks are faster, but need more memory.
@@ -451,7 +452,10 @@ CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 @dataclass
 class Decoding:
-    """What a decode step reads, and changes in place: a CUDA graph replays on the same memory."""
+    """The tensors of a decode step. Between two calls of keep they stay in the same memory.
+
+    So a CUDA graph, which replays on the memory it was recorded on, can replay the step.
+    """
 
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
@@ -463,7 +467,8 @@ class Decoding:
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
             # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
-            # both. Keys and values also get new columns, which reorder_cache couldn't append.
+            # both. Of a layer with both, reorder_cache would take the rows of both. But keys and
+            # values also get new columns. So only the method for the state is called.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -554,7 +559,7 @@ def prefill(model, prompt_ids, prompt_mask):
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     outputs = model(
         prompt_ids,
-        attention_mask=prompt_mask.long(),
+        attention_mask=prompt_mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
@@ -592,7 +597,7 @@ def response_states(model, rollout):
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
     common = shared_tokens(prompts, max(map(len, rows))) if can_share(model) else 0
-    # Padding is on the right, where no token sees it.
+    # The rows without their common beginning. Padding is on the right, where no token sees it.
     rests = pad_sequence([torch.tensor(row[common:]) for row in rows], batch_first=True)
     rests = rests.to(rollout.prompt_ids.device)  # (n, length)
     # Autocast's cache would hold a bf16 copy of every weight at the same time.
@@ -706,7 +711,8 @@ def micro_batches(args, model, rollout, sequences):
                 batches.append([i])
         return batches
 
-    # Sequences of similar length need little padding. Sequences of similar prompts share more.
+    # Sequences of similar length need little padding. Sequences of similar prompts share more. What
+    # is cheaper depends on the prompts.
     by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
     by_prompt = sorted(by_length, key=lambda i: prompts[i])
     splits = [split(by_length), split(by_prompt)]
@@ -715,7 +721,7 @@ def micro_batches(args, model, rollout, sequences):
 
 
 def can_share(model):
-    """Whether response_states computes the tokens with which all rows begin only once."""
+    """Whether response_states computes the common beginning of all rows just once."""
     # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
     if model.device.type != "cpu":
         return False
@@ -728,7 +734,7 @@ def can_share(model):
 
 
 def shared_tokens(prompts, longest):
-    """With how many tokens n rows begin alike, if computing these once pays; else 0.
+    """The number of tokens with which all n rows begin, or 0 if computing them once doesn't pay.
 
     prompts are those of the rows, and longest is the number of tokens in the longest row.
     """
@@ -911,9 +917,9 @@ def read_examples(args, tokenizer, splits, split):
         elif answer is None or not has_gold(str(answer), REWARDS):
             num_unreadable += 1
         else:
-            columns = row | {"answer": str(answer)}
-            example = {"prompt": prompt, "prompt_ids": ids, "answer": str(answer)}
-            examples.append(example | {"columns": columns})
+            answer = str(answer)
+            example = {"prompt": prompt, "prompt_ids": ids, "answer": answer}
+            examples.append(example | {"columns": row | {"answer": answer}})
     counts = (
         f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
         f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
@@ -993,10 +999,10 @@ def fill_template(tokenizer, chat, **options):
                 f"--model: its chat template drops a message of the {message['role']}: "
                 f"{message['content']!r}"
             )
-    # Split at the placeholders: a message may contain what looks like one.
+    # All in one pass: a message may contain what looks like a placeholder.
     texts = dict(zip(marks, [message["content"] for message in chat], strict=True))
-    pieces = re.split(f"({'|'.join(map(re.escape, marks))})", template)
-    return "".join(texts.get(piece, piece) for piece in pieces)
+    pattern = "|".join(re.escape(mark) for mark in marks)
+    return re.sub(pattern, lambda found: texts[found[0]], template)
 
 
 def tokenize(tokenizer, prompt):
@@ -1012,7 +1018,10 @@ def tokenize(tokenizer, prompt):
 
 
 def shuffled_batches(args, num_examples):
-    """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
+    """The indices (B,) of each step's examples; every epoch shuffles all of them anew.
+
+    It sets the seed. Later each step sets its own.
+    """
     torch.manual_seed(args.seed)
     num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
     # A batch may hold the end of one epoch and the start of the next.
@@ -1054,7 +1063,7 @@ def load_model(args, tokenizer):
     model.to(device)
     if args.gradient_checkpointing:
         use_checkpointing(model)
-    eos_ids = find_eos_ids(model, tokenizer)
+    eos_ids = find_eos_ids(model, tokenizer)  # a list
     # The saved model has them in its generation_config.json, so that others end a response there.
     # No other setting is kept: the policy is trained without top-k and repetition penalty.
     model.generation_config = GenerationConfig(
@@ -1170,8 +1179,8 @@ def open_run(args, run_dir):
     With --track, it also starts W&B. A run with a name goes on if its command is repeated. Without
     a checkpoint, it begins again, and its few log lines are overwritten.
     """
-    goes_on = run_dir.exists()
-    if goes_on:
+    exists = run_dir.exists()
+    if exists:
         check_same_run(args, run_dir)
     if args.track:
         import wandb  # here, so that only a tracked run needs it
@@ -1182,16 +1191,16 @@ def open_run(args, run_dir):
             name=run_dir.name,
             dir=args.runs_dir,
             config=vars(args),
-            resume="allow" if goes_on else "never",  # never into another run of the same name
+            resume="allow" if exists else "never",  # never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
     # Write everything under another name first, so that a run's folder is always complete.
-    new_dir = run_dir if goes_on else run_dir.with_name(f"{run_dir.name}.new")
+    new_dir = run_dir if exists else run_dir.with_name(f"{run_dir.name}.new")
     new_dir.mkdir(parents=True, exist_ok=True)
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
     (new_dir / "args.tmp").write_text(json.dumps(content, indent=2))
     os.replace(new_dir / "args.tmp", new_dir / "args.json")
-    if not goes_on:
+    if not exists:
         shutil.copy(SCRIPT, new_dir)
         new_dir.rename(run_dir)  # raises an error if another run has this name
     mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
@@ -1217,7 +1226,7 @@ def check_same_run(args, run_dir):
             changed.append("--" + name.replace("_", "-"))
     is_longer = changed == ["--num-steps"] and args.num_steps > saved["num_steps"]
     if is_longer and args.lr_schedule == "constant_with_warmup":
-        return  # its steps are those of a run that was as long from the start
+        return  # its rates don't depend on the length, so its steps stay valid
     if changed:
         reason = ""
         if is_longer:

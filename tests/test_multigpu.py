@@ -86,7 +86,7 @@ def given_rollouts(path: str, gradients: str | None) -> None:
     def recorded(args, model, examples, num_samples, temperature, eos_ids):
         if temperature == 0:
             return sample_responses(args, model, examples, num_samples, temperature, eos_ids)
-        *tensors, logprobs, _ = rollouts[len(saved)]
+        *tensors, logprobs = rollouts[len(saved)]
         saved.append(1)
         return grpo_multigpu.Rollout(*tensors, logprobs.double())
 
