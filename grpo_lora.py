@@ -1225,7 +1225,7 @@ def open_run(args, run_dir):
     """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
     With --track, it also starts W&B. A run with a name goes on if its command is repeated. Without
-    a checkpoint, it begins again, and its few log lines are overwritten.
+    a checkpoint, it begins again, and its log is overwritten.
     """
     exists = run_dir.exists()
     if exists:
@@ -1242,7 +1242,8 @@ def open_run(args, run_dir):
             resume="allow" if exists else "never",  # never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
-    # Write everything under another name first, so that a run's folder is always complete.
+    # A new run is written under another name first, so that its folder is always complete. One that
+    # goes on gets its args.json again, because --num-steps may have grown.
     new_dir = run_dir if exists else run_dir.with_name(f"{run_dir.name}.new")
     new_dir.mkdir(parents=True, exist_ok=True)
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}

@@ -1326,7 +1326,8 @@ def open_run(args, run_dir):
             resume="allow" if exists else "never",  # never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
-    # Write everything under another name first, so that a run's folder is always complete.
+    # A new run is written under another name first, so that its folder is always complete. One that
+    # goes on gets its args.json again, because --num-steps may have grown.
     new_dir = run_dir if exists else run_dir.with_name(f"{run_dir.name}.new")
     new_dir.mkdir(parents=True, exist_ok=True)
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}

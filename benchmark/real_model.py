@@ -62,7 +62,7 @@ REWARDS = [anywhere_reward]
 
 # The rounding of a GPU on a CPU: autocast in the update, and a sampler and a reference in bf16.
 ROUNDED = {
-    'torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
+    'torch.autocast("cuda", torch.bfloat16, enabled=rests.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
     'model.device.type == "cuda"': "True",
 }
 
@@ -202,6 +202,7 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
         text = "".join(lines)
         if name.endswith("_bf16"):
             for on_gpu, on_cpu in ROUNDED.items():
+                assert on_gpu in text
                 text = text.replace(on_gpu, on_cpu)
         if rewards is ANYWHERE:
             text = text.replace("import os\n", "import os\nimport re\n", 1)
@@ -432,9 +433,8 @@ def pairs_table(records: list[dict]) -> str:
 def gym_table(records: list[dict]) -> str:
     """The runs on tasks of reasoning-gym."""
     rows = []
-    for record in records:
-        if not record["name"].startswith("gym_"):
-            continue
+    mine = [record for record in records if record["name"].startswith("gym_")]
+    for record in sorted(mine, key=lambda x: (list(RUNS).index(x["name"]), x["seed"])):
         curves = record["curves"]
         row = [record["name"].removeprefix("gym_"), str(record["seed"])]
         row.append(before_and_after(record, "eval/accuracy", 2))
@@ -462,7 +462,7 @@ def draw_gym(records: list[dict]) -> None:
         draw_band(ax, steps, curves, "tab:blue", "score of the samples")
         draw_band(ax, steps, equal, "tab:orange", "share of equal groups")
         ax.set(xlabel="step", title=task, ylim=(0, 1))
-    axes[0][0].legend(fontsize=9)
+    axes[0][1].legend(loc="upper left", fontsize=9)
     save(figure, PICTURES / "tasks.svg", digest(records))
 
 
