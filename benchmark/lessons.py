@@ -219,7 +219,7 @@ SUMS_RANKS = {
 
 # The page has no table of these.
 PRINTED = "reuse adapters critic groups samplers baselines".split()
-# In the order of the page. "rate" is a fold in the section of "adapters", and "broken" is on docs/metrics.md.
+# In the order of the page. "broken" is on docs/metrics.md.
 LESSONS = {
     "length": Lesson(
         "Dividing by length makes wrong answers grow",
@@ -345,20 +345,6 @@ LESSONS = {
             Panel(RATE, ACCURACY, "sums", "sums, steps 21 to 30", steps=(21, 30)),
             Panel(RATE, ACCURACY, "sums", "sums, last five steps"),
         ],
-    ),
-    "rate": Lesson(
-        "What shows early that a learning rate is too high",
-        {f"{rate}: all weights": command for rate, command in ADDER_RATES.items()}
-        | {"2e-3: all weights": f"{PLAIN} --learning-rate 2e-3"},
-        [
-            Panel(RATE, ACCURACY, title="last five steps"),
-            Panel(RATE, KL, title="step 3", steps=(3, 3)),
-            Panel(RATE, NORM, title="steps 1 to 5", steps=(1, 5)),
-        ],
-        {
-            "kl/ref, step 3": (over(KL, 3, 3), 4),
-            "gradient's norm, steps 1 to 5": (over(NORM, 1, 5), 2),
-        },
     ),
     "clipping": Lesson(
         "Clipping tokens makes no difference at a learning rate that works",
