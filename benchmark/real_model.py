@@ -7,7 +7,7 @@
 
 FOLDER holds SmolLM2-135M-Instruct, and DATA the folders svamp and gsm8k. On two cores a run takes ten minutes or more.
 If the program is stopped, the same command goes on: a run from its last checkpoint, a run of TRL from its beginning.
-benchmark/records/real-model.jsonl gets one line for each finished run.
+benchmark/records/real-model.jsonl gets a line for each finished run. It replaces the old line of this name and seed.
 """
 
 import argparse
@@ -587,12 +587,11 @@ def main() -> None:
     for name in args.export:
         export(name)
     for job in jobs:
-        done = {(record["name"], record["seed"]) for record in read(RECORDS)}
-        if args.all and job in done:
+        if args.all and job in {(record["name"], record["seed"]) for record in read(RECORDS)}:
             continue
         record = run(*job, args.model, args.data)
-        with RECORDS.open("a", encoding="utf-8") as file:
-            print(json.dumps(record), file=file)
+        others = [other for other in read(RECORDS) if (other["name"], other["seed"]) != job]
+        write(RECORDS, [*others, record])
         print(job, {step: x["eval/accuracy"] for step, x in record["eval"].items()}, flush=True)
     if args.draw or args.all:
         write_page()
