@@ -163,7 +163,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """maximum tokens per forward and backward pass; 8192 is faster on a GPU, for little memory"""
+    """maximum tokens per forward and backward pass; 8192 is faster on a GPU, for more memory"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -289,8 +289,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
-        # k3 estimates KL(pi || ref), but its gradient estimates the gradient of KL(ref || pi). See
-        # docs/algorithms.md.
+        # Eq. 4 is Schulman's k3. It estimates KL(pi || ref), but its gradient estimates that of
+        # KL(ref || pi). See docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
@@ -305,7 +305,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates it; in later updates roughly: pi_old has sampled
+        # The mean estimates the entropy, after the first update roughly: pi_old sampled the tokens.
+        "policy/entropy": -logprobs,
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
@@ -391,7 +392,7 @@ def main(args: Args) -> dict:
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
-        # Filled here, or in part 4 if a step has a single update.
+        # old_logprobs is filled here, or in part 4 if a step has a single update.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:
@@ -489,7 +490,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, sample)
+        show_progress(args, progress, metrics, sample)  # the sample of the last prompt
         if step == first_step:  # after the log, which shows why the run ends
             check_gap(args, model, gap.mean())
 
@@ -512,7 +513,8 @@ def main(args: Args) -> dict:
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
 # responses are dropped, and it grows by this many columns. With more, attention reads more empty
 # columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. On a
-# GPU it must be a multiple of 16: then generate has just seen an unfinished response.
+# GPU it must be a multiple of the 16 tokens after which generate looks for unfinished responses:
+# else there may be none when the cache is full.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient as large as the head. So few large chunks are faster, but need more memory.
@@ -530,14 +532,14 @@ class Decoding:
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, 1, V): those of the next token
     token: Tensor  # (rows,): the last token of each row
-    position: Tensor  # (rows,): the position at which decode feeds it, padding not counted
+    position: Tensor  # (rows,): the position of this token, padding not counted
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
         for layer in self.cache.layers:
             # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
-            # both. Of a layer with both, reorder_cache would take the rows of both. But keys and
-            # values also get new columns. So only the method for the state is called.
+            # both. Its own reorder_cache would also take the rows of keys and values, which is done
+            # below. So the method for the state is called by its class.
             if isinstance(layer, LinearAttentionLayer):
                 LinearAttentionLayer.reorder_cache(layer, rows)
             if isinstance(layer, StaticLayer):
@@ -623,7 +625,7 @@ def prefill(model, prompt_ids, prompt_mask):
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
-            # transformers' layer drops what lies before its window, so it couldn't grow.
+            # transformers' layer has only its window, in columns that move, so it couldn't grow.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     outputs = model(
@@ -678,7 +680,7 @@ def response_states(model, rollout):
             # The gradients of all rows flow back through them.
             cache = DynamicCache()
             beginning = rests.new_tensor([prompts[0][:common]])  # (1, common)
-            model.base_model(beginning, past_key_values=cache)
+            model.base_model(beginning, past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(rows))
         outputs = model.base_model(rests, past_key_values=cache, use_cache=common > 0)
     states = []
@@ -736,7 +738,7 @@ def compute_logprobs(model, rollout, temperature):
 def rollout_logprobs(args, model, rollout, updates):
     """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
 
-    updates is a list of minibatches, each a tensor of sequence indices (n,). Each one is split into
+    updates is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
     the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
@@ -747,7 +749,7 @@ def rollout_logprobs(args, model, rollout, updates):
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (n,) into micro-batches: pairs of indices and their rollout.
+    """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
     longer than the maximum is alone.
@@ -755,7 +757,7 @@ def micro_batches(args, model, rollout, sequences):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
     is_sharing = can_share(model)
-    # What a micro-batch costs besides its tokens, in tokens.
+    # What a pass costs besides its tokens, in tokens: a rough estimate, for splits that are close.
     extra = args.micro_batch_tokens / 32
 
     def cost(batch):
@@ -803,13 +805,13 @@ def can_share(model):
 
 
 def shared_tokens(prompts, longest):
-    """The number of tokens with which all n rows begin, or 0 if computing them once doesn't pay.
+    """The number of tokens with which n prompts begin, or 0 if computing them once doesn't pay.
 
-    prompts are those of the rows, and longest is the number of tokens in the longest row.
+    longest is the number of tokens in the longest row: a prompt with its response.
     """
     # The last token of a prompt isn't shared, because it predicts the first of each response.
     shortest = min(len(prompt) for prompt in prompts)
-    common = min(len(os.path.commonprefix(prompts)), shortest - 1)
+    common = min(len(os.path.commonprefix(prompts)), shortest - 1)  # works for lists, too
     # It has to save a fifth of the tokens: attention is slower for the rest, which needs a mask.
     pays = (len(prompts) - 1) * common > len(prompts) * longest / 5
     return common if pays else 0
@@ -824,7 +826,7 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
     # Take as many prompts at a time as fit into --sampling-tokens when every response has its
-    # maximum length.
+    # maximum length, at least one, and about as many each time.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     num_parts = math.ceil(len(prompt_ids) / at_a_time)
@@ -946,7 +948,7 @@ def read_examples(args, tokenizer, splits, split):
     """The examples of a split. Prints how many rows are skipped, and raises an error if all are.
 
     An example is a dict of prompt and answer (texts), prompt_ids (a list) and columns: the row of
-    the data set, for the rewards.
+    the data set, with the answer as a text, for the rewards.
     """
     examples = []
     num_too_long = num_unreadable = num_empty = 0
@@ -1016,7 +1018,7 @@ def render(args, tokenizer, chat):
         question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
     examples = EXAMPLES if args.examples else []
     # A base model gets a plain text. A chat of several messages needs a template: without one,
-    # apply_chat_template below raises an error.
+    # fill_template raises an error.
     if not tokenizer.chat_template and not earlier:
         if not examples:
             return question["content"]  # to be continued as it is, such as "12+7="
@@ -1225,7 +1227,7 @@ def open_run(args, run_dir):
     """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
     With --track, it also starts W&B. A run with a name goes on if its command is repeated. Without
-    a checkpoint, it begins again, and its log is overwritten.
+    a checkpoint, it begins again, and its log files are overwritten.
     """
     exists = run_dir.exists()
     if exists:
@@ -1244,14 +1246,14 @@ def open_run(args, run_dir):
         )
     # A new run is written under another name first, so that its folder is always complete. One that
     # goes on gets its args.json again, because --num-steps may have grown.
-    new_dir = run_dir if exists else run_dir.with_name(f"{run_dir.name}.new")
-    new_dir.mkdir(parents=True, exist_ok=True)
+    folder = run_dir if exists else run_dir.with_name(f"{run_dir.name}.new")
+    folder.mkdir(parents=True, exist_ok=True)
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
-    (new_dir / "args.tmp").write_text(json.dumps(content, indent=2))
-    os.replace(new_dir / "args.tmp", new_dir / "args.json")
+    (folder / "args.tmp").write_text(json.dumps(content, indent=2))
+    os.replace(folder / "args.tmp", folder / "args.json")
     if not exists:
-        shutil.copy(SCRIPT, new_dir)
-        new_dir.rename(run_dir)  # raises an error if another run has this name
+        shutil.copy(SCRIPT, folder)
+        folder.rename(run_dir)  # raises an error if another run has this name
     mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
     names = ("metrics.jsonl", "samples.jsonl")
     return [open(run_dir / name, mode, buffering=1) for name in names]
