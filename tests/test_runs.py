@@ -6,6 +6,7 @@ is a real process, forked from the tests' own process.
 """
 
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -338,6 +339,8 @@ def write_to(file: int, **options) -> None:
 
 def in_child(script_name: str, given: dict, log: str, trap: dict | None) -> None:
     """The body of a forked process: run main with these fields, write the output to a file, maybe set a trap."""
+    # Garbage of earlier tests must not be collected here: it may wait for threads that this process doesn't have.
+    gc.freeze()
     write_to(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), buffering=1)
     script = __import__(script_name)
     if trap:
