@@ -171,7 +171,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """maximum tokens per forward and backward pass; 8192 is faster on a GPU, for more memory"""
+    """most tokens per forward and backward pass; 8192 is faster on a GPU and needs more memory"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0

@@ -166,7 +166,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 2048
-    """maximum tokens per forward and backward pass; 8192 is faster on a GPU, for more memory"""
+    """most tokens per forward and backward pass; 8192 is faster on a GPU and needs more memory"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -722,7 +722,7 @@ def micro_batches(args, model, rollout, sequences):
 
 
 def can_share(model):
-    """Whether response_states computes the common beginning of all rows just once."""
+    """Whether response_states may compute what all rows begin with just once."""
     # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
     if model.device.type != "cpu":
         return False
@@ -735,7 +735,7 @@ def can_share(model):
 
 
 def shared_tokens(prompts, longest):
-    """The number of tokens with which n prompts begin, or 0 if computing them once doesn't pay.
+    """With how many tokens n prompts begin alike; 0 if computing these once doesn't pay.
 
     longest is the number of tokens in the longest row: a prompt with its response.
     """
