@@ -41,6 +41,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
+from unittest import mock
 
 import datasets
 import torch
@@ -59,6 +60,7 @@ from transformers import (
     GenerationConfig,
 )
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer, StaticCache, StaticLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
@@ -138,8 +140,8 @@ class Args:
     """steps in the whole run, each with a rollout and its updates"""
     learning_rate: float = 1e-5
     """peak learning rate of Adam (betas 0.9, 0.999; no weight decay)"""
-    lr_schedule: Literal["linear", "cosine", "constant_with_warmup"] = "linear"
-    """after the warm-up: linear and cosine fall to 0, constant_with_warmup stays at the peak"""
+    lr_schedule: Literal["linear", "constant_with_warmup"] = "linear"
+    """after the warm-up: linear falls to 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
     """updates over which the learning rate rises linearly; the last of them has the peak rate"""
     num_iterations: int = 1
@@ -196,12 +198,9 @@ def lr_factor(args, update, num_updates):
     """The learning rate of an update (0, 1, .. num_updates - 1), as a share of the peak."""
     if update < args.warmup_updates:
         return (update + 1) / args.warmup_updates
-    remaining = (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
-    if args.lr_schedule == "linear":
-        return remaining
-    if args.lr_schedule == "cosine":
-        return 0.5 - 0.5 * math.cos(math.pi * remaining)
-    return 1.0
+    if args.lr_schedule == "constant_with_warmup":
+        return 1.0
+    return (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
 
 
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
@@ -595,6 +594,7 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
+    decoder = model.base_model.get_decoder()  # the model without its head
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
@@ -611,9 +611,9 @@ def response_states(model, rollout):
             # The gradients of all rows flow back through them.
             cache = DynamicCache()
             beginning = rests.new_tensor([prompts[0][:common]])  # (1, common)
-            model.base_model(beginning, past_key_values=cache, use_cache=True)
+            decoder(beginning, past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(rows))
-        outputs = model.base_model(rests, past_key_values=cache, use_cache=common > 0)
+        outputs = decoder(rests, past_key_values=cache, use_cache=common > 0)
     states = []
     for hidden, prompt, row in zip(outputs.last_hidden_state, prompts, rows, strict=True):
         # The state at a token predicts the next one, so the slice is one token early.
@@ -626,21 +626,22 @@ def unpadded(values, mask):
     return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
+class States(BaseModelOutputWithPast):
+    """The outputs of a decoder: hidden states, and None in all fields that a family may read."""
+
+    def __getattr__(self, name):
+        return None
+
+
 def compute_logits(model, hidden):
-    """The logits (.., V) float32 of hidden states (.., D)."""
-    # The head is in float32, also on a GPU, so that no logit is rounded to bf16.
-    logits = model.get_output_embeddings()(hidden.float())  # (.., V) float32
-    # Some families scale the logits, and some cap them.
-    config = model.config.get_text_config()
-    scale = getattr(config, "logit_scale", None) or 1.0  # Cohere; in MPT it is None
-    scale = scale * getattr(config, "lm_head_multiplier", 1.0)  # Falcon-H1
-    scale = scale / getattr(config, "logits_scaling", 1.0)  # Granite, MiniCPM3
-    cap = getattr(config, "final_logit_softcapping", None)  # Gemma 2, 3n and 4, VaultGemma
-    if scale != 1.0:
-        logits = logits * scale
-    if cap:
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    """The logits (m, V) float32 of hidden states (m, D)."""
+    # Some families scale their logits, some cap them. So the model's own code computes them, and
+    # its decoder just gives back these states. The head is in float32, also on a GPU, so that no
+    # logit is rounded to bf16.
+    hidden = hidden.float()[None]  # (1, m, D)
+    decoder = model.base_model.get_decoder()
+    with mock.patch.object(decoder, "forward", lambda *args, **kwargs: States(hidden)):
+        return model(inputs_embeds=hidden, use_cache=False).logits.squeeze(0)  # (m, V)
 
 
 def compute_logprobs(model, rollout, temperature):
@@ -650,7 +651,7 @@ def compute_logprobs(model, rollout, temperature):
     vocabulary_size = model.get_output_embeddings().weight.shape[0]
 
     def chunk_logprobs(chunk_hidden, chunk_targets):
-        logits = compute_logits(model, chunk_hidden).div_(temperature)  # (chunk, V) float32
+        logits = compute_logits(model, chunk_hidden) / temperature  # (chunk, V) float32
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
     # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
@@ -688,29 +689,27 @@ def micro_batches(args, model, rollout, sequences):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
     is_sharing = can_share(model)
+
+    def num_tokens(batch):
+        """The tokens that response_states computes for these sequences, padding included."""
+        longest = max(lengths[i] for i in batch)
+        common = shared_tokens([prompts[i] for i in batch], longest) if is_sharing else 0
+        return common + len(batch) * (longest - common)
+
     # What a pass costs besides its tokens, in tokens: a rough estimate, for splits that are close.
     extra = args.micro_batch_tokens / 32
 
-    def cost(batch):
-        """The tokens that response_states computes, padding included, and `extra`."""
-        longest = max(lengths[i] for i in batch)
-        common = shared_tokens([prompts[i] for i in batch], longest) if is_sharing else 0
-        return common + len(batch) * (longest - common) + extra
-
-    def joins(i, batch):
-        """Whether sequence i fits into the micro-batch, and is no dearer there than alone."""
-        joined = cost([*batch, i])
-        fits = joined - extra <= args.micro_batch_tokens
-        return fits and joined <= cost(batch) + cost([i])
-
     def split(order):
-        """Add each sequence to the last micro-batch, or begin a new one with it."""
+        """Add each sequence to the last batch, or begin a new one if that is cheaper or needed."""
         batches = []
         for i in order:
-            if batches and joins(i, batches[-1]):
-                batches[-1].append(i)
-            else:
-                batches.append([i])
+            if batches:
+                together = num_tokens([*batches[-1], i])
+                apart = num_tokens(batches[-1]) + num_tokens([i]) + extra
+                if together <= min(apart, args.micro_batch_tokens):
+                    batches[-1].append(i)
+                    continue
+            batches.append([i])
         return batches
 
     # Sequences of similar length need little padding. Sequences of similar prompts share more. What
@@ -718,7 +717,7 @@ def micro_batches(args, model, rollout, sequences):
     by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
     by_prompt = sorted(by_length, key=lambda i: prompts[i])
     splits = [split(by_length), split(by_prompt)]
-    best = min(splits, key=lambda batches: sum(map(cost, batches)))
+    best = min(splits, key=lambda batches: sum(num_tokens(batch) + extra for batch in batches))
     return [(batch, rollout.select(batch)) for batch in best]
 
 
@@ -863,8 +862,6 @@ def load_splits(args):
         splits = datasets.load_dataset(*args.dataset.split(":"))
     # This raises an error that names the columns there are, if one is missing.
     splits.select_columns([args.question_column, args.answer_column])
-    if "train" not in splits:
-        raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
     return splits
@@ -881,8 +878,6 @@ def load_data(args, tokenizer):
         print(f"test data: {num_shared} of its problems are also in the train data")
     else:
         prompts = list(dict.fromkeys(example["prompt"] for example in train_data))
-        if len(prompts) < 2:
-            raise ValueError(f"--dataset {args.dataset}: one question, so none can be held out")
         held_out = set(prompts[len(prompts) * 9 // 10 :])  # so equal questions are in one split
         test_data = [example for example in train_data if example["prompt"] in held_out]
         train_data = [example for example in train_data if example["prompt"] not in held_out]
@@ -905,10 +900,6 @@ def read_examples(args, tokenizer, splits, split):
     for row in splits[split]:
         chat = read_chat(args, row[args.question_column])
         answer = row[args.answer_column]
-        if not isinstance(answer, str | int | float | None):
-            raise ValueError(
-                f"--answer-column {args.answer_column}: neither a text nor a number: {answer!r}"
-            )
         if chat is None:
             num_empty += 1
             continue
@@ -934,22 +925,13 @@ def read_examples(args, tokenizer, splits, split):
 
 
 def read_chat(args, question):
-    """A question, a text or a chat, as a list of messages whose contents are texts.
+    """The question, a text or a chat, as a list of messages. None if it's empty.
 
-    None if the last message is empty, or if any content is None. Earlier messages may be empty.
+    That is, if the last message is empty, or if any content is None.
     """
-    if not isinstance(question, list):
-        question = [{"role": "user", "content": question}]
-    chat = []
-    for message in question:
-        content = message["content"]
-        if isinstance(content, list):
-            # A part without a text, such as an image, raises an error.
-            content = "".join(part["text"] for part in content)
-        if content is None:
-            return None
-        chat.append(message | {"content": content})
-    if not chat or not chat[-1]["content"].strip():
+    chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
+    contents = [message["content"] for message in chat]
+    if not chat or None in contents or not contents[-1].strip():
         return None
     if chat[-1]["role"] != "user":
         raise ValueError(
@@ -992,19 +974,18 @@ def fill_template(tokenizer, chat, **options):
     Some templates change what they are given: they delete the thoughts of earlier turns. So they
     get a placeholder for each message, and the messages take the places of these afterwards.
     """
-    marks = [f"[[[message {i}]]]" for i in range(len(chat))]
-    given = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
+    texts = {}  # placeholder -> the message's content
+    given = []
+    for i, message in enumerate(chat):
+        mark = f"[[[message {i}]]]"
+        texts[mark] = message["content"]
+        given.append(message | {"content": mark})
     template = tokenizer.apply_chat_template(given, tokenize=False, **options)
-    for message, mark in zip(chat, marks, strict=True):
+    for mark, text in texts.items():
         if mark not in template:
-            raise ValueError(
-                f"--model: its chat template drops a message of the {message['role']}: "
-                f"{message['content']!r}"
-            )
+            raise ValueError(f"--model: its chat template drops the message {text!r}")
     # All in one pass: a message may contain what looks like a placeholder.
-    texts = dict(zip(marks, [message["content"] for message in chat], strict=True))
-    pattern = "|".join(re.escape(mark) for mark in marks)
-    return re.sub(pattern, lambda found: texts[found[0]], template)
+    return re.sub(r"\[\[\[message \d+\]\]\]", lambda found: texts[found[0]], template)
 
 
 def tokenize(tokenizer, prompt):
@@ -1060,11 +1041,9 @@ def load_model(args, tokenizer):
         name, config=config, dtype=torch.float32, output_loading_info=True
     )
     check_weights(info, f"--model {name}")
-    # Still on the CPU: the TF32 of a GPU could differ by more than the tolerance.
-    check_head(model, f"--model {name}")
     model.to(device)
     if args.gradient_checkpointing:
-        use_checkpointing(model)
+        model.gradient_checkpointing_enable()
     eos_ids = find_eos_ids(model, tokenizer)  # a list
     # The saved model has them in its generation_config.json, so that others end a response there.
     # No other setting is kept: the policy is trained without top-k and repetition penalty.
@@ -1074,32 +1053,11 @@ def load_model(args, tokenizer):
     return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
-def use_checkpointing(model):
-    """Recompute the activations of each layer in the backward pass."""
-    # Dropout is off, so no forward pass is random, and the random state needn't be kept.
-    model.gradient_checkpointing_enable(dict(use_reentrant=False, preserve_rng_state=False))
-
-
 def check_weights(info, flag):
     """Raise an error if the files lack weights of the network. flag names the model."""
     if info["missing_keys"]:
         missing = ", ".join(sorted(info["missing_keys"]))
         raise ValueError(f"{flag}: its files have no weights for {missing}")
-
-
-def check_head(model, flag):
-    """Raise an error if compute_logits differs from the model's own code. flag names the model."""
-    ids = torch.arange(5, device=model.device)[None]  # (1, 5), any ids will do
-    with torch.no_grad():
-        logits = model(ids, use_cache=False).logits  # (1, 5, V)
-        hidden = model.base_model(ids, use_cache=False).last_hidden_state  # (1, 5, D)
-        error = (compute_logits(model, hidden) - logits).abs().max()
-    # The two may round differently, because some families scale the hidden states, not the logits.
-    if not error <= 1e-5 * logits.abs().max():  # NaN is refused, too
-        raise ValueError(
-            f"{flag}: not supported, because compute_logits doesn't know the head of this family, "
-            f"{model.config.model_type}"
-        )
 
 
 def load_config(args, name):
@@ -1179,8 +1137,8 @@ def open_run(args, run_dir):
     With --track, it also starts W&B. A run with a name goes on if its command is repeated. Without
     a checkpoint, it begins again, and its log files are overwritten.
     """
-    exists = run_dir.exists()
-    if exists:
+    goes_on = args.run_name is not None and run_dir.exists()
+    if goes_on:
         check_same_run(args, run_dir)
     if args.track:
         import wandb  # here, so that only a tracked run needs it
@@ -1191,19 +1149,15 @@ def open_run(args, run_dir):
             name=run_dir.name,
             dir=args.runs_dir,
             config=vars(args),
-            resume="allow" if exists else "never",  # never into another run of the same name
+            resume="allow" if goes_on else "never",  # never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
-    # A new run is written under another name first, so that its folder is always complete. One that
-    # goes on gets its args.json again, because --num-steps may have grown.
-    folder = run_dir if exists else run_dir.with_name(f"{run_dir.name}.new")
-    folder.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(parents=True, exist_ok=goes_on)  # an error if another run has this name
+    # Also for a run that goes on, because --num-steps may have grown.
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
-    (folder / "args.tmp").write_text(json.dumps(content, indent=2))
-    os.replace(folder / "args.tmp", folder / "args.json")
-    if not exists:
-        shutil.copy(SCRIPT, folder)
-        folder.rename(run_dir)  # raises an error if another run has this name
+    (run_dir / "args.tmp").write_text(json.dumps(content, indent=2))
+    os.replace(run_dir / "args.tmp", run_dir / "args.json")
+    shutil.copy(SCRIPT, run_dir)
     mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
     names = ("metrics.jsonl", "samples.jsonl")
     return [open(run_dir / name, mode, buffering=1) for name in names]
@@ -1211,8 +1165,6 @@ def open_run(args, run_dir):
 
 def check_same_run(args, run_dir):
     """Raise an error if the folder's run began with another script or with other flags."""
-    if args.run_name is None:
-        raise FileExistsError(f"{run_dir}: another run began in the same second")
     flag = f"--run-name {args.run_name}"
     if not (run_dir / SCRIPT.name).exists():
         raise ValueError(f"{flag}: {run_dir} isn't a run of {SCRIPT.name}; choose another name")
@@ -1221,20 +1173,17 @@ def check_same_run(args, run_dir):
             f"{flag}: the run began with another version of {SCRIPT.name}; its copy is in {run_dir}"
         )
     saved = json.loads((run_dir / "args.json").read_text())
-    changed = []  # the flags that differ from those of the saved run
+    may_differ = ["runs_dir", "run_name"]
+    if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
+        may_differ.append("num_steps")  # each rate would be the same in a longer run
+    changed = []
     for name, value in vars(args).items():
-        if name not in ("runs_dir", "run_name") and value != saved.get(name):
+        if name not in may_differ and value != saved.get(name):
             changed.append("--" + name.replace("_", "-"))
-    is_longer = changed == ["--num-steps"] and args.num_steps > saved["num_steps"]
-    if is_longer and args.lr_schedule == "constant_with_warmup":
-        return  # its rates don't depend on the length, so its steps stay valid
     if changed:
-        reason = ""
-        if is_longer:
-            reason = f" (with --lr-schedule {args.lr_schedule}, each rate depends on the length)"
         raise ValueError(
-            f"{flag}: this run began with other values of {', '.join(changed)}{reason}; repeat its "
-            "command to go on with it, or choose another name for a new run"
+            f"{flag}: this run began with other values of {', '.join(changed)}; repeat its command "
+            "to go on with it, or choose another name for a new run"
         )
 
 

@@ -92,7 +92,7 @@ with torch.no_grad():
 for logprobs in (rounded, reference):
     error = (logprobs.cpu() - exact).abs().max() / exact.abs().max()
     assert logprobs.dtype == torch.float32 and 1e-5 < error < 0.02, error
-grpo.use_checkpointing(model.train())
+model.train().gradient_checkpointing_enable()
 logprobs = grpo.compute_logprobs(model, rollout, 1.0)
 assert logprobs.requires_grad and torch.equal(logprobs, rounded)
 """

@@ -159,22 +159,6 @@ def test_every_script_refuses_two_rewards_of_one_name(script, tmp_path, monkeypa
 
 
 # ---- models
-@pytest.mark.scripts("grpo", "grpo_lora")
-def test_an_unknown_head_ends_the_run(script, tmp_path):
-    """The trainer would compute other logits than the model."""
-    model = tmp_path / "model"
-    shutil.copytree(SMALL_MODEL, model)
-    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
-    fields = dict(vocab_size=vocab_size, hidden_size=16, intermediate_size=16, num_hidden_layers=1)
-    fields |= dict(num_attention_heads=2, num_key_value_heads=1, logits_scaling=0.5)
-    config = transformers.HyperCLOVAXConfig(**fields, max_position_embeddings=256)
-    transformers.HyperCLOVAXForCausalLM(config).save_pretrained(model)
-    line = f"--model {model}: not supported, .* head of this family, hyperclovax"
-    with pytest.raises(ValueError, match=line):
-        script.main(tiny_args(script, tmp_path, model=str(model)))
-    assert not (tmp_path / "runs").exists()
-
-
 def copy_model(folder, **config):
     shutil.copytree(SMALL_MODEL, folder)
     fields = json.loads((folder / "config.json").read_text()) | config
@@ -294,13 +278,6 @@ def test_no_problem_is_left(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_no_train_split(tmp_path):
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "validation.jsonl").write_text('{"question": "2+2=", "answer": "4"}')
-    with pytest.raises(ValueError, match="--dataset .* no train split, only validation"):
-        grpo.main(tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data")))
-
-
 # ---- runs
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
@@ -317,7 +294,7 @@ def test_two_runs_of_the_same_second(tmp_path, monkeypatch):
     assert folder == tmp_path / "runs" / "grpo__small__1__now"
     grpo.open_run(args, folder)
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match="another run began in the same second"):
+    with pytest.raises(FileExistsError):
         grpo.main(args)
     assert contents(tmp_path) == before
 

@@ -6,7 +6,6 @@ Also: imports have no side effect, and every flag is read.
 import argparse
 import ast
 import dataclasses
-import datetime
 import json
 import os
 import random
@@ -224,21 +223,6 @@ def test_rows_without_an_answer_are_skipped_and_counted(tmp_path, capsys, monkey
     assert line in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("answer", [["1"], datetime.date(2026, 1, 2)], ids=["list", "date"])
-def test_an_answer_that_is_no_text_and_no_number(tmp_path, answer):
-    """As a text, it would be the program's own way to write it."""
-    rows = [{"question": f"{i}+1=", "a": answer} for i in range(2)]
-    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "data.parquet")
-    with pytest.raises(ValueError, match="--answer-column a: neither a text nor a number"):
-        load(tmp_path / "data.parquet", answer_column="a")
-
-
-def test_one_question_can_not_be_held_out(tmp_path):
-    folder = write_splits(tmp_path / "data", train=["1+1="] * 20)
-    with pytest.raises(ValueError, match="--dataset .*: one question, so none can be held out"):
-        load(folder)
-
-
 # ---- prompts
 
 TEMPLATE = (
@@ -381,26 +365,6 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
     # A model without a template can't continue a chat of several messages.
     with pytest.raises(ValueError, match="chat_template"):
         first_prompt(make_tokenizer(tmp_path / "plain"))
-
-
-@pytest.mark.scripts("grpo")
-def test_a_message_of_several_parts(first_prompt, tmp_path):
-    """The prompt holds the texts of the parts. A part without a text ends the run."""
-    tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
-    answer = {"role": "assistant", "content": [{"type": "text", "text": "?"}]}
-    rows = []
-    for i in range(10):
-        parts = [{"type": "text", "text": text} for text in ("12+", "34=", f"{i}")]
-        question = [USER | {"content": parts[:2]}, answer, USER | {"content": parts}]
-        rows.append({"question": question, "answer": 46})
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    expected = "![user:12+34=][assistant:?][user:why\n\n12+34=0][assistant:"
-    assert first_prompt(tokenizer, instructions="why")["prompt"] == expected
-    rows[0]["question"][-1]["content"].append({"type": "image"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(KeyError, match="text"):
-        first_prompt(tokenizer)
 
 
 @pytest.mark.scripts("grpo")

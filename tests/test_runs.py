@@ -525,7 +525,7 @@ def test_the_command_of_an_ended_run(script, finished, run, tmp_path, capsys):
 def test_a_longer_run(run):
     """With a constant rate a finished run goes on, and ends as one that was as long from the start.
 
-    The other schedules depend on the length.
+    With the other schedule, each rate depends on the length.
     """
     given = MANY_UPDATES | dict(lr_schedule="constant_with_warmup", value_warmup_steps=1)
     whole = run("whole", **given)
@@ -540,7 +540,7 @@ def test_a_longer_run(run):
         run("part", num_steps=4, **given)
     given["lr_schedule"] = "linear"
     run("linear", num_steps=2, **given)
-    with pytest.raises(ValueError, match="of --num-steps .with --lr-schedule linear, each rate"):
+    with pytest.raises(ValueError, match="other values of --num-steps; repeat"):
         run("linear", num_steps=3, **given)
 
 

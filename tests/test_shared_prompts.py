@@ -155,10 +155,11 @@ def test_micro_batches_by_hand(case):
 def test_what_the_model_is_called_with():
     """The 12 common tokens, and the rest. Or whole rows: with checkpointing, with other layers, and on a GPU."""
     model, shapes = build("Llama"), []
-    model.base_model.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    embedding = model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     rollout = random_rollout(grpo, [(13, [9, 4, 2, 2])])
     grpo.compute_logprobs(model, rollout, 1.0)
-    grpo.use_checkpointing(model)
+    model.gradient_checkpointing_enable()
     grpo.compute_logprobs(model, rollout, 1.0)
     assert shapes == [(1, 12), (4, 10), (4, 22)]
     model = build("Llama")

@@ -49,7 +49,7 @@ CASES = [
         "grpo",
         dict(num_minibatches=1, lr_schedule="constant_with_warmup", num_steps=3, warmup_updates=1),
     ),
-    ("dr_grpo", dict(lr_schedule="cosine")),
+    ("dr_grpo", {}),
     ("rloo", {}),
     ("rloo", dict(num_minibatches=1)),
     ("reinforce_baseline", dict(baseline="moving_average", num_steps=3)),
@@ -292,8 +292,7 @@ def rate(args, update, num_updates):
         return (update + 1) / args.warmup_updates
     if args.lr_schedule == "constant_with_warmup":
         return 1.0
-    done = (update - args.warmup_updates) / (num_updates - args.warmup_updates)
-    return (1 + math.cos(math.pi * done)) / 2 if args.lr_schedule == "cosine" else 1 - done
+    return 1 - (update - args.warmup_updates) / (num_updates - args.warmup_updates)
 
 
 # What most scripts have in common. Algorithm names it as its defaults.
