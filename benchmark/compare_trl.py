@@ -48,6 +48,7 @@ from typing import Literal
 from unittest.mock import patch
 
 import tyro
+
 from memory import MODELS, llama
 from records import FOLDER, ROOT, memory, provenance, read, read_run, table, write
 
@@ -175,10 +176,9 @@ def train_trl(name: str, model: Path, data: Path, reward, **fields) -> dict:
 
 def story_prompts(folder: Path, num_prompts: int) -> list[str]:
     """Finished stories of the model, cut at a random token, so the rest of a story can have any length."""
+    import grpo
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    import grpo
 
     rng, questions = random.Random(0), []
     model = AutoModelForCausalLM.from_pretrained(folder)

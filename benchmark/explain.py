@@ -8,6 +8,7 @@ except in baseline_table.
 import sys
 
 import torch
+
 from pictures import GRAY, digest, panels, save
 from records import ROOT, fill, table
 
@@ -111,10 +112,7 @@ def kl_table() -> str:
     # With an advantage of 0, the loss of GRPO is only its KL term, k3.
     args, tokens = grpo.Args(beta=1.0), zip(logprobs, old, ref_logprobs, strict=True)
     advantage, alone = torch.zeros(1, 1), mask[:1]
-    losses = [
-        grpo.policy_loss(args, *(x[None] for x in token), advantage, alone, num_seqs=1)[0]
-        for token in tokens
-    ]
+    losses = [grpo.policy_loss(args, *(x[None] for x in token), advantage, alone, num_seqs=1)[0] for token in tokens]
     k3 = torch.stack(losses)  # (3,)
     ratio = (logprobs - old).exp()[:, 0]  # (3,)
     rows = []
@@ -198,9 +196,7 @@ def surrogates(advantage: float) -> list[float]:
     """The clipped objective of one token at these ratios, computed by grpo.py."""
     args, old, mask = grpo.Args(beta=0.0), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     given = (old, old, torch.full((1, 1), advantage), mask)
-    losses = [
-        grpo.policy_loss(args, ratio.log().view(1, 1), *given, num_seqs=1)[0] for ratio in RATIOS
-    ]
+    losses = [grpo.policy_loss(args, ratio.log().view(1, 1), *given, num_seqs=1)[0] for ratio in RATIOS]
     return [round(-loss.item(), 4) for loss in losses]
 
 

@@ -17,7 +17,6 @@ most work that a step can cause. In `sampler`, many ids count as EOS: the length
 170 tokens. compare_trl.py measures W4, the workload for a GPU, beside TRL.
 """
 
-import argparse
 import json
 import os
 import re
@@ -32,9 +31,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from memory import MODELS, count
-from records import FOLDER, ROOT, provenance, read
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from memory import MODELS, count
+from records import FOLDER, ROOT, command_line, provenance, read
 
 sys.path.insert(0, str(ROOT))
 import grpo  # noqa: E402
@@ -163,14 +163,7 @@ def arithmetic(options) -> None:
     flags = "--no-examples --num-prompts 8 --max-new-tokens 32 --warmup-updates 3 --eval-every 10 --eval-size 200"
     flags = [*flags.split(), "--no-gradient-checkpointing", "--save-every", 0]
     flags += ["--num-steps", 1 if options.tiny else 40]
-    flags += [
-        "--model",
-        options.model,
-        "--dataset",
-        "assets/arithmetic",
-        "--runs-dir",
-        options.scratch,
-    ]
+    flags += ["--model", options.model, "--dataset", "assets/arithmetic", "--runs-dir", options.scratch]
     write_record("arithmetic", **run("arithmetic", "arithmetic", *flags))
     copied.unlink()
 
@@ -274,8 +267,7 @@ PARTS = [limits, bundled, scripts, arithmetic, sampler, update, steps]
 
 
 def main() -> None:
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser = command_line(__doc__)
     parser.add_argument("model", type=Path, help="a folder with SmolLM2-135M-Instruct")
     names = [part.__name__ for part in PARTS]
     parser.add_argument("--parts", nargs="*", choices=names, default=names)

@@ -6,10 +6,9 @@
     python benchmark/lessons.py                    all lessons
     python benchmark/lessons.py --draw             draw from the records, without runs
 
-Every run is one command: an unchanged script with flags, a script that a patch of variants/ makes, or gamed.py or
-equal.py, which change the rewards of grpo.py. Two runs go at a time, each on one thread. Each gets a line in
-benchmark/records/lessons.jsonl, with its command, and a command that has a record isn't run again. Lessons can share a
-run.
+Every run is one command: an unchanged script with flags, or a script that a patch of variants/ makes. Two runs go at a
+time, each on one thread. Each gets a line in benchmark/records/lessons.jsonl, with its command, and a command that has
+a record isn't run again. Lessons can share a run.
 
 The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
 from the lowest seed to the highest. The program prints a table for each lesson, and writes most of them into
@@ -26,7 +25,8 @@ from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
-from pictures import GRAY, digest, draw_band, panels, save, smooth
+
+from pictures import digest, draw_band, panels, save, smooth
 from records import (
     FOLDER,
     ROOT,
@@ -82,7 +82,6 @@ WORDS = {
     KL: "KL to the reference, nats a token",
     NORM: "norm of the gradient",
     VALUES: "explained variance, %",
-    "length/all": "characters of a response",
     "length/right": "characters of a right response",
     "length/wrong": "characters of a wrong response",
     "tool/calls": "calls per response",
@@ -99,10 +98,6 @@ def curve(record: dict, metric: str) -> np.ndarray | None:
     NaN where it is missing or not finite: the explained variance is -inf if all returns are equal.
     """
     curves = record["curves"]
-    if metric == "length/all":
-        right, wrong = curve(record, "length/right"), curve(record, "length/wrong")
-        share = curve(record, ACCURACY) / 100
-        return np.nan_to_num(right) * share + np.nan_to_num(wrong) * (1 - share)
     if metric not in curves:
         return None
     values = np.array([np.nan if value is None else value for value in curves[metric]], dtype=float)
@@ -144,19 +139,6 @@ def between(first: int, last: int) -> Callable[[dict], float]:
     return value
 
 
-def parts_at(metric: str, command: str = PLAIN) -> Callable[[dict], float]:
-    """The first of ten steps in a row in which a record's metric lies outside the range of the command's runs."""
-
-    def value(record):
-        others = [curve(read_records()[command, seed], metric) for seed in SEEDS]
-        mine = curve(record, metric)
-        outside = (mine < np.min(others, axis=0)) | (mine > np.max(others, axis=0))  # (steps,)
-        firsts = [k + 1 for k in range(len(mine) - 9) if outside[k : k + 10].all()]
-        return float(firsts[0]) if firsts else np.nan
-
-    return value
-
-
 # ==== the lessons ====
 @dataclass
 class Panel:
@@ -164,8 +146,8 @@ class Panel:
 
     x: str
     y: str
-    # The panel shows the arms whose names begin like this. Empty: all arms.
-    arms: str = ""
+    # The panel shows the arms whose names begin like this, or like one of these. Empty: all arms.
+    arms: str | tuple[str, ...] = ""
     title: str = ""
     # With RATE: the steps of which y is the mean.
     steps: tuple[int, int] = (-5, -1)
@@ -184,8 +166,6 @@ class Lesson:
     # The columns of the table: (function of a record, digits).
     columns: dict[str, tuple[Callable[[dict], float], int]] = field(default_factory=lambda: LAST)
     rows: int = 1  # of panels
-    # The arms of which the picture shows each seed in a panel of its own.
-    by_seed: tuple[str, ...] = ()
 
 
 USUAL = HELD_OUT | LAST
@@ -207,9 +187,7 @@ ADDER_RANKS = {
     for rank in (1, 4, 16, 64)
     for rate in ("3e-4", "1e-3", "3e-3")
 }
-SUMS_RATES = {
-    rate: f"grpo.py {SUMS} --beta 0".replace("5e-5", rate) for rate in ("5e-5", "1.5e-4", "5e-4")
-}
+SUMS_RATES = {rate: f"grpo.py {SUMS} --beta 0".replace("5e-5", rate) for rate in ("5e-5", "1.5e-4", "5e-4")}
 SUMS_RANKS = {
     f"sums, {rate}: rank {rank}": f"grpo_lora.py {SUMS} --beta 0".replace("5e-5", rate)
     + (f" --lora-rank {rank}" if rank != 16 else "")
@@ -248,48 +226,9 @@ LESSONS = {
     ),
     "goodhart": Lesson(
         "Without a KL penalty, the judge's score hides wrong answers",
-        {
-            f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}"
-            for beta in (0, 0.05, 0.2, 1)
-        },
-        [Panel("rollout/score", ACCURACY)],
+        {f"beta = {beta}": f"{PPO} --learning-rate 5e-4 --beta {beta}" for beta in (0, 0.05, 0.2, 1)},
+        [Panel(STEPS, "rollout/score"), Panel(STEPS, ACCURACY)],
         USUAL | {"score, last five": (over("rollout/score", -5, -1), 2)},
-        by_seed=("beta = 0", "beta = 0.2", "beta = 1"),
-    ),
-    "gamed": Lesson(
-        "A length reward that is worth too much is gamed with tags",
-        {"no length reward": PLAIN}
-        | {
-            f"{weight} a character": f"benchmark/gamed.py --weight {weight} --num-steps 40"
-            for weight in ("0.05", "0.2", "0.5")
-        },
-        [
-            Panel(STEPS, ACCURACY),
-            Panel(STEPS, KL),
-            Panel(STEPS, "length/all"),
-            Panel(STEPS, TOKENS),
-        ],
-        HELD_OUT
-        | {
-            f"{words} departs at step": (parts_at(metric), 0)
-            for words, metric in {"accuracy": ACCURACY, "kl/ref": KL, "tokens": TOKENS}.items()
-        },
-        rows=2,
-    ),
-    "equal": Lesson(
-        "Equal rewards unlearn the task if their mean is rounded",
-        {
-            "0.3, rounded": "benchmark/equal.py --reward 0.3 --rounded --beta 0 --num-steps 40",
-            "0.5, rounded": "benchmark/equal.py --reward 0.5 --rounded --beta 0 --num-steps 40",
-            "0.3, grpo.py": "benchmark/equal.py --reward 0.3 --beta 0 --num-steps 40",
-        },
-        [Panel(STEPS, ACCURACY), Panel(STEPS, NORM), Panel(STEPS, TOKENS)],
-        HELD_OUT
-        | {
-            "sampled, first five, %": (over(ACCURACY, 1, 5), 1),
-            "sampled, last five, %": (over(ACCURACY, -5, -1), 1),
-            "largest norm of a gradient": (highest(NORM), 5),
-        },
     ),
     "teacher": Lesson(
         "A teacher is better than a reward where samples are few",
@@ -304,8 +243,7 @@ LESSONS = {
         [Panel(SAMPLED, ACCURACY)],
         HELD_OUT
         | {
-            f"responses {first + 1} to {last}, %": (between(first, last), 0)
-            for first, last in ((0, 640), (1280, 1600))
+            f"responses {first + 1} to {last}, %": (between(first, last), 0) for first, last in ((0, 640), (1280, 1600))
         },
     ),
     "self_distillation": Lesson(
@@ -349,9 +287,7 @@ LESSONS = {
     "clipping": Lesson(
         "Clipping tokens makes no difference at a learning rate that works",
         {
-            f"{rate}: {name}": f"{command} --learning-rate {rate}".replace(
-                " --learning-rate 1e-4", ""
-            )
+            f"{rate}: {name}": f"{command} --learning-rate {rate}".replace(" --learning-rate 1e-4", "")
             for rate in ("3e-5", "1e-4", "3e-4")
             for name, command in {
                 "GRPO, eps = 0.2": f"grpo.py {OFTEN} --beta 0",
@@ -395,11 +331,18 @@ LESSONS = {
             "learning rate too high": f"{PLAIN} --learning-rate 2e-3",
             "responses cut": f"{PLAIN} --max-new-tokens 18",
             "sampled too cold": f"{PLAIN} --temperature 0.1",
-            "PPO": PPO,
+            "PPO, healthy": PPO,
             "PPO, critic that does not learn": f"{PPO} --value-init policy --value-learning-rate 1e-9",
             "PPO, collapsed": "ppo_rlhf.py --num-steps 40 --learning-rate 3e-3 --beta 0",
         },
-        [],  # draw_broken
+        [
+            Panel(STEPS, KL, ("healthy", "learning rate"), "learning rate too high"),
+            Panel(STEPS, ACCURACY, ("healthy", "learning rate"), "learning rate too high"),
+            Panel(STEPS, "rollout/eos_frac", ("healthy", "responses cut"), "responses cut"),
+            Panel(STEPS, EQUAL, ("healthy", "sampled"), "sampled too cold"),
+            Panel(STEPS, NATS, ("PPO, healthy", "PPO, collapsed"), "PPO, collapsed"),
+            Panel(STEPS, VALUES, ("PPO, healthy", "PPO, critic"), "PPO, useless critic"),
+        ],
         USUAL
         | {"kl/ref, step 3": (over(KL, 3, 3), 3), "entropy, first five": (over(NATS, 1, 5), 3)}
         | ENTROPY
@@ -408,13 +351,11 @@ LESSONS = {
             "equal groups, all steps, %": (over(EQUAL, 1, -1), 0),
         }
         | EXPLAINED,
+        rows=2,
     ),
     "groups": Lesson(
         "Of larger groups a larger share teaches, and the accuracy changes little",
-        {
-            f"G = {G}": f"{PLAIN} --num-generations {G} --num-prompts {128 // G}"
-            for G in (2, 4, 8, 16, 32)
-        },
+        {f"G = {G}": f"{PLAIN} --num-generations {G} --num-prompts {128 // G}" for G in (2, 4, 8, 16, 32)},
         [Panel(SAMPLED, ACCURACY), Panel(STEPS, EQUAL)],
         LAST | GROUPS,
     ),
@@ -437,10 +378,7 @@ LESSONS = {
             Panel(STEPS, GAP, "engine", "engine"),
         ],
         LAST
-        | {
-            f"steps {first} to {last}, %": (over(ACCURACY, first, last), 0)
-            for first, last in ((1, 5), (11, 15))
-        }
+        | {f"steps {first} to {last}, %": (over(ACCURACY, first, last), 0) for first, last in ((1, 5), (11, 15))}
         | {"logprob_gap, highest": (highest(GAP), 4)},
         rows=2,
     ),
@@ -468,9 +406,7 @@ def lengths(folder: Path, num_steps: int) -> dict[str, list]:
             steps[sample["step"] - 1]["right" if is_right else "wrong"].append(len(text))
     for step in steps:
         for kind in ("right", "wrong"):
-            found[f"length/{kind}"].append(
-                round(float(np.mean(step[kind])), 2) if step[kind] else None
-            )
+            found[f"length/{kind}"].append(round(float(np.mean(step[kind])), 2) if step[kind] else None)
     return found
 
 
@@ -498,9 +434,7 @@ def run(command: str, seed: int, source: dict) -> dict:
     for name in ("model", "dataset", "reward_model", "teacher"):
         if args.get(name):
             record["args"][name] = Path(args[name]).name
-    record["eval"] = {
-        line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line
-    }
+    record["eval"] = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
     return record | {"curves": curves}
 
 
@@ -514,9 +448,7 @@ def run_missing(names: list[str]) -> None:
     """Make the missing runs of the lessons, two at a time, and append each record at the end of its run."""
     have = read_records()
     commands = dict.fromkeys(command for name in names for command in LESSONS[name].arms.values())
-    missing = [
-        (command, seed) for seed in SEEDS for command in commands if (command, seed) not in have
-    ]
+    missing = [(command, seed) for seed in SEEDS for command in commands if (command, seed) not in have]
     if not missing:
         return
     student = ROOT / "runs" / "hesitant" / "model.safetensors"
@@ -614,7 +546,7 @@ def drawn_from(name: str) -> str:
     return digest([[record["curves"], record.get("groups")] for record in runs])
 
 
-def draw_panels(name: str):
+def draw(name: str) -> None:
     """Draw the panels of a lesson, with a line for each arm."""
     lesson, records = LESSONS[name], records_of(name)
     names = dict.fromkeys(label(arm) for arm in records)
@@ -637,63 +569,6 @@ def draw_panels(name: str):
         ncols=len(handles) if len(handles) < 6 else 4,
         fontsize=12,
     )
-    return figure
-
-
-def draw_by_seed(name: str):
-    """Draw a row for each arm, a panel for each seed and a point for each step, unsmoothed."""
-    lesson, records = LESSONS[name], records_of(name)
-    (panel,) = lesson.panels
-    figure, axes = panels(
-        len(lesson.by_seed), len(SEEDS), figsize=(12, 9), sharex="row", sharey="row"
-    )
-    for row, arm in zip(axes, lesson.by_seed, strict=True):
-        for ax, record in zip(row, records[arm], strict=True):
-            across, up = curve(record, panel.x), curve(record, panel.y)
-            ax.plot(across, up, color=GRAY, linewidth=0.8)
-            points = ax.scatter(across, up, c=np.arange(1, len(up) + 1), cmap="viridis", zorder=2)
-            ax.set_title(f"{arm}, seed {record['seed']}", fontsize=12)
-    figure.colorbar(points, ax=axes, label="step", ticks=[1, 5, 10, 15, 20])
-    figure.supxlabel(f"{WORDS[panel.x]} ({panel.x})", fontsize=12)
-    figure.supylabel(f"{WORDS[panel.y]} ({panel.y})", fontsize=12)
-    return figure
-
-
-# (broken, healthy, the metric that shows the fault)
-BROKEN = [
-    ("learning rate too high", "healthy", KL),
-    ("learning rate too high", "healthy", ACCURACY),
-    ("responses cut", "healthy", "rollout/eos_frac"),
-    ("sampled too cold", "healthy", EQUAL),
-    ("PPO, collapsed", "PPO", NATS),
-    ("PPO, critic that does not learn", "PPO", VALUES),
-]
-
-
-def draw_broken(name: str):
-    """Draw a panel for each broken run beside a healthy one, with a line for each seed."""
-    records = records_of(name)
-    figure, axes = panels(2, 3, figsize=(12, 7.5))
-    for ax, (broken, healthy, y) in zip(axes.flat, BROKEN, strict=True):
-        for arm, color, name in ((healthy, GRAY, "healthy"), (broken, "C3", "broken")):
-            for record in records[arm]:
-                values = curve(record, y)
-                ax.plot(range(1, len(values) + 1), values, color=color, label=name)
-                name = None
-        ax.set_title(broken.removeprefix("PPO, "), fontsize=13)
-        name_axes(ax, STEPS, y)
-    handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=12)
-    return figure
-
-
-def draw(name: str) -> None:
-    if name == "broken":
-        figure = draw_broken(name)
-    elif LESSONS[name].by_seed:
-        figure = draw_by_seed(name)
-    else:
-        figure = draw_panels(name)
     save(figure, PICTURES / f"{name}.svg", drawn_from(name))
 
 

@@ -1,6 +1,6 @@
 """The tables of docs/train.md on memory and time, by calculation: python benchmark/memory.py
 
-The first has the peak of each model with each script, the second the seconds of a step on each card. No model is
+The first has the peak of each model with each script, the second the seconds of a step on each card. No weights are
 loaded: the shapes from each model's config.json are in MODELS below. For the parts of one peak, or for other flags:
 
     python benchmark/memory.py grpo_lora SmolLM2-1.7B --sampling-tokens 24576
@@ -12,13 +12,16 @@ Two things aren't counted: the memory that the allocator loses between blocks, a
 of n GB counts as n * 1e9 bytes. Most cards report 3 to 7 % more, and these bytes are left for both.
 """
 
-import argparse
 import json
 import math
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
-from records import ROOT, fill, table
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from records import ROOT, command_line, fill, table
 
 # Tokens of a long prompt in the recipe: the examples, a GSM8K question and a template.
 PROMPT = 330
@@ -76,59 +79,40 @@ MODELS = {
 
 
 def shape(config: dict) -> SimpleNamespace:
-    """The sizes that the counts need, from a config.json of Llama, Qwen2, Qwen3, Gemma 3 (text) or GPT-2.
+    """The sizes that the counts need, from the config.json of a model with a list of decoder layers, such as Llama.
 
-    matrices: (in, out) of each matrix of a layer.
-    small: the number of other parameters of a layer.
-    outside: the number of parameters outside the layers, without the embedding and the head.
-    keys: the length of a token's keys in one layer.
-    linear: whether the matrices are nn.Linear. Only nn.Linear gets adapters.
-    in_linear: the number of parameters of a layer that are in nn.Linear.
+    parameters: all of the model. A head that is the embedding counts once.
+    matrices: (in, out) of each linear layer of a decoder layer.
+    Q, keys: the length of a token's queries and of its keys in one layer.
     normed: whether the model normalizes queries and keys.
     """
-    c = SimpleNamespace(**config)
-    found = SimpleNamespace(tied=getattr(c, "tie_word_embeddings", True), normed=False, linear=True)
-    found.V = c.vocab_size
-    if c.model_type == "gpt2":
-        found.D = found.Q = found.keys = D = c.n_embd
-        found.layers, found.linear = c.n_layer, False
-        found.F = F = getattr(c, "n_inner", None) or 4 * D
-        found.matrices = [(D, 3 * D), (D, D), (D, F), (F, D)]
-        # The biases, and two norms with a bias.
-        found.small = sum(out for _, out in found.matrices) + 4 * D
-        # The positions, and the last norm with its bias.
-        found.outside = c.n_positions * D + 2 * D
-        found.in_linear = 0
-        return found
-    if c.model_type not in ("llama", "qwen2", "qwen3", "gemma3_text"):
-        raise ValueError(f"model_type {c.model_type}: memory.py doesn't know its shapes")
-    found.layers = c.num_hidden_layers
-    found.D, found.F = D, F = c.hidden_size, c.intermediate_size
-    head = getattr(c, "head_dim", None) or D // c.num_attention_heads
-    found.Q, found.keys = Q, K = c.num_attention_heads * head, c.num_key_value_heads * head
-    found.matrices = [(D, Q), (D, K), (D, K), (Q, D), (D, F), (D, F), (F, D)]
-    found.normed = c.model_type in ("qwen3", "gemma3_text")
-    found.small = 4 * D if c.model_type == "gemma3_text" else 2 * D  # norms
-    found.small += 2 * head if found.normed else 0
-    biases = Q + 2 * K if c.model_type == "qwen2" else 0
-    found.small += biases
-    found.in_linear = sum(width * out for width, out in found.matrices) + biases
-    found.outside = D  # the last norm
-    return found
+    return shape_of_text(json.dumps(config))
 
 
-def parameters(config: dict) -> int:
-    """The number of the model's parameters. A head that is the embedding counts once."""
-    s = shape(config)
-    layer = sum(width * out for width, out in s.matrices) + s.small
-    return s.layers * layer + s.outside + s.V * s.D * (1 if s.tied else 2)
+@cache
+def shape_of_text(config: str) -> SimpleNamespace:
+    c = AutoConfig.for_model(**json.loads(config))
+    with torch.device("meta"):  # without memory for the weights
+        model = AutoModelForCausalLM.from_config(c)
+    layer = model.base_model.layers[0]
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    return SimpleNamespace(
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        matrices=[(x.in_features, x.out_features) for x in layer.modules() if isinstance(x, torch.nn.Linear)],
+        layers=c.num_hidden_layers,
+        V=c.vocab_size,
+        D=c.hidden_size,
+        F=c.intermediate_size,
+        Q=c.num_attention_heads * head,
+        keys=c.num_key_value_heads * head,
+        tied=c.tie_word_embeddings,
+        normed=hasattr(layer.self_attn, "q_norm"),
+    )
 
 
 def adapters(config: dict, rank: int) -> int:
-    """The number of parameters in A (rank, in) and B (out, rank) of all layers of the trunk."""
+    """The number of parameters in A (rank, in) and B (out, rank) of all layers."""
     s = shape(config)
-    if not s.linear:
-        raise ValueError(f"model_type {config['model_type']}: its layers aren't nn.Linear")
     return s.layers * sum(rank * (width + out) for width, out in s.matrices)
 
 
@@ -184,7 +168,8 @@ def sampling(config: dict, f: SimpleNamespace) -> dict[str, int]:
 def count(script: str, config: dict, **flags) -> dict[str, int]:
     """Bytes by purpose, for the script with these flags on one GPU. "peak" is the most at any moment."""
     f = SimpleNamespace(**FLAGS | flags)
-    s, P = shape(config), parameters(config)
+    s = shape(config)
+    P = s.parameters
     head = s.V * s.D
     # The model in bf16, with a separate head in float32.
     in_bf16 = 2 * P + 4 * head - (0 if s.tied else 2 * head)
@@ -206,14 +191,10 @@ def count(script: str, config: dict, **flags) -> dict[str, int]:
     else:
         raise ValueError(f"{script}: memory.py doesn't know its copies of the model")
     found |= sampling(config, f)
-    found["activations"] = activations(
-        script, config, f.micro_batch_tokens, f.gradient_checkpointing
-    )
+    found["activations"] = activations(script, config, f.micro_batch_tokens, f.gradient_checkpointing)
     while_sampling = found["keys and values"] + found["sampling beside"]
     while_training = found["gradients"] + found["activations"]
-    always = sum(
-        found.get(name, 0) for name in ("weights", "averages", "sampling copy", "reference")
-    )
+    always = sum(found.get(name, 0) for name in ("weights", "averages", "sampling copy", "reference"))
     return found | {"peak": always + max(while_sampling, while_training)}
 
 
@@ -227,7 +208,8 @@ def step_seconds(script: str, config: dict, card: str, **flags) -> tuple[float, 
     f = SimpleNamespace(**FLAGS | flags)
     if script == "ppo_rlhf":
         f.num_prompts, f.num_generations = 128, 1  # the script's own defaults
-    s, P = shape(config), parameters(config)
+    s = shape(config)
+    P = s.parameters
     _, bandwidth, flops = CARDS[card]
     head = s.V * s.D
     N, R = f.num_prompts * f.num_generations, f.max_new_tokens
@@ -287,9 +269,7 @@ def peaks_table() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("script", nargs="?", choices=COUNTED)
     known = ", ".join(MODELS)
     parser.add_argument(

@@ -31,9 +31,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tqdm import tqdm
+
 from pictures import GRAY, digest, draw_band, panels, save
 from records import FOLDER, ROOT, command_line, fill, provenance, python, read, spread, table, write
-from tqdm import tqdm
 
 sys.path.insert(0, str(ROOT))
 
@@ -96,9 +97,7 @@ def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
     for number, example in enumerate(tqdm(examples, desc=args.model, disable=None)):
         # Each problem has its own seed, so that its responses don't depend on the number of problems.
         torch.manual_seed(1_000_003 * seed + number)
-        rollout = grpo.sample_responses(
-            args, sampler, [example], samples, args.temperature, eos_ids
-        )
+        rollout = grpo.sample_responses(args, sampler, [example], samples, args.temperature, eos_ids)
         completions = grpo.response_texts(tokenizer, rollout, eos_ids)
         scores = grpo.apply_rewards(completions, [example], model.device)
         right.append(int((scores[grpo.REWARDS[0].__name__] == 1).sum()))

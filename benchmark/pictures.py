@@ -42,9 +42,7 @@ def save(figure, path: Path, name: str) -> None:
 def smooth(values: list) -> np.ndarray:
     """The mean of the last five steps, without missing values."""
     values = np.array([np.nan if value is None else value for value in values], dtype=float)
-    return np.array(
-        [np.nanmean(values[max(0, k - WINDOW + 1) : k + 1]) for k in range(len(values))]
-    )
+    return np.array([np.nanmean(values[max(0, k - WINDOW + 1) : k + 1]) for k in range(len(values))])
 
 
 def draw_band(ax, across, curves: np.ndarray, color: str, label: str | None = None) -> None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 
 import numpy as np
+
 from records import FOLDER, ROOT, fill, read, spread, table
 
 sys.path.insert(0, str(ROOT / "tools"))

@@ -21,9 +21,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
+
 from pictures import digest, draw_band, panels, save, smooth
 from reasoning import JUDGE, write_task
-from records import FOLDER, ROOT, fill, provenance, read, read_run, table, time_command, write
+from records import FOLDER, ROOT, command_line, fill, provenance, read, read_run, table, time_command, write
 
 RECORDS = FOLDER / "real-model.jsonl"
 PAGE = ROOT / "docs" / "real-model.md"
@@ -150,9 +151,7 @@ def record_of(name: str, seed: int, run: Path) -> dict:
     }
     # vapo.py logs no metrics of the policy in its first steps.
     record["curves"] = {
-        key: [float(f"{line.get(key, math.nan):.4g}") for line in steps]
-        for key in KEPT
-        if key in steps[-1]
+        key: [float(f"{line.get(key, math.nan):.4g}") for line in steps] for key in KEPT if key in steps[-1]
     }
     samples = read(run / "samples.jsonl")
     if name == "anywhere":  # what the other runs' reward would have been
@@ -160,9 +159,7 @@ def record_of(name: str, seed: int, run: Path) -> dict:
     record["samples"] = {}
     for step in (1, len(steps)):
         shown = [sample for sample in samples if sample["step"] == step][:3]
-        record["samples"][step] = [
-            [sample["prompt"], sample["answer"], sample["completions"][:2]] for sample in shown
-        ]
+        record["samples"][step] = [[sample["prompt"], sample["answer"], sample["completions"][:2]] for sample in shown]
     return record
 
 
@@ -250,12 +247,12 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
     grpo.py's own evaluate measures the held-out questions, at the same steps. Its time doesn't count.
     """
     sys.path.insert(0, str(ROOT))
-    import torch
-    from compare_trl import trl_trainer
-    from transformers import TrainerCallback
-
     import grpo
+    import torch
+    from transformers import TrainerCallback
     from utils.rewards import lenient_accuracy_reward
+
+    from compare_trl import trl_trainer
 
     grpo.REWARDS = [lenient_accuracy_reward]
     folder = RUNS_DIR / f"{name}-{seed}"
@@ -520,9 +517,7 @@ def draw_compared(records: list[dict]) -> None:
         linestyle = "--" if name.startswith("trl_") else ":" if name == "grpo_vllm" else "-"
         style = dict(color=colors[COMPARED.index(of)], linestyle=linestyle)
         greedy, across = greedy_curves(mine), [int(step) for step in mine[0]["eval"]]
-        axes[0][0].plot(
-            across, greedy.mean(0), label=label(name), marker="o", markersize=3, **style
-        )
+        axes[0][0].plot(across, greedy.mean(0), label=label(name), marker="o", markersize=3, **style)
         band = dict(color=style["color"], alpha=0.15, linewidth=0)  # a line of one seed has none
         axes[0][0].fill_between(across, greedy.min(0), greedy.max(0), **band)
         lengths = np.mean([smooth(r["curves"]["rollout/response_len"]) for r in mine], 0)
@@ -566,9 +561,7 @@ def write_page() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("model", nargs="?", help="the model's folder")
     parser.add_argument("runs", nargs="*", help="name:seed of each run")
     parser.add_argument("--data", default=".", help="the folder with svamp and gsm8k")

@@ -10,7 +10,6 @@ responses: four to each of ten questions, at temperature 0.9, with at most 64 to
 On two cores all tasks take an hour. benchmark/records/reasoning.jsonl gets a line for each.
 """
 
-import argparse
 import json
 import re
 import subprocess
@@ -19,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from records import FOLDER, ROOT, fill, provenance, read, table
+from records import FOLDER, ROOT, command_line, fill, provenance, read, table
 
 RECORDS = FOLDER / "reasoning.jsonl"
 PAGE = ROOT / "docs" / "real-model.md"
@@ -97,8 +96,7 @@ def tasks_table(records: list[dict]) -> str:
 
 
 def main() -> None:
-    as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    parser = command_line(__doc__)
     parser.add_argument("model", nargs="?", help="the model's folder")
     parser.add_argument("tasks", nargs="*")
     options = parser.parse_args()

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+
 from pictures import GRAY, digest, panels, save
 from records import (
     FOLDER,
@@ -57,8 +58,7 @@ GROUPS = {
     "eight updates": (
         "--num-minibatches 8",
         ("1.5e-5", "5e-5"),
-        "grpo dr_grpo dapo gspo rloo cispo dppo sapo gmpo vespo topr mdpo".split()
-        + ["p3o", "grpo with a KL"],
+        "grpo dr_grpo dapo gspo rloo cispo dppo sapo gmpo vespo topr mdpo".split() + ["p3o", "grpo with a KL"],
     ),
     "stale sampler": (
         "--num-minibatches 8 --staleness 8",
@@ -162,10 +162,7 @@ def best_runs(records: dict, group: str, script: str) -> list[dict]:
 def differences(records: dict, group: str, script: str) -> np.ndarray:
     """For each seed, the script's sampled accuracy minus that of the group's first script, in points: (seeds,)."""
     first = GROUPS[group][2][0]
-    mine, theirs = [
-        [last_accuracy(record) for record in best_runs(records, group, name)]
-        for name in (script, first)
-    ]
+    mine, theirs = [[last_accuracy(record) for record in best_runs(records, group, name)] for name in (script, first)]
     return np.array(mine) - np.array(theirs)
 
 

@@ -1,33 +1,10 @@
-"""benchmark/records.py, gamed.py and compare_trl.py: what they compute and record.
+"""benchmark/records.py: what it records.
 
 memory.py, passk.py and variants.py have files of their own, and test_cuda.py runs gpu.py. test_docs.py compares the
 pages with the records.
 """
 
-import sys
-from dataclasses import replace
-
 import pytest
-
-import grpo
-
-
-def test_the_gamed_reward_counts_characters(monkeypatch):
-    """benchmark/gamed.py adds its weight for each character to grpo.py's rewards, and passes on all other flags."""
-    import gamed
-
-    runs, rewards = [], grpo.REWARDS
-    monkeypatch.setattr(grpo, "main", runs.append)
-    monkeypatch.setattr(grpo, "REWARDS", rewards)
-    monkeypatch.setattr(grpo, "SCRIPT", grpo.SCRIPT)
-    monkeypatch.setattr(sys, "argv", ["gamed.py", "--num-steps", "3", "--weight", "0.5"])
-    gamed.main()
-    assert runs == [replace(grpo.BUNDLED, num_steps=3)] and grpo.REWARDS[:-1] == rewards
-    row = {"question": "47+38=", "answer": "85"}
-    examples = [{"prompt": "47+38=", "answer": "85", "columns": row}] * 2
-    scores = grpo.apply_rewards(["", "abc"], examples, "cpu")
-    assert scores["length_reward"].tolist() == [0, 1.5]
-    assert grpo.SCRIPT.name == "gamed.py"
 
 
 @pytest.mark.parametrize("missing", ["git", "repository"])

@@ -100,13 +100,6 @@ def test_the_worked_examples_are_the_scripts():
     assert explain.drawn_from() in explain.PICTURE.read_text(encoding="utf-8")
 
 
-def test_the_variances_are_what_is_recorded():
-    import variance
-
-    table = variance.make_table(variance.read(variance.OUT))
-    assert f"<!-- variance -->\n{table}<!-- end variance -->\n" in variance.PAGE.read_text("utf-8")
-
-
 def test_the_page_on_the_real_model_states_what_is_recorded():
     """Tables, samples and pictures of docs/real-model.md are those of the records."""
     import real_model

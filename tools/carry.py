@@ -20,9 +20,7 @@ def merge(child: Path, base: str, parent: Path) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         before = Path(folder, "before")
         before.write_text(base, encoding="utf-8")
-        return (
-            subprocess.run(["git", "merge-file", "--diff3", child, before, parent]).returncode == 0
-        )
+        return subprocess.run(["git", "merge-file", "--diff3", child, before, parent]).returncode == 0
 
 
 def carry_scripts() -> bool:
