@@ -70,7 +70,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer, StaticCache, StaticLayer
+from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from utils.masking import masked_mean, masked_sum
@@ -469,15 +469,13 @@ class Decoding:
 
     def keep(self, rows, new_columns):
         """Keep these rows (a row may repeat), and append empty columns to the cache."""
+        self.cache.reorder_cache(rows)
         for layer in self.cache.layers:
-            # A layer has a recurrent state, or keys and values (rows, heads, columns, size), or
-            # both. Its own reorder_cache would also take the rows of keys and values, which is done
-            # below. So the method for the state is called by its class.
-            if isinstance(layer, LinearAttentionLayer):
-                LinearAttentionLayer.reorder_cache(layer, rows)
+            # Other layers have a state of fixed size.
             if isinstance(layer, StaticLayer):
-                layer.keys = F.pad(layer.keys[rows], (0, 0, 0, new_columns))
-                layer.values = F.pad(layer.values[rows], (0, 0, 0, new_columns))
+                # Keys and values are (rows, heads, columns, size).
+                layer.keys = F.pad(layer.keys, (0, 0, 0, new_columns))
+                layer.values = F.pad(layer.values, (0, 0, 0, new_columns))
                 layer.max_cache_len += new_columns
         # transformers hides the columns that are still empty, and those outside of a window.
         self.mask = F.pad(self.mask[rows], (0, new_columns), value=True)

@@ -16,6 +16,7 @@ from test_sampling import double as double  # a fixture
 
 import grpo
 import grpo_lora
+import grpo_multigpu
 import grpo_tools
 import ppo_rlhf
 import vapo
@@ -27,13 +28,16 @@ N, BEGINNING = 18, 11
 
 def micro_batches(script, model, rollout, sequences, budget):
     args = SimpleNamespace(micro_batch_tokens=budget)
-    batches = script.micro_batches(args, model, rollout, sequences)
+    models = [] if script is grpo_multigpu else [model]  # it shares nothing
+    batches = script.micro_batches(args, *models, rollout, sequences)
     assert sorted(sum([rows for rows, _ in batches], [])) == sorted(sequences.tolist())
     return batches
 
 
 def common_tokens(script, part):
     """How many tokens at the beginning of its rows a micro-batch computes once."""
+    if script is grpo_multigpu:
+        return 0
     mask = getattr(part, "context_mask", part.response_mask)
     longest = (part.prompt_mask.sum(1) + mask.sum(1)).max().item()
     return script.shared_tokens(script.unpadded(part.prompt_ids, part.prompt_mask), longest)
@@ -102,7 +106,7 @@ def test_values_scores_and_gradients_are_those_of_single_sequences(double, modul
 
 
 @pytest.mark.parametrize("beginning", [0, BEGINNING])
-@pytest.mark.parametrize("module", [grpo, grpo_tools])
+@pytest.mark.parametrize("module", [grpo, grpo_tools, grpo_multigpu])
 def test_micro_batches_keep_to_the_budget(module, beginning):
     """A micro-batch has at most --micro-batch-tokens tokens, padding included, unless it has one sequence."""
     rollout, model = random_rollout(module, GROUPS, beginning), build("Llama")
@@ -118,7 +122,8 @@ def test_micro_batches_keep_to_the_budget(module, beginning):
             assert torch.equal(part.response_ids, rollout.response_ids[rows])
         assert budget > 1 or len(batches) == N
     # All sequences together.
-    assert [common_tokens(module, part) for _, part in batches] == [beginning]
+    expected = 0 if module is grpo_multigpu else beginning
+    assert [common_tokens(module, part) for _, part in batches] == [expected]
 
 
 # Prompts, the lengths of their responses, and the micro-batches of at most 64 tokens: rows, and common tokens.

@@ -10,10 +10,13 @@ weights and the same metrics as main.
 `reference` knows no algorithm. ALGORITHMS gives it the functions of each script and patch, in one section per script.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -178,7 +181,7 @@ def run_main(script, monkeypatch, tmp_path, given):
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
     steps, shared, saved, seeds = [], [], [], []
     generate, minibatches = script.generate, script.minibatches
-    save_checkpoint = script.save_checkpoint
+    compute_logprobs, save_checkpoint = script.compute_logprobs, script.save_checkpoint
 
     def recorded_generate(*call):
         ids, mask, logprobs = generate(*call)
@@ -199,6 +202,10 @@ def run_main(script, monkeypatch, tmp_path, given):
             steps[-1]["minibatches"].append(minibatch.tolist())
             yield minibatch
 
+    def recorded_compute_logprobs(model, *call):
+        assert model.training or not torch.is_grad_enabled(), "else nothing would be recomputed"
+        return compute_logprobs(model, *call)
+
     def all_shared_tokens(prompts, longest):
         """In later steps, also share where it doesn't pay: prompts are short here."""
         if len(steps) == 1 or len(prompts) == 1:
@@ -215,9 +222,14 @@ def run_main(script, monkeypatch, tmp_path, given):
         monkeypatch.setattr(script, "shared_tokens", all_shared_tokens)
     monkeypatch.setattr(script, "generate", recorded_generate)
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
+    monkeypatch.setattr(script, "compute_logprobs", recorded_compute_logprobs)
     # It changes nothing, and would take a third of the time. test_runs.py has it by hand.
     monkeypatch.setattr(script, "evaluate", lambda *call: {"eval/accuracy": 0.0})
-    script.main(args)
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        script.main(args)
+    seconds = time.perf_counter() - start
+    assert "step 1: " in printed.getvalue() and f"step {args.num_steps}: " in printed.getvalue()
     # A checkpoint follows every second step and the last step, and says which step it follows.
     due = [n for n in range(1, args.num_steps + 1) if n % 2 == 0 or n == args.num_steps]
     assert saved == [(n, n, n) for n in due]
@@ -229,8 +241,11 @@ def run_main(script, monkeypatch, tmp_path, given):
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()][1:]
     samples = [json.loads(line) for line in (run_dir / "samples.jsonl").open()]
     for step, metrics in zip(steps, records, strict=True):
+        assert metrics["time/rollout_s"] > 0 and metrics["time/update_s"] > 0
+        seconds -= metrics["time/rollout_s"] + metrics["time/update_s"]
         step["metrics"] = metrics
         step["samples"] = [sample for sample in samples if sample["step"] == metrics["step"]]
+    assert seconds > 0, "the steps can't take more seconds than the run"
     fields = json.loads((run_dir / "args.json").read_text())
     args = script.Args(**{name: value for name, value in fields.items() if name in known})
     return args, steps, torch.load(run_dir / "checkpoint.pt", weights_only=True)
