@@ -113,7 +113,7 @@ EXAMPLES = [
 
 @dataclass
 class Args:
-    # The defaults if --model is given. Otherwise the defaults are those of BUNDLED, below.
+    # The defaults if --model is given. Without --model, those of BUNDLED, below, replace them.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -131,7 +131,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; an id without "/" is HuggingFaceTB's; --model X changes other defaults"""
+    """folder or hub id; an id without "/" is HuggingFaceTB's; without it, other defaults change"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
@@ -156,7 +156,7 @@ class Args:
     temperature: float = 0.9
     """divides the logits, in sampling and in every log-probability"""
     sampling_tokens: int = 49152
-    """maximum tokens in a sampling batch, padding included; 131072 is faster on a GPU of 60 GB"""
+    """maximum tokens in a sampling batch, padding included; 131072 is faster if a GPU has 60 GB"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph; a few families can't be recorded"""
     # ---- optimization
@@ -165,7 +165,7 @@ class Args:
     learning_rate: float = 1e-5
     """peak learning rate of Adam (betas 0.9, 0.999; no weight decay)"""
     lr_schedule: Literal["linear", "constant_with_warmup"] = "linear"
-    """after the warm-up: linear falls to 0, constant_with_warmup stays at the peak"""
+    """after the warm-up: linear falls towards 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
     """updates over which the learning rate rises linearly; the last of them has the peak rate"""
     num_iterations: int = 1
@@ -206,8 +206,9 @@ BUNDLED = Args(
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # The computed mean of equal rewards may be off by a rounding error. Adam would make that as
-    # large as any other gradient. Minus the first reward, equal rewards are exactly 0.
+    # The computed mean of equal rewards may be off by a rounding error. Adam divides by the recent
+    # size of the gradient, so even a tiny one can move the weights. Minus the first reward, equal
+    # rewards are exactly 0.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -252,7 +253,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # All ratios outside the clip range count, even where the minimum takes the unclipped term.
+    # The clip fractions count all ratios outside the range, also those where the minimum is the
+    # unclipped term, so that the gradient isn't cut.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     per_token = {
@@ -261,7 +263,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        # The mean estimates the entropy, after the first update roughly: pi_old sampled the tokens.
+        # Its mean estimates the entropy. After the first update roughly: pi_old sampled the tokens.
         "policy/entropy": -logprobs,
     }
     if args.beta > 0:
@@ -352,15 +354,16 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The sampler rounds differently, so the trainer computes the old log-probabilities again.
-        # In bf16 the rounding depends on which sequences share a micro-batch. So the micro-batches
-        # here are those of the updates: then every ratio is exactly 1 before the first update.
+        # The sampler rounds differently, so its log-probabilities don't serve as the old ones. The
+        # trainer's own depend, in bf16, on which sequences share a micro-batch. So these here are
+        # those of the updates: then every ratio is exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
-        # old_logprobs is filled here, or in part 4 if a step has a single update.
+        # If a step has a single update, pi_old is the policy itself. So part 4 fills old_logprobs,
+        # and no pass is needed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:
@@ -451,7 +454,7 @@ def main(args: Args) -> dict:
             "optim/lr": lr,  # of the last update
             "optim/skipped": num_skipped,
             "time/rollout_s": rollout_seconds,
-            "time/update_s": update_seconds,
+            "time/update_s": update_seconds,  # of parts 2 to 4
             "time/tokens_per_s": num_tokens / rollout_seconds,
         }
         if model.device.type == "cuda":
@@ -474,7 +477,7 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(sample), file=samples_file)
         show_progress(args, progress, metrics, sample)  # the sample of the last prompt
-        if step == first_step:  # after the log, which shows why the run ends
+        if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
         # ---- 6. save
@@ -498,21 +501,22 @@ def main(args: Args) -> dict:
 # makes the loop above fast, or sets it up.
 
 # The sampler's cache of keys and values has a column for each token. When it is full, the finished
-# responses are dropped, and it grows by this many columns. With more, attention reads more empty
-# columns. With fewer, the cache is copied, and on a GPU a new graph is recorded, more often. On a
-# GPU it must be a multiple of the 16 tokens after which generate looks for unfinished responses:
-# else there may be none when the cache is full.
+# responses are dropped, and it grows by this many columns. A larger number makes attention read
+# more empty columns. A smaller number copies the cache, and records a graph on a GPU, more often.
+# On a GPU it must be a multiple of 16, the number of tokens after which generate looks whether all
+# responses are finished: else none may be left when the cache is full.
 SEGMENT = {"cpu": 32, "cuda": 64}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
-# writes a gradient as large as the head. So few large chunks are faster, but need more memory.
+# writes a gradient of the whole head. So few large chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
 
 
 @dataclass
 class Decoding:
-    """The tensors of a decode step. Between two calls of keep they stay in the same memory.
+    """The state of sampling between two tokens.
 
-    So a CUDA graph, which replays on the memory it was recorded on, can replay the step.
+    A CUDA graph replays on the memory that it was recorded on. So decode writes into these tensors
+    in place. Only select makes new ones, and after it a new graph is needed.
     """
 
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
@@ -521,17 +525,17 @@ class Decoding:
     token: Tensor  # (rows,): the last token of each row
     position: Tensor  # (rows,): the position of this token, padding not counted
 
-    def keep(self, rows, new_columns):
-        """Keep these rows (a row may repeat), and append empty columns to the cache."""
+    def select(self, rows, new_columns):
+        """Take these rows (a row may repeat), and append empty columns to the cache."""
         self.cache.reorder_cache(rows)
         for layer in self.cache.layers:
-            # Other layers have a state of fixed size.
+            # Keys and values are (rows, heads, columns, size). A layer with linear attention or a
+            # convolution has a state of fixed size instead, or besides.
             if isinstance(layer, StaticLayer):
-                # Keys and values are (rows, heads, columns, size).
                 layer.keys = F.pad(layer.keys, (0, 0, 0, new_columns))
                 layer.values = F.pad(layer.values, (0, 0, 0, new_columns))
                 layer.max_cache_len += new_columns
-        # transformers hides the columns that are still empty, and those outside of a window.
+        # New columns are True: transformers hides those that are empty, or outside of a window.
         self.mask = F.pad(self.mask[rows], (0, new_columns), value=True)
         self.logits, self.token = self.logits[rows], self.token[rows]
         self.position = self.position[rows]
@@ -544,6 +548,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
     top-p, no repetition penalty. Temperature 0 is greedy.
+    transformers' own generate would be slower: it computes a prompt again for each sample, and
+    keeps finished responses in the batch.
     """
     model.eval()
     device = prompt_ids.device
@@ -552,10 +558,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    # Which of the N sequences each row samples. At first row i samples sequence i, and is a copy of
-    # the row of its prompt, i // num_samples.
+    # Which of the N sequences each row samples. At first row i samples sequence i, whose prompt is
+    # i // num_samples.
     sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
-    decoding.keep(sequence // num_samples, num_columns - num_filled)
+    decoding.select(sequence // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
     response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
     response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
@@ -565,7 +571,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
                 num_columns = min(num_filled + SEGMENT[device.type], max_columns)
-                decoding.keep(live, num_columns - num_filled)
+                decoding.select(live, num_columns - num_filled)
                 sequence, finished = sequence[live], finished[live]
                 graph = None  # it was recorded on the old tensors
             if graph is not None:
@@ -573,7 +579,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             else:
                 decode(model, decoding)
                 if args.cuda_graph and device.type == "cuda":
-                    # The call above was the warm-up that a graph needs. Recording runs nothing.
+                    # The call above was the warm-up that a graph needs. Recording computes nothing.
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
                         decode(model, decoding)
@@ -585,10 +591,11 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             token = logprobs.argmax(1)  # (rows,)
         else:
             # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
+            # torch.multinomial would wait for the GPU.
             logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
             token = (logprobs + noise).argmax(1)  # (rows,)
-        decoding.token.copy_(token)
+        decoding.token.copy_(token)  # in place, for the graph
         response_ids[sequence, t] = token
         response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
@@ -596,7 +603,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if (device.type != "cuda" or t % 16 == 0) and finished.all():
             break
 
-    # A finished row is still sampled until it is dropped. Tokens after an EOS token don't count.
+    # A finished row is sampled until it is dropped. A token counts if no EOS token is before it.
     is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
     num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
     response_mask = num_eos_before == 0  # (N, R) bool
@@ -606,11 +613,11 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each prompt."""
     # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
-    # CUDA graph needs. A layer with linear attention or a convolution has a state of fixed size.
+    # CUDA graph needs.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
-            # transformers' layer has only its window, in columns that move, so it couldn't grow.
+            # transformers' layer holds only its window, in columns that move, so it couldn't grow.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     outputs = model(
@@ -653,10 +660,10 @@ def response_states(model, rollout):
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
     rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    # Padding is on the right, where no token sees it.
+    # Padding is on the right: no token sees a later one.
     ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
     ids = ids.to(rollout.prompt_ids.device)  # (n, length)
-    # Autocast's cache would hold a bf16 copy of every weight at the same time.
+    # With its cache, autocast would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
         outputs = decoder(ids, use_cache=False)
     states = []
@@ -671,8 +678,8 @@ def unpadded(values, mask):
     return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
-class States(BaseModelOutputWithPast):
-    """The outputs of a decoder: hidden states, and None in all fields that a family may read."""
+class DecoderOutput(BaseModelOutputWithPast):
+    """Hidden states, and None in each other field that the code of a family's head may read."""
 
     def __getattr__(self, name):
         return None
@@ -680,12 +687,13 @@ class States(BaseModelOutputWithPast):
 
 def compute_logits(model, hidden):
     """The logits (m, V) float32 of hidden states (m, D)."""
-    # Some families scale their logits, some cap them. So the model's own code computes them, and
-    # its decoder just gives back these states. The head is in float32, also on a GPU, so that no
-    # logit is rounded to bf16.
+    # The head of some families also scales or caps the logits. So the whole model is called, but
+    # its decoder only returns these states. The head computes in float32 (TF32 on a GPU), so that
+    # no logit is rounded to bf16.
     hidden = hidden.float()[None]  # (1, m, D)
+    output = DecoderOutput(last_hidden_state=hidden)
     decoder = model.base_model.get_decoder()
-    with mock.patch.object(decoder, "forward", lambda *args, **kwargs: States(hidden)):
+    with mock.patch.object(decoder, "forward", lambda *args, **kwargs: output):
         return model(inputs_embeds=hidden, use_cache=False).logits.squeeze(0)  # (m, V)
 
 
@@ -810,7 +818,7 @@ def refresh_sampler(sampler, model):
 
 
 def inference_copy(model):
-    """A copy of the model that isn't trained. On a GPU it's in bf16, except for its head.
+    """A frozen copy of the model. On a GPU all its weights except the head are in bf16.
 
     Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
     as many bytes.
@@ -820,8 +828,8 @@ def inference_copy(model):
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-        # The head stays in float32. It may share its weight with the embedding, which is bf16 now,
-        # so it's replaced by a copy of the model's head. Its input is bf16, so the hook converts.
+        # The head may share its weight with the embedding, which is bf16 by now. So it's replaced
+        # by a copy of the model's float32 head, and the hook converts its input.
         head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         copied.set_output_embeddings(head)
@@ -836,8 +844,8 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
-    # Take as many prompts at a time as fit into --sampling-tokens when every response has its
-    # maximum length, at least one, and about as many each time.
+    # Sample as many prompts at a time as fit into --sampling-tokens if every response has its
+    # maximum length, but at least one, and about as many each time.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     # Each process samples for its own share of the prompts.
@@ -977,7 +985,7 @@ def load_data(args, tokenizer):
         print(f"test data: {num_shared} of its problems are also in the train data")
     else:
         prompts = list(dict.fromkeys(example["prompt"] for example in train_data))
-        held_out = set(prompts[len(prompts) * 9 // 10 :])  # so equal questions are in one split
+        held_out = set(prompts[len(prompts) * 9 // 10 :])  # equal questions stay in one split
         test_data = [example for example in train_data if example["prompt"] in held_out]
         train_data = [example for example in train_data if example["prompt"] not in held_out]
         print(
@@ -1024,9 +1032,9 @@ def read_examples(args, tokenizer, splits, split):
 
 
 def read_chat(args, question):
-    """The question, a text or a chat, as a list of messages. None if it's empty.
+    """The question, a text or a chat, as a list of messages.
 
-    That is, if the last message is empty, or if any content is None.
+    None if the last message is blank, or if any content is None.
     """
     chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
     contents = [message["content"] for message in chat]
@@ -1048,7 +1056,7 @@ def render(args, tokenizer, chat):
         # message.
         question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
     examples = EXAMPLES if args.examples else []
-    # A base model gets a plain text. A chat of several messages needs a template: without one,
+    # A model without a template gets a plain text. This works for a single message only: with more,
     # fill_template raises an error.
     if not tokenizer.chat_template and not earlier:
         if not examples:
@@ -1070,8 +1078,8 @@ def render(args, tokenizer, chat):
 def fill_template(tokenizer, chat, **options):
     """The chat as a text, in the model's template, with each message word for word.
 
-    Some templates change what they are given: they delete the thoughts of earlier turns. So they
-    get a placeholder for each message, and the messages take the places of these afterwards.
+    Some templates change the messages: they delete the thoughts of earlier turns. So the template
+    is filled with placeholders, which the messages replace afterwards.
     """
     texts = {}  # placeholder -> the message's content
     given = []
@@ -1100,15 +1108,12 @@ def tokenize(tokenizer, prompt):
 
 
 def shuffled_batches(args, num_examples):
-    """The indices (B,) of each step's examples; every epoch shuffles all of them anew.
-
-    It sets the seed. Later each step sets its own.
-    """
-    torch.manual_seed(args.seed)
+    """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
+    generator = torch.Generator().manual_seed(args.seed)
     num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
+    epochs = [torch.randperm(num_examples, generator=generator) for _ in range(num_epochs)]
     # A batch may hold the end of one epoch and the start of the next.
-    order = torch.cat([torch.randperm(num_examples) for _ in range(num_epochs)])
-    return order.split(args.num_prompts)
+    return torch.cat(epochs).split(args.num_prompts)
 
 
 def find_model(args):
@@ -1163,10 +1168,11 @@ def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
+    # The noise of dropout would change the ratios. Each family names it otherwise, but with "drop".
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
-                setattr(part, key, 0.0)  # its noise would change the ratios
+                setattr(part, key, 0.0)
     limit = getattr(text_config, "max_position_embeddings", None)
     if limit and args.max_prompt_tokens + args.max_new_tokens > limit:
         raise ValueError(
@@ -1264,12 +1270,12 @@ def name_run(args):
 def open_run(args, run_dir):
     """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
-    With --track, it also starts W&B. A run with a name goes on if its command is repeated. Before
-    its first checkpoint it begins again. Rank 0 does this. The other processes get files that write
-    to nowhere.
+    With --track, it also starts W&B. If the command of a run with a name is repeated, that run goes
+    on from its checkpoint. If it has none, it begins again. Rank 0 does this. The other processes
+    get files that write to nowhere.
     """
-    goes_on = args.run_name is not None and run_dir.exists()
-    if goes_on:
+    is_repeated = args.run_name is not None and run_dir.exists()
+    if is_repeated:
         check_same_run(args, run_dir)
     dist.barrier()  # rank 0 makes the folder after all have looked for it
     if process_rank() > 0:
@@ -1283,11 +1289,11 @@ def open_run(args, run_dir):
             name=run_dir.name,
             dir=args.runs_dir,
             config=vars(args),
-            resume="allow" if goes_on else "never",  # never into another run of the same name
+            resume="allow" if is_repeated else "never",  # never into another run of the same name
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
-    run_dir.mkdir(parents=True, exist_ok=goes_on)  # an error if another run has this name
-    # Also for a run that goes on, because --num-steps may have grown.
+    run_dir.mkdir(parents=True, exist_ok=is_repeated)  # an error if another run has this name
+    # Also for a repeated command, because --num-steps may have grown.
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
     (run_dir / "args.tmp").write_text(json.dumps(content, indent=2))
     os.replace(run_dir / "args.tmp", run_dir / "args.json")
@@ -1309,7 +1315,7 @@ def check_same_run(args, run_dir):
     saved = json.loads((run_dir / "args.json").read_text())
     may_differ = ["runs_dir", "run_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
-        may_differ.append("num_steps")  # each rate would be the same in a longer run
+        may_differ.append("num_steps")  # a longer run would have the same rates
     changed = []
     for name, value in vars(args).items():
         if name not in may_differ and value != saved.get(name):

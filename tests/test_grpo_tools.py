@@ -440,13 +440,13 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     monkeypatch.setattr(grpo_tools, "CALL_START", "1")
     monkeypatch.setattr(grpo_tools, "CALL_END", "a")
     monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "a</s>" + "0" * (len(call) % 4))
-    kept, keep = [], grpo_tools.Decoding.keep
+    kept, select = [], grpo_tools.Decoding.select
 
     def counted(decoding, rows, new_columns):
         kept.append(len(rows))
-        keep(decoding, rows, new_columns)
+        select(decoding, rows, new_columns)
 
-    monkeypatch.setattr(grpo_tools.Decoding, "keep", counted)
+    monkeypatch.setattr(grpo_tools.Decoding, "select", counted)
     # In float64, because processors round differently.
     model = in_float64(random_model(small_config(family, vocab_size=len(tokenizer))))
     args = grpo_tools.Args(max_new_tokens=40, max_calls=3, temperature=0.8)
