@@ -108,7 +108,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; an id without "/" is HuggingFaceTB's; without it, other defaults change"""
+    """folder or hub id; X alone is HuggingFaceTB/X; without the flag, other defaults hold"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
@@ -230,8 +230,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # The clip fractions count all ratios outside the range, also those where the minimum is the
-    # unclipped term, so that the gradient isn't cut.
+    # The clip fractions count all ratios outside the range, also those whose minimum is the
+    # unclipped term, with a gradient that isn't cut.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     per_token = {
@@ -240,7 +240,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        # Its mean estimates the entropy. After the first update roughly: pi_old sampled the tokens.
+        # Its mean estimates the entropy (roughly, after the first update: pi_old sampled them).
         "policy/entropy": -logprobs,
     }
     if args.beta > 0:
@@ -316,9 +316,9 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # The sampler rounds differently, so its log-probabilities don't serve as the old ones. The
-        # trainer's own depend, in bf16, on which sequences share a micro-batch. So these here are
-        # those of the updates: then every ratio is exactly 1 before the first update.
+        # The sampler rounds differently, so the trainer computes the old log-probabilities itself.
+        # In bf16 they also depend on which sequences share a micro-batch. So the micro-batches are
+        # those of the first pass: every ratio is then exactly 1 before the first update.
         updates = list(minibatches(args, N))  # the indices of each update's sequences
         first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
@@ -448,7 +448,7 @@ def main(args: Args) -> dict:
 # responses are dropped, and it grows by this many columns. A larger number makes attention read
 # more empty columns. A smaller number copies the cache, and records a graph on a GPU, more often.
 # On a GPU it must be a multiple of 16, the number of tokens after which generate looks whether all
-# responses are finished: else none may be left when the cache is full.
+# responses are finished: so at least one is unfinished when the cache is full.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient of the whole head. So few large chunks are faster, but need more memory.
@@ -473,8 +473,8 @@ class Decoding:
         """Take these rows (a row may repeat), and append empty columns to the cache."""
         self.cache.reorder_cache(rows)
         for layer in self.cache.layers:
-            # Keys and values are (rows, heads, columns, size). A layer with linear attention or a
-            # convolution has a state of fixed size instead, or besides.
+            # Keys and values are (rows, heads, columns, size). Layers with linear attention or a
+            # convolution have a state of fixed size, which needs no columns.
             if isinstance(layer, StaticLayer):
                 layer.keys = F.pad(layer.keys, (0, 0, 0, new_columns))
                 layer.values = F.pad(layer.values, (0, 0, 0, new_columns))
@@ -492,6 +492,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
     sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
     top-p, no repetition penalty. Temperature 0 is greedy.
+
     transformers' own generate would be slower: it computes a prompt again for each sample, and
     keeps finished responses in the batch.
     """
@@ -504,11 +505,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     decoding = prefill(model, prompt_ids, prompt_mask)
     # Which of the N sequences each row samples. At first row i samples sequence i, whose prompt is
     # i // num_samples.
-    sequence = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
-    decoding.select(sequence // num_samples, num_columns - num_filled)
-    finished = torch.zeros_like(sequence, dtype=torch.bool)  # (rows,)
-    response_ids = torch.zeros(len(sequence), args.max_new_tokens, dtype=torch.long, device=device)
-    response_logprobs = torch.zeros(response_ids.shape, device=device)  # (N, R) float32
+    seq_of_row = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
+    decoding.select(seq_of_row // num_samples, num_columns - num_filled)
+    finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
+    shape = (len(seq_of_row), args.max_new_tokens)
+    response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
+    response_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     graph = None
     for t in range(args.max_new_tokens):
         if t > 0:  # the prefill has computed the logits for t = 0
@@ -516,7 +518,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
                 live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
                 num_columns = min(num_filled + SEGMENT[device.type], max_columns)
                 decoding.select(live, num_columns - num_filled)
-                sequence, finished = sequence[live], finished[live]
+                seq_of_row, finished = seq_of_row[live], finished[live]
                 graph = None  # it was recorded on the old tensors
             if graph is not None:
                 graph.replay()
@@ -540,8 +542,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
             token = (logprobs + noise).argmax(1)  # (rows,)
         decoding.token.copy_(token)  # in place, for the graph
-        response_ids[sequence, t] = token
-        response_logprobs[sequence, t] = logprobs.gather(1, token[:, None])[:, 0]
+        response_ids[seq_of_row, t] = token
+        response_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
         finished |= torch.isin(token, eos_ids)
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
         if (device.type != "cuda" or t % 16 == 0) and finished.all():
@@ -608,7 +610,7 @@ def response_states(model, rollout):
     # The rows without their common beginning. Padding is on the right: no token sees a later one.
     rests = pad_sequence([torch.tensor(row[common:]) for row in rows], batch_first=True)
     rests = rests.to(rollout.prompt_ids.device)  # (n, length)
-    # With its cache, autocast would hold a bf16 copy of every weight at the same time.
+    # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=rests.is_cuda, cache_enabled=False):
         cache = None
         if common > 0:
@@ -619,11 +621,13 @@ def response_states(model, rollout):
             beginning = rests.new_tensor([prompts[0][:common]])  # (1, common)
             decoder(beginning, past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(rows))
-        outputs = decoder(rests, past_key_values=cache, use_cache=common > 0)
+        outputs = decoder(rests, past_key_values=cache, use_cache=cache is not None)
     states = []
-    for hidden, prompt, row in zip(outputs.last_hidden_state, prompts, rows, strict=True):
-        # The state at a token predicts the next one, so the slice is one token early.
-        states.append(hidden[len(prompt) - common - 1 : len(row) - common - 1])
+    hiddens = outputs.last_hidden_state  # (n, length, D)
+    for hidden, prompt, response in zip(hiddens, prompts, responses, strict=True):
+        # The state at a token predicts the next one: the first is that of the prompt's last token.
+        start = len(prompt) - common - 1
+        states.append(hidden[start : start + len(response)])
     return torch.cat(states)
 
 
@@ -661,8 +665,8 @@ def compute_logprobs(model, rollout, temperature):
         logits = compute_logits(model, chunk_hidden) / temperature  # (chunk, V) float32
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
-    # All logits at once would be the largest tensor. So they exist for one chunk of tokens at a
-    # time, and the backward pass computes them again.
+    # All logits at once would be the largest tensor. So they are computed for one chunk of tokens
+    # at a time, and again in the backward pass.
     chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // vocabulary_size)
     logprobs = []
     for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
@@ -749,10 +753,11 @@ def shared_tokens(prompts, longest):
     """
     # The last token of a prompt isn't shared, because it predicts the first of each response.
     shortest = min(len(prompt) for prompt in prompts)
-    common = min(len(os.path.commonprefix(prompts)), shortest - 1)  # works for lists, too
-    # It has to save a fifth of the tokens: attention is slower for the rest, which needs a mask.
-    pays = (len(prompts) - 1) * common > len(prompts) * longest / 5
-    return common if pays else 0
+    common = min(len(os.path.commonprefix(prompts)), shortest - 1)  # works for lists of ids, too
+    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
+    # a fifth of the tokens.
+    saved = (len(prompts) - 1) * common
+    return common if saved > len(prompts) * longest / 5 else 0
 
 
 def inference_copy(model):
@@ -783,7 +788,7 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
     # Sample as many prompts at a time as fit into --sampling-tokens if every response has its
-    # maximum length, but at least one, and about as many each time.
+    # maximum length, but at least one, in parts of about equal size.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     num_parts = math.ceil(len(prompt_ids) / at_a_time)
@@ -868,7 +873,7 @@ def load_splits(args):
         splits = datasets.load_dataset(str(path))
     else:  # id or id:config of the hub
         splits = datasets.load_dataset(*args.dataset.split(":"))
-    # This raises an error that names the columns there are, if one is missing.
+    # If a column is missing, this raises an error that names those there are.
     splits.select_columns([args.question_column, args.answer_column])
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
@@ -972,7 +977,7 @@ def render(args, tokenizer, chat):
         turns.append({"role": "user", "content": example})
         turns.append({"role": "assistant", "content": answer})
     start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
-    chat = [*chat[:start], *turns, *chat[start:-1], question]
+    chat = [*earlier[:start], *turns, *earlier[start:], question]
     return fill_template(tokenizer, chat, add_generation_prompt=True)
 
 
@@ -1069,7 +1074,7 @@ def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    # The noise of dropout would change the ratios. Each family names it otherwise, but with "drop".
+    # The noise of dropout would change the ratios. The names of its fields all contain "drop".
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -1090,8 +1095,8 @@ def find_eos_ids(model, tokenizer):
     with which the chat template ends a turn, if it is an added token. All three may differ.
     """
     eos_ids = {tokenizer.eos_token_id}
-    of_model = model.generation_config.eos_token_id
-    eos_ids |= set(of_model) if isinstance(of_model, list) else {of_model}
+    model_eos = model.generation_config.eos_token_id
+    eos_ids |= set(model_eos) if isinstance(model_eos, list) else {model_eos}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
         rendered = fill_template(tokenizer, turns)
@@ -1126,7 +1131,7 @@ def check_gap(args, model, gap):
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: sampling and training differ by {gap:.2g} nats a token: this "
-            "family isn't supported, or generate and compute_logprobs of this copy differ"
+            "family isn't supported, or generate and compute_logprobs in this file disagree"
         )
 
 
@@ -1159,7 +1164,7 @@ def open_run(args, run_dir):
             reinit="finish_previous",  # a run that failed in the same process may still be open
         )
     run_dir.mkdir(parents=True, exist_ok=is_repeated)  # an error if another run has this name
-    # Also for a repeated command, because --num-steps may have grown.
+    # Written again for a repeated command, because --num-steps may have grown.
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
     (run_dir / "args.tmp").write_text(json.dumps(content, indent=2))
     os.replace(run_dir / "args.tmp", run_dir / "args.json")
