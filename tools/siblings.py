@@ -1,7 +1,7 @@
 """The sibling rule: what each script and patch changes of its parent, and the same text everywhere else.
 
-    python tools/siblings.py --carry             merge what changed in grpo.py since the last commit into all scripts,
-                                                 and then --write
+    python tools/siblings.py --carry             take over what changed in grpo.py since the last commit into all
+                                                 scripts, and then --write
     python tools/siblings.py --write             write the patches in variants/, docs/diffs/ and the diff in README.md
     python tools/siblings.py --patch cispo.py    write variants/cispo.diff from the whole script
 
@@ -237,9 +237,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.patch:
         write_patch(options.patch.stem, options.patch.read_text(encoding="utf-8"))
-    elif options.write or carry_scripts():
-        carry_patches()
-        write_pages()
+        return
+    if options.carry:
+        carry_scripts()
+    carry_patches()
+    write_pages()
 
 
 if __name__ == "__main__":
