@@ -644,15 +644,16 @@ class DecoderOutput(BaseModelOutputWithPast):
 
 
 def compute_logits(model, hidden):
-    """The logits (m, V) float32 of hidden states (m, D)."""
+    """The logits (chunk, V) float32 of hidden states (chunk, D)."""
     # The head of some families also scales or caps the logits. So the whole model is called, but
     # its decoder only returns these states. The head computes in float32 (TF32 on a GPU), so that
     # no logit is rounded to bf16.
-    hidden = hidden.float()[None]  # (1, m, D)
+    hidden = hidden.float()[None]  # (1, chunk, D)
     output = DecoderOutput(last_hidden_state=hidden)
     decoder = model.base_model.get_decoder()
     with mock.patch.object(decoder, "forward", lambda *args, **kwargs: output):
-        return model(inputs_embeds=hidden, use_cache=False).logits.squeeze(0)  # (m, V)
+        logits = model(inputs_embeds=hidden, use_cache=False).logits  # (1, chunk, V)
+    return logits.squeeze(0)
 
 
 def compute_logprobs(model, rollout, temperature):
