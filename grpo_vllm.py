@@ -1205,7 +1205,8 @@ def open_run(args, run_dir):
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
     (run_dir / "args.tmp").write_text(json.dumps(content, indent=2))
     os.replace(run_dir / "args.tmp", run_dir / "args.json")
-    shutil.copy(SCRIPT, run_dir)
+    if not is_repeated:
+        shutil.copy(SCRIPT, run_dir)
     mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
     names = ("metrics.jsonl", "samples.jsonl")
     return [open(run_dir / name, mode, buffering=1) for name in names]

@@ -642,8 +642,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     num_columns = min(num_filled + SEGMENT[device.type], max_columns)
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
-    # Which of the N sequences each row samples. At first row i samples sequence i, whose prompt is
-    # i // num_samples.
+    # Which of the N sequences each row samples. At first row i samples sequence i, whose prompt
+    # has the number i // num_samples.
     seq_of_row = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
     decoding.select(seq_of_row // num_samples, num_columns - num_filled)
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
@@ -1407,7 +1407,8 @@ def open_run(args, run_dir):
     content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
     (run_dir / "args.tmp").write_text(json.dumps(content, indent=2))
     os.replace(run_dir / "args.tmp", run_dir / "args.json")
-    shutil.copy(SCRIPT, run_dir)
+    if not is_repeated:
+        shutil.copy(SCRIPT, run_dir)
     mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
     names = ("metrics.jsonl", "samples.jsonl")
     return [open(run_dir / name, mode, buffering=1) for name in names]

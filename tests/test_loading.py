@@ -368,6 +368,22 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
 
 
 @pytest.mark.scripts("grpo")
+@pytest.mark.parametrize("place", [0, 2])
+def test_a_content_that_is_a_list_ends_the_run(first_prompt, tmp_path, place):
+    """It isn't written into the prompt as Python writes a list, in no message."""
+    chat = [
+        USER | {"content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        USER | {"content": "2+2="},
+    ]
+    chat[place]["content"] = [{"type": "text", "text": "1+1="}]
+    rows = [json.dumps({"question": chat, "answer": 4}) + "\n"] * 10
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    with pytest.raises((AttributeError, TypeError), match="list"):
+        first_prompt(make_tokenizer(tmp_path / "tokenizer", TEMPLATE))
+
+
+@pytest.mark.scripts("grpo")
 def test_a_chat_that_ends_with_the_answer(first_prompt, tmp_path):
     """The answer would stand in the prompt."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
