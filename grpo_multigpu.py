@@ -554,39 +554,20 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
-    max_columns = num_filled + args.max_new_tokens
-    num_columns = min(num_filled + SEGMENT[device.type], max_columns)
+    segment = SEGMENT[device.type]
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
     # Which of the N sequences each row samples. At first row i samples sequence i, whose prompt
     # has the number i // num_samples.
     seq_of_row = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
-    decoding.select(seq_of_row // num_samples, num_columns - num_filled)
+    decoding.select(seq_of_row // num_samples, min(segment, args.max_new_tokens))
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
     shape = (len(seq_of_row), args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
+    response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
     response_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     graph = None
     for t in range(args.max_new_tokens):
-        if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
-                live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-                num_columns = min(num_filled + SEGMENT[device.type], max_columns)
-                decoding.select(live, num_columns - num_filled)
-                seq_of_row, finished = seq_of_row[live], finished[live]
-                graph = None  # it was recorded on the old tensors
-            if graph is not None:
-                graph.replay()
-            else:
-                decode(model, decoding)
-                if args.cuda_graph and device.type == "cuda":
-                    # The call above was the warm-up that a graph needs. Recording computes nothing.
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        decode(model, decoding)
-            num_filled += 1
-
         logits = decoding.logits[:, 0].float()  # (rows, V) float32
         if temperature == 0:
             logprobs = logits.log_softmax(1)  # (rows, V)
@@ -597,18 +578,33 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
             token = (logprobs + noise).argmax(1)  # (rows,)
-        decoding.token.copy_(token)  # in place, for the graph
         response_ids[seq_of_row, t] = token
         response_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
+        # A finished row is sampled until it is dropped, but its tokens don't count. An EOS counts.
+        response_mask[seq_of_row, t] = ~finished
         finished |= torch.isin(token, eos_ids)
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        if (device.type != "cuda" or t % 16 == 0) and finished.all():
+        may_look = device.type != "cuda" or t % 16 == 0
+        if t + 1 == args.max_new_tokens or (may_look and finished.all()):
             break
 
-    # A finished row is sampled until it is dropped. A token counts if no EOS token is before it.
-    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
-    num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
-    response_mask = num_eos_before == 0  # (N, R) bool
+        # Feed the tokens to the model, for the logits of the next ones.
+        decoding.token.copy_(token)  # in place, for the graph
+        if t > 0 and t % segment == 0:  # the cache is full: drop the finished rows, and grow
+            live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+            decoding.select(live, min(segment, args.max_new_tokens - t))
+            seq_of_row, finished = seq_of_row[live], finished[live]
+            graph = None  # it was recorded on the old tensors
+        if graph is not None:
+            graph.replay()
+        else:
+            decode(model, decoding)
+            if args.cuda_graph and device.type == "cuda":
+                # The call above was the warm-up that a graph needs. Recording computes nothing.
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode(model, decoding)
+
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
@@ -658,23 +654,26 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    decoder = model.base_model.get_decoder()  # the model without its head
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
-    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    # Padding is on the right: no token sees a later one.
-    ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    ids = ids.to(rollout.prompt_ids.device)  # (n, length)
+    rows = []
+    predicts = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        rows.append(torch.tensor(prompt + response))
+        # The state at a token predicts the next one. So the last token of the prompt predicts the
+        # first of the response, and the last of the response predicts none of it.
+        flags = [False] * (len(prompt) - 1) + [True] * len(response) + [False]
+        predicts.append(torch.tensor(flags))
+    # Padding is on the right: no token sees a later one, so a mask isn't needed.
+    device = rollout.prompt_ids.device
+    rows = pad_sequence(rows, batch_first=True).to(device)  # (n, length)
+    predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
+
+    decoder = model.base_model.get_decoder()  # the model without its head
     # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
-    with torch.autocast("cuda", torch.bfloat16, enabled=ids.is_cuda, cache_enabled=False):
-        outputs = decoder(ids, use_cache=False)
-    states = []
-    hiddens = outputs.last_hidden_state  # (n, length, D)
-    for hidden, prompt, response in zip(hiddens, prompts, responses, strict=True):
-        # The state at a token predicts the next one: the first is that of the prompt's last token.
-        start = len(prompt) - 1
-        states.append(hidden[start : start + len(response)])
-    return torch.cat(states)
+    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
+        outputs = decoder(rows, use_cache=False)
+    return outputs.last_hidden_state[predicts]
 
 
 def unpadded(values, mask):
@@ -1312,11 +1311,11 @@ def open_run(args, run_dir):
 def check_same_run(args, run_dir):
     """Raise an error if the folder's run began with another script or with other flags."""
     flag = f"--run-name {args.run_name}"
-    if not (run_dir / SCRIPT.name).exists():
-        raise ValueError(f"{flag}: {run_dir} isn't a run of {SCRIPT.name}; choose another name")
-    if (run_dir / SCRIPT.name).read_bytes() != SCRIPT.read_bytes():
+    copied = run_dir / SCRIPT.name
+    if not copied.exists() or copied.read_bytes() != SCRIPT.read_bytes():
         raise ValueError(
-            f"{flag}: the run began with another version of {SCRIPT.name}; its copy is in {run_dir}"
+            f"{flag}: {run_dir} has no copy of this {SCRIPT.name}, so its run began with another "
+            "script, or with another version of it; choose another name"
         )
     saved = json.loads((run_dir / "args.json").read_text())
     may_differ = ["runs_dir", "run_name"]

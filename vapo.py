@@ -679,39 +679,20 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    num_filled = prompt_ids.shape[1]  # columns of the cache that hold a token
-    max_columns = num_filled + args.max_new_tokens
-    num_columns = min(num_filled + SEGMENT[device.type], max_columns)
+    segment = SEGMENT[device.type]
     # The keys and values of each prompt are computed once, and repeated for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
     # Which of the N sequences each row samples. At first row i samples sequence i, whose prompt
     # has the number i // num_samples.
     seq_of_row = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
-    decoding.select(seq_of_row // num_samples, num_columns - num_filled)
+    decoding.select(seq_of_row // num_samples, min(segment, args.max_new_tokens))
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
     shape = (len(seq_of_row), args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
+    response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
     response_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     graph = None
     for t in range(args.max_new_tokens):
-        if t > 0:  # the prefill has computed the logits for t = 0
-            if num_filled == num_columns:  # the cache is full: drop the finished rows, and grow
-                live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-                num_columns = min(num_filled + SEGMENT[device.type], max_columns)
-                decoding.select(live, num_columns - num_filled)
-                seq_of_row, finished = seq_of_row[live], finished[live]
-                graph = None  # it was recorded on the old tensors
-            if graph is not None:
-                graph.replay()
-            else:
-                decode(model, decoding)
-                if args.cuda_graph and device.type == "cuda":
-                    # The call above was the warm-up that a graph needs. Recording computes nothing.
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        decode(model, decoding)
-            num_filled += 1
-
         logits = decoding.logits[:, 0].float()  # (rows, V) float32
         if temperature == 0:
             logprobs = logits.log_softmax(1)  # (rows, V)
@@ -722,18 +703,33 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
             noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
             token = (logprobs + noise).argmax(1)  # (rows,)
-        decoding.token.copy_(token)  # in place, for the graph
         response_ids[seq_of_row, t] = token
         response_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
+        # A finished row is sampled until it is dropped, but its tokens don't count. An EOS counts.
+        response_mask[seq_of_row, t] = ~finished
         finished |= torch.isin(token, eos_ids)
         # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        if (device.type != "cuda" or t % 16 == 0) and finished.all():
+        may_look = device.type != "cuda" or t % 16 == 0
+        if t + 1 == args.max_new_tokens or (may_look and finished.all()):
             break
 
-    # A finished row is sampled until it is dropped. A token counts if no EOS token is before it.
-    is_eos = torch.isin(response_ids, eos_ids).long()  # (N, R)
-    num_eos_before = is_eos.cumsum(1) - is_eos  # (N, R)
-    response_mask = num_eos_before == 0  # (N, R) bool
+        # Feed the tokens to the model, for the logits of the next ones.
+        decoding.token.copy_(token)  # in place, for the graph
+        if t > 0 and t % segment == 0:  # the cache is full: drop the finished rows, and grow
+            live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+            decoding.select(live, min(segment, args.max_new_tokens - t))
+            seq_of_row, finished = seq_of_row[live], finished[live]
+            graph = None  # it was recorded on the old tensors
+        if graph is not None:
+            graph.replay()
+        else:
+            decode(model, decoding)
+            if args.cuda_graph and device.type == "cuda":
+                # The call above was the warm-up that a graph needs. Recording computes nothing.
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode(model, decoding)
+
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
@@ -783,33 +779,35 @@ def response_states(model, rollout):
 
     The order is that of rollout.response_ids[rollout.response_mask].
     """
-    decoder = model.base_model.get_decoder()  # the model without its head
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
-    rows = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
-    common = shared_tokens(prompts, max(map(len, rows))) if can_share(model) else 0
-    # The rows without their common beginning. Padding is on the right: no token sees a later one.
-    rests = pad_sequence([torch.tensor(row[common:]) for row in rows], batch_first=True)
-    rests = rests.to(rollout.prompt_ids.device)  # (n, length)
+    rows = []
+    predicts = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        rows.append(torch.tensor(prompt + response))
+        # The state at a token predicts the next one. So the last token of the prompt predicts the
+        # first of the response, and the last of the response predicts none of it.
+        flags = [False] * (len(prompt) - 1) + [True] * len(response) + [False]
+        predicts.append(torch.tensor(flags))
+    # Padding is on the right: no token sees a later one, so a mask isn't needed.
+    device = rollout.prompt_ids.device
+    rows = pad_sequence(rows, batch_first=True).to(device)  # (n, length)
+    predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
+
+    decoder = model.base_model.get_decoder()  # the model without its head
+    common = shared_tokens(model, prompts, rows.shape[1])  # 0: each row is computed as a whole
+    cache = None
     # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
-    with torch.autocast("cuda", torch.bfloat16, enabled=rests.is_cuda, cache_enabled=False):
-        cache = None
+    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
         if common > 0:
             # A token sees only the tokens before it. So the keys and values of the tokens with
             # which all rows begin are the same in every row, and it's enough to compute them once.
             # The gradients of all rows flow back through them.
             cache = DynamicCache()
-            beginning = rests.new_tensor([prompts[0][:common]])  # (1, common)
-            decoder(beginning, past_key_values=cache, use_cache=True)
+            decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(rows))
-        outputs = decoder(rests, past_key_values=cache, use_cache=cache is not None)
-    states = []
-    hiddens = outputs.last_hidden_state  # (n, length, D)
-    for hidden, prompt, response in zip(hiddens, prompts, responses, strict=True):
-        # The state at a token predicts the next one: the first is that of the prompt's last token.
-        start = len(prompt) - common - 1
-        states.append(hidden[start : start + len(response)])
-    return torch.cat(states)
+        outputs = decoder(rows[:, common:], past_key_values=cache, use_cache=cache is not None)
+    return outputs.last_hidden_state[predicts[:, common:]]
 
 
 def unpadded(values, mask):
@@ -902,26 +900,22 @@ def micro_batches(args, model, rollout, sequences):
     """
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-    is_sharing = can_share(model)
+    pass_cost = args.micro_batch_tokens / 32  # of a forward and backward pass, in tokens
 
-    def num_tokens(batch):
-        """The tokens that response_states computes for these sequences, padding included."""
+    def cost(batch):
+        """The tokens that response_states computes, padding included, and the cost of a pass."""
         longest = max(lengths[i] for i in batch)
-        common = shared_tokens([prompts[i] for i in batch], longest) if is_sharing else 0
-        return common + len(batch) * (longest - common)
-
-    def cost(batches):
-        """What these micro-batches cost, in tokens. A pass also costs some 1/32 of a full one."""
-        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
+        common = shared_tokens(model, [prompts[i] for i in batch], longest)
+        return common + len(batch) * (longest - common) + pass_cost
 
     def split(order):
-        """Add each sequence to the last micro-batch, unless it's cheaper alone, or doesn't fit."""
+        """Add each sequence to the last micro-batch, unless it doesn't fit, or is cheaper alone."""
         batches = []
         for i in order:
             if batches:
-                together = [*batches[-1], i]
-                fits = num_tokens(together) <= args.micro_batch_tokens
-                if fits and cost([together]) <= cost([batches[-1], [i]]):
+                together = cost([*batches[-1], i])
+                fits = together - pass_cost <= args.micro_batch_tokens
+                if fits and together <= cost(batches[-1]) + cost([i]):
                     batches[-1].append(i)
                     continue
             batches.append([i])
@@ -929,38 +923,33 @@ def micro_batches(args, model, rollout, sequences):
 
     # By length, little is padded. By prompt, more is shared. The cheaper split is taken.
     by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
-    batches = split(by_length)
-    if is_sharing:
-        by_prompt = sorted(by_length, key=lambda i: prompts[i])
-        batches = min(batches, split(by_prompt), key=cost)
+    by_prompt = sorted(by_length, key=lambda i: prompts[i])
+    batches = min(split(by_length), split(by_prompt), key=lambda split: sum(map(cost, split)))
     return [(batch, rollout.select(batch)) for batch in batches]
 
 
-def can_share(model):
-    """Whether response_states may compute the common beginning of all rows only once."""
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return False
-    # With gradient checkpointing, transformers' layers ignore a cache.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return False
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    return set(layer_types) <= {"full_attention", "sliding_attention"}
-
-
-def shared_tokens(prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if sharing them doesn't pay.
+def shared_tokens(model, prompts, longest):
+    """The number of tokens with which all n prompts begin; 0 if response_states can't share them.
 
     longest is the number of tokens in the longest row: a prompt with its response.
     """
+    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    if model.device.type != "cpu":
+        return 0
     # The last token of a prompt isn't shared, because it predicts the first of each response.
-    shortest = min(len(prompt) for prompt in prompts)
-    common = min(len(os.path.commonprefix(prompts)), shortest - 1)  # works for lists of ids, too
+    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
     # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
     # a fifth of the tokens.
-    saved = (len(prompts) - 1) * common
-    return common if saved > len(prompts) * longest / 5 else 0
+    if (len(prompts) - 1) * common <= len(prompts) * longest / 5:
+        return 0
+    # With gradient checkpointing, transformers' layers ignore a cache.
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return 0
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return 0
+    return common
 
 
 def inference_copy(model):
@@ -1403,11 +1392,11 @@ def open_run(args, run_dir):
 def check_same_run(args, run_dir):
     """Raise an error if the folder's run began with another script or with other flags."""
     flag = f"--run-name {args.run_name}"
-    if not (run_dir / SCRIPT.name).exists():
-        raise ValueError(f"{flag}: {run_dir} isn't a run of {SCRIPT.name}; choose another name")
-    if (run_dir / SCRIPT.name).read_bytes() != SCRIPT.read_bytes():
+    copied = run_dir / SCRIPT.name
+    if not copied.exists() or copied.read_bytes() != SCRIPT.read_bytes():
         raise ValueError(
-            f"{flag}: the run began with another version of {SCRIPT.name}; its copy is in {run_dir}"
+            f"{flag}: {run_dir} has no copy of this {SCRIPT.name}, so its run began with another "
+            "script, or with another version of it; choose another name"
         )
     saved = json.loads((run_dir / "args.json").read_text())
     may_differ = ["runs_dir", "run_name"]

@@ -34,13 +34,13 @@ def micro_batches(script, model, rollout, sequences, budget):
     return batches
 
 
-def common_tokens(script, part):
+def common_tokens(script, model, part):
     """How many tokens at the beginning of its rows a micro-batch computes once."""
     if script is grpo_multigpu:
         return 0
     mask = getattr(part, "context_mask", part.response_mask)
     longest = (part.prompt_mask.sum(1) + mask.sum(1)).max().item()
-    return script.shared_tokens(script.unpadded(part.prompt_ids, part.prompt_mask), longest)
+    return script.shared_tokens(model, script.unpadded(part.prompt_ids, part.prompt_mask), longest)
 
 
 def gradients_of(model):
@@ -61,7 +61,7 @@ def compare(script, model, rollout, compute, expected):
         slow = gradients_of(model)
         for budget in (100, 10**6):
             batches = micro_batches(script, model, rollout, sequences, budget)
-            assert max(common_tokens(script, part) for _, part in batches) >= BEGINNING
+            assert max(common_tokens(script, model, part) for _, part in batches) >= BEGINNING
             model.zero_grad()
             for rows, part in batches:
                 found = compute(model, part)
@@ -116,14 +116,14 @@ def test_micro_batches_keep_to_the_budget(module, beginning):
     for budget in (1, 30, 40, 99, 10**6):
         batches = micro_batches(module, model, rollout, torch.arange(N), budget)
         for rows, part in batches:
-            longest, common = max(lengths[i] for i in rows), common_tokens(module, part)
+            longest, common = max(lengths[i] for i in rows), common_tokens(module, model, part)
             assert len(rows) == 1 or common + len(rows) * (longest - common) <= budget
             assert common == 0 or len(rows) > 1
             assert torch.equal(part.response_ids, rollout.response_ids[rows])
         assert budget > 1 or len(batches) == N
     # All sequences together.
     expected = 0 if module is grpo_multigpu else beginning
-    assert [common_tokens(module, part) for _, part in batches] == [expected]
+    assert [common_tokens(module, model, part) for _, part in batches] == [expected]
 
 
 # Prompts, the lengths of their responses, and the micro-batches of at most 64 tokens: rows, and common tokens.
@@ -152,8 +152,9 @@ def test_micro_batches_by_hand(case):
     mask = torch.arange(R) < torch.tensor(lengths)[:, None]
     rollout = grpo.Rollout(ids, prompt_mask, mask.long(), mask, mask.float())
     sequences = torch.arange(len(prompts))
-    batches = micro_batches(grpo, build("Llama"), rollout, sequences, 64)
-    found = [(sorted(rows), common_tokens(grpo, part)) for rows, part in batches]
+    model = build("Llama")
+    batches = micro_batches(grpo, model, rollout, sequences, 64)
+    found = [(sorted(rows), common_tokens(grpo, model, part)) for rows, part in batches]
     assert sorted(found) == expected
 
 
@@ -168,9 +169,10 @@ def test_what_the_model_is_called_with():
     grpo.compute_logprobs(model, rollout, 1.0)
     assert shapes == [(1, 12), (4, 10), (4, 22)]
     model = build("Llama")
-    assert grpo.can_share(model)
+    prompts = [[5] * 12] * 4
+    assert grpo.shared_tokens(model, prompts, 20) == 11
     for kind in ("linear_attention", "conv", "hybrid", "chunked_attention"):
         model.config.layer_types = ["full_attention", kind]
-        assert not grpo.can_share(model)
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), config=build("Llama").config)
-    assert not grpo.can_share(on_gpu)
+        assert grpo.shared_tokens(model, prompts, 20) == 0
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert grpo.shared_tokens(on_gpu, prompts, 20) == 0
