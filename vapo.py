@@ -93,7 +93,8 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-REWARDS = [accuracy_reward, format_reward]  # summed; the first gives 1.0 for a right answer
+# The rewards are summed. The first has to give 1.0 for a right answer: it's also the accuracy.
+REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer. With --examples they stand before each question.
 # A small model imitates an example better than it follows a description. If you change REWARDS or
 # the task, change the examples, too.
@@ -134,7 +135,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; X alone is HuggingFaceTB/X; without the flag, other defaults hold"""
+    """folder or hub id; X alone is HuggingFaceTB/X; without this flag, the bundled model"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
@@ -365,8 +366,8 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     token_loss = -surrogate  # (n, R)
     loss = masked_sum(token_loss, mask) / num_tokens
 
-    # The clip fractions count all ratios outside the range, also those whose minimum is the
-    # unclipped term, with a gradient that isn't cut.
+    # The clip fractions count all ratios outside the range. Where the minimum takes the unclipped
+    # term, the gradient isn't cut, but these count, too.
     below = ratio < 1 - args.clip_eps_low  # (n, R) bool
     above = ratio > 1 + args.clip_eps_high  # (n, R) bool
     per_token = {
@@ -375,7 +376,8 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        # Its mean estimates the entropy (roughly, after the first update: pi_old sampled them).
+        # Its mean estimates the entropy. After the first update of a step it's rough, because the
+        # tokens are samples of pi_old.
         "policy/entropy": -logprobs,
     }
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
@@ -418,7 +420,7 @@ def main(args: Args) -> dict:
         {"params": value_model.parameters(), "lr": args.value_learning_rate},
     ]
     optimizer = torch.optim.Adam(parameter_groups, fused=True)
-    trained = {
+    trained = {  # what a checkpoint holds
         "model": model,
         "value_model": value_model,
         "optimizer": optimizer,
@@ -446,24 +448,25 @@ def main(args: Args) -> dict:
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
-        batch = [train_data[i] for i in batch_indices[step - 1]]  # B examples
+        batch = [train_data[i] for i in batch_indices[step - 1].tolist()]  # B examples
         rollout = sample_responses(args, sampler, batch, G, args.temperature, eos_ids)
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
-        ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
+        is_eos = torch.isin(rollout.response_ids, eos_ids) & response_mask  # (N, R) bool
+        ended = is_eos.any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities and old values
-        # The sampler rounds differently, so the trainer computes the old log-probabilities itself.
-        # In bf16 they also depend on which sequences share a micro-batch. So the micro-batches are
-        # those of the first pass: every ratio is then exactly 1 before the first update.
-        updates = list(minibatches(args, N))  # the indices of each update's sequences
-        first_pass = updates[: args.num_minibatches]  # together, every sequence once
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
         value_model.train()
+        # The sampler rounds differently, so the trainer computes the old log-probabilities itself.
+        # In bf16 they also depend on which sequences share a micro-batch. So the micro-batches are
+        # those of the first pass: every ratio is then exactly 1 before the first update.
+        step_minibatches = list(minibatches(args, N))  # the sequences of each update
+        first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         # V_old(s_t) of each token, from the prompt and the tokens before it. It enters no ratio, so
         # its micro-batches needn't be those of the updates.
@@ -495,7 +498,7 @@ def main(args: Args) -> dict:
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
         first_update = (step - 1) * updates_per_step  # the number of updates before this step
         policy_group, value_group = optimizer.param_groups
-        for update, minibatch in enumerate(updates, start=first_update):
+        for update, minibatch in enumerate(step_minibatches, start=first_update):
             lr = 0.0  # the policy's; in the pretraining it only goes to the log
             if trains_policy:
                 factor = lr_factor(args, update - pretraining_updates, num_policy_updates)
@@ -551,9 +554,9 @@ def main(args: Args) -> dict:
             else:
                 num_skipped += 1
             optimizer.zero_grad()
-        if sampler is not model:
-            # This rounds the new weights to bf16, except for the head.
-            sampler.load_state_dict(model.state_dict())
+        # On a GPU, this rounds the new weights to bf16, except for the head. On a CPU, the sampler
+        # is the model itself.
+        sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -625,30 +628,25 @@ def main(args: Args) -> dict:
 # A first reading may stop here, except for compute_values: it says from which states the values are
 # read. The rest makes the loop fast, or prepares it.
 
-# The sampler's cache of keys and values has a column for each token. When it is full, the finished
-# responses are dropped, and it grows by this many columns. A larger number makes attention read
-# more empty columns. A smaller number copies the cache, and records a graph on a GPU, more often.
-# On a GPU it must be a multiple of 16, the number of tokens after which generate looks whether all
-# responses are finished: so at least one is unfinished when the cache is full.
+# The sampler's cache of keys and values has a column for each token. It gets this many columns at a
+# time. A larger number makes attention read more empty columns. A smaller number copies the cache,
+# and records a graph on a GPU, more often.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
-# writes a gradient of the whole head. So few large chunks are faster, but need more memory.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
 @dataclass
 class Decoding:
     """The state of sampling between two tokens.
 
-    A CUDA graph replays on the memory that it was recorded on. So decode writes into these tensors
-    in place. Only select makes new ones, and after it a new graph is needed.
+    A CUDA graph replays on the memory that it was recorded on. So in a segment, all tensors are
+    written in place. Only select makes new ones, and after it a new graph is needed.
     """
 
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, 1, V): those of the next token
-    token: Tensor  # (rows,): the last token of each row
-    position: Tensor  # (rows,): the position of this token, padding not counted
+    token: Tensor  # (rows,): the next token, once it is drawn
+    position: Tensor  # (rows,): its position, padding not counted
 
     def select(self, rows, new_columns):
         """Take these rows (a row may repeat), and append empty columns to the cache."""
@@ -679,64 +677,66 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    segment = SEGMENT[device.type]
-    # The keys and values of each prompt are computed once, and repeated for its samples.
-    decoding = prefill(model, prompt_ids, prompt_mask)
-    # Which of the N sequences each row samples. At first row i samples sequence i, whose prompt
-    # has the number i // num_samples.
+    decoding = prefill(model, prompt_ids, prompt_mask)  # has a row for each prompt
+    # Which of the N sequences each row samples. At first it has all of them, so that row i samples
+    # sequence i, to prompt i // num_samples.
     seq_of_row = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
-    decoding.select(seq_of_row // num_samples, min(segment, args.max_new_tokens))
+    rows = seq_of_row // num_samples  # (N,): the rows of decoding to go on with
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
     shape = (len(seq_of_row), args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
     response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
     response_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
-    graph = None
-    for t in range(args.max_new_tokens):
-        logits = decoding.logits[:, 0].float()  # (rows, V) float32
-        if temperature == 0:
-            logprobs = logits.log_softmax(1)  # (rows, V)
-            token = logprobs.argmax(1)  # (rows,)
-        else:
-            # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
-            # torch.multinomial would wait for the GPU.
-            logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
-            noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V)
-            token = (logprobs + noise).argmax(1)  # (rows,)
-        response_ids[seq_of_row, t] = token
-        response_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
-        # A finished row is sampled until it is dropped, but its tokens don't count. An EOS counts.
-        response_mask[seq_of_row, t] = ~finished
-        finished |= torch.isin(token, eos_ids)
-        # Looking at `finished` waits for the device, so on a GPU do it every 16 tokens.
-        may_look = device.type != "cuda" or t % 16 == 0
-        if t + 1 == args.max_new_tokens or (may_look and finished.all()):
+    segment = SEGMENT[device.type]
+    for start in range(0, args.max_new_tokens, segment):
+        # Each segment begins by dropping the rows that have finished.
+        if start > 0:
+            rows = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+            seq_of_row, finished = seq_of_row[rows], finished[rows]
+        if len(rows) == 0:
             break
+        end = min(start + segment, args.max_new_tokens)
+        decoding.select(rows, end - start)
+        graph = None
+        for t in range(start, end):
+            logits = decoding.logits[:, 0].float()  # (rows, V) float32
+            if temperature == 0:
+                logprobs = logits.log_softmax(1)  # (rows, V)
+                token = logprobs.argmax(1)  # (rows,)
+            else:
+                # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
+                # torch.multinomial would wait for the GPU.
+                logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
+                noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
+                token = (logprobs + noise).argmax(1)  # (rows,)
+            response_ids[seq_of_row, t] = token
+            response_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
+            # What a row samples after its EOS token doesn't count.
+            response_mask[seq_of_row, t] = ~finished
+            finished |= torch.isin(token, eos_ids)
+            # Looking at `finished` waits for the device, so on a GPU it's done every 16 tokens.
+            may_look = device.type != "cuda" or t % 16 == 0
+            if t + 1 == args.max_new_tokens or (may_look and finished.all()):
+                break
 
-        # Feed the tokens to the model, for the logits of the next ones.
-        decoding.token.copy_(token)  # in place, for the graph
-        if t > 0 and t % segment == 0:  # the cache is full: drop the finished rows, and grow
-            live = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-            decoding.select(live, min(segment, args.max_new_tokens - t))
-            seq_of_row, finished = seq_of_row[live], finished[live]
-            graph = None  # it was recorded on the old tensors
-        if graph is not None:
-            graph.replay()
-        else:
-            decode(model, decoding)
-            if args.cuda_graph and device.type == "cuda":
-                # The call above was the warm-up that a graph needs. Recording computes nothing.
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    decode(model, decoding)
+            decoding.token.copy_(token)
+            if graph is None:
+                decode(model, decoding)
+                if args.cuda_graph and device.type == "cuda":
+                    # The call above was the warm-up that a graph needs. Recording computes nothing.
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        decode(model, decoding)
+            else:
+                graph.replay()
 
     return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
 
 
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each prompt."""
-    # A StaticLayer counts the columns that it has filled, and writes the next one in place, as a
-    # CUDA graph needs.
+    # A StaticLayer writes keys and values in place, and its count of filled columns is a tensor, so
+    # that the replay of a CUDA graph goes on to the next column.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
@@ -755,13 +755,13 @@ def prefill(model, prompt_ids, prompt_mask):
         cache=cache,
         mask=prompt_mask,  # (B, P)
         logits=outputs.logits,  # (B, 1, V)
-        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), none is sampled yet
+        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), none is drawn yet
         position=prompt_mask.sum(1),  # (B,)
     )
 
 
 def decode(model, decoding):
-    """Feed the last tokens to the model, and write the logits of the next ones."""
+    """Feed the drawn tokens to the model, and write the logits of the next ones."""
     outputs = model(
         decoding.token[:, None],
         attention_mask=decoding.mask,
@@ -772,6 +772,44 @@ def decode(model, decoding):
     )
     decoding.logits.copy_(outputs.logits)
     decoding.position.add_(1)
+
+
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
+# writes a gradient of the whole head. So few large chunks are faster, but need more memory.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
+
+
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
+    states = response_states(model, rollout)  # (T, D)
+    targets = rollout.response_ids[rollout.response_mask]  # (T,), in the same order
+
+    def chunk_logprobs(chunk_states, chunk_targets):
+        logits = compute_logits(model, chunk_states) / temperature  # (chunk, V) float32
+        return -F.cross_entropy(logits, chunk_targets, reduction="none")
+
+    # All logits at once would be the largest tensor. So they are computed for one chunk of tokens
+    # at a time, and again in the backward pass.
+    vocabulary_size = model.get_output_embeddings().weight.shape[0]
+    chunk_size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
+    logprobs = []
+    for chunk in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
+        logprobs.append(
+            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        )
+    zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
+    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
+
+
+def compute_values(value_model, rollout):
+    """Values (n, R) float32 of n sequences; 0 where masked.
+
+    A token's value is predicted before it is sampled: from the prompt and the earlier tokens.
+    """
+    hidden = response_states(value_model, rollout)  # (T, D)
+    values = value_model.score(hidden.float())[:, 0]  # (T,) float32
+    zeros = torch.zeros(rollout.response_mask.shape, device=hidden.device)  # (n, R)
+    return zeros.masked_scatter(rollout.response_mask, values)
 
 
 def response_states(model, rollout):
@@ -795,24 +833,52 @@ def response_states(model, rollout):
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # the model without its head
-    common = shared_tokens(model, prompts, rows.shape[1])  # 0: each row is computed as a whole
-    cache = None
+    common = shared_tokens(model, prompts, rows.shape[1])
     # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
-        if common > 0:
+        if common == 0:
+            states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
+        else:
             # A token sees only the tokens before it. So the keys and values of the tokens with
             # which all rows begin are the same in every row, and it's enough to compute them once.
             # The gradients of all rows flow back through them.
             cache = DynamicCache()
             decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
             cache.batch_repeat_interleave(len(rows))
-        outputs = decoder(rows[:, common:], past_key_values=cache, use_cache=cache is not None)
-    return outputs.last_hidden_state[predicts[:, common:]]
+            rests = rows[:, common:]  # (n, length - common)
+            states = decoder(rests, past_key_values=cache, use_cache=True).last_hidden_state
+    return states[predicts[:, common:]]
 
 
 def unpadded(values, mask):
     """The rows of values (n, length) as lists, only where the mask is True."""
     return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
+
+
+def shared_tokens(model, prompts, longest):
+    """The number of tokens with which all n prompts begin; 0 if response_states can't share them.
+
+    longest is the number of tokens in the longest row: a prompt with its response.
+    """
+    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    if model.device.type != "cpu":
+        return 0
+    # The last token of a prompt isn't shared, because it predicts the first of each response.
+    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
+    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
+    # a fifth of the tokens.
+    saved = (len(prompts) - 1) * common
+    if saved <= len(prompts) * longest / 5:
+        return 0
+    # With gradient checkpointing, transformers' layers ignore a cache in training mode.
+    modules = model.modules() if model.training else []
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        return 0
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return 0
+    return common
 
 
 class DecoderOutput(BaseModelOutputWithPast):
@@ -822,61 +888,28 @@ class DecoderOutput(BaseModelOutputWithPast):
         return None
 
 
-def compute_logits(model, hidden):
+def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D)."""
-    # The head of some families also scales or caps the logits. So the whole model is called, but
-    # its decoder only returns these states. The head computes in float32 (TF32 on a GPU), so that
-    # no logit is rounded to bf16.
-    hidden = hidden.float()[None]  # (1, chunk, D)
-    output = DecoderOutput(last_hidden_state=hidden)
+    # The head of some families also scales or caps the logits. So the model's own code computes
+    # them: it is called with a decoder that only returns these states. The head computes in float32
+    # (TF32 on a GPU), so that no logit is rounded to bf16.
+    states = states.float()[None]  # (1, chunk, D)
+    output = DecoderOutput(last_hidden_state=states)
     decoder = model.base_model.get_decoder()
     with mock.patch.object(decoder, "forward", lambda *args, **kwargs: output):
-        logits = model(inputs_embeds=hidden, use_cache=False).logits  # (1, chunk, V)
+        logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
     return logits.squeeze(0)
 
 
-def compute_logprobs(model, rollout, temperature):
-    """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
-    hidden = response_states(model, rollout)  # (T, D)
-    targets = rollout.response_ids[rollout.response_mask]  # (T,)
-    vocabulary_size = model.get_output_embeddings().weight.shape[0]
-
-    def chunk_logprobs(chunk_hidden, chunk_targets):
-        logits = compute_logits(model, chunk_hidden) / temperature  # (chunk, V) float32
-        return -F.cross_entropy(logits, chunk_targets, reduction="none")
-
-    # All logits at once would be the largest tensor. So they are computed for one chunk of tokens
-    # at a time, and again in the backward pass.
-    chunk_size = max(1, CHUNK_LOGITS[hidden.device.type] // vocabulary_size)
-    logprobs = []
-    for chunk in zip(hidden.split(chunk_size), targets.split(chunk_size), strict=True):
-        logprobs.append(
-            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
-        )
-    zeros = torch.zeros(rollout.response_mask.shape, device=hidden.device)  # (n, R)
-    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
-
-
-def compute_values(value_model, rollout):
-    """Values (n, R) float32 of n sequences; 0 where masked.
-
-    A token's value is predicted before it is sampled: from the prompt and the earlier tokens.
-    """
-    hidden = response_states(value_model, rollout)  # (T, D)
-    values = value_model.score(hidden.float())[:, 0]  # (T,) float32
-    zeros = torch.zeros(rollout.response_mask.shape, device=hidden.device)  # (n, R)
-    return zeros.masked_scatter(rollout.response_mask, values)
-
-
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, updates):
-    """compute_logprobs (N, R) of the sequences in updates, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, batches):
+    """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
 
-    updates is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
+    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
     the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in updates:
+    for minibatch in batches:
         for indices, part in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, part, args.temperature)
     return logprobs
@@ -900,22 +933,25 @@ def micro_batches(args, model, rollout, sequences):
     """
     prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-    pass_cost = args.micro_batch_tokens / 32  # of a forward and backward pass, in tokens
 
-    def cost(batch):
-        """The tokens that response_states computes, padding included, and the cost of a pass."""
+    def num_tokens(batch):
+        """The tokens that response_states computes for these sequences, padding included."""
         longest = max(lengths[i] for i in batch)
         common = shared_tokens(model, [prompts[i] for i in batch], longest)
-        return common + len(batch) * (longest - common) + pass_cost
+        return common + len(batch) * (longest - common)
+
+    def cost(batches):
+        """What these micro-batches cost, in tokens. A pass also costs some 1/32 of a full one."""
+        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
 
     def split(order):
-        """Add each sequence to the last micro-batch, unless it doesn't fit, or is cheaper alone."""
+        """Add each sequence to the last micro-batch, if it fits, and isn't cheaper alone."""
         batches = []
         for i in order:
             if batches:
-                together = cost([*batches[-1], i])
-                fits = together - pass_cost <= args.micro_batch_tokens
-                if fits and together <= cost(batches[-1]) + cost([i]):
+                together = [*batches[-1], i]
+                fits = num_tokens(together) <= args.micro_batch_tokens
+                if fits and cost([together]) <= cost([batches[-1], [i]]):
                     batches[-1].append(i)
                     continue
             batches.append([i])
@@ -924,39 +960,15 @@ def micro_batches(args, model, rollout, sequences):
     # By length, little is padded. By prompt, more is shared. The cheaper split is taken.
     by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
     by_prompt = sorted(by_length, key=lambda i: prompts[i])
-    batches = min(split(by_length), split(by_prompt), key=lambda split: sum(map(cost, split)))
+    batches = min(split(by_length), split(by_prompt), key=cost)
     return [(batch, rollout.select(batch)) for batch in batches]
 
 
-def shared_tokens(model, prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if response_states can't share them.
-
-    longest is the number of tokens in the longest row: a prompt with its response.
-    """
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return 0
-    # The last token of a prompt isn't shared, because it predicts the first of each response.
-    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
-    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
-    # a fifth of the tokens.
-    if (len(prompts) - 1) * common <= len(prompts) * longest / 5:
-        return 0
-    # With gradient checkpointing, transformers' layers ignore a cache.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return 0
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        return 0
-    return common
-
-
 def inference_copy(model):
-    """A frozen copy of the model. On a GPU all its weights except the head are in bf16.
+    """A frozen copy of the model: the reference, or the sampler of a GPU.
 
-    Sampling spends most of its time reading weights, keys and values, and in bf16 they have half
-    as many bytes.
+    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
+    weights, keys and values, and in bf16 they have half as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
@@ -1010,7 +1022,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
     rollout = sample_responses(args, model, examples, 1, 0.0, eos_ids)
     completions = response_texts(tokenizer, rollout, eos_ids)
-    ended = torch.isin(rollout.response_ids, eos_ids).any(1)  # (N,) bool
+    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
     means = {}  # name of the reward function -> its mean
     for name, score in apply_rewards(completions, examples, eos_ids.device).items():
         means[name] = score.mean().item()
@@ -1019,7 +1031,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": means[REWARDS[0].__name__],
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
-        "eval/eos_frac": ended.float().mean().item(),
+        "eval/eos_frac": is_eos.any(1).float().mean().item(),
     }
     if accuracy_reward in REWARDS:
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
@@ -1034,7 +1046,7 @@ def apply_rewards(completions, examples, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. `answer`
-    is the gold answer as a text.
+    is the data set's answer as a text.
     """
     samples_per_example = len(completions) // len(examples)
     rows = [example for example in examples for _ in range(samples_per_example)]  # N
@@ -1065,7 +1077,7 @@ def load_splits(args):
         splits = datasets.load_dataset(str(path))
     else:  # id or id:config of the hub
         splits = datasets.load_dataset(*args.dataset.split(":"))
-    # If a column is missing, this raises an error that names those there are.
+    # Only a check: if a column is missing, the error names those there are.
     splits.select_columns([args.question_column, args.answer_column])
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
@@ -1155,7 +1167,7 @@ def render(args, tokenizer, chat):
         question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
     examples = EXAMPLES if args.examples else []
     # A model without a template gets a plain text. This works for a single message only: with more,
-    # fill_template raises an error.
+    # transformers raises an error below.
     if not tokenizer.chat_template and not earlier:
         if not examples:
             return question["content"]  # to be continued as it is, such as "12+7="
@@ -1242,7 +1254,9 @@ def load_model(args, tokenizer):
     model, info = auto_class.from_pretrained(
         name, config=config, dtype=torch.float32, output_loading_info=True
     )
-    check_weights(info, f"--model {name}")
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"--model {name}: its files have no weights for {missing}")
     model.to(device)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
@@ -1253,13 +1267,6 @@ def load_model(args, tokenizer):
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
     return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
-
-
-def check_weights(info, flag):
-    """Raise an error if the files lack weights of the network. flag names the model."""
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"]))
-        raise ValueError(f"{flag}: its files have no weights for {missing}")
 
 
 def load_value_model(args, model):
@@ -1360,7 +1367,7 @@ def open_run(args, run_dir):
     """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
     With --track, it also starts W&B. If the command of a run with a name is repeated, that run goes
-    on from its checkpoint. If it has none, it begins again, and its log files are overwritten.
+    on from its checkpoint. A run without a checkpoint begins again, with empty log files.
     """
     is_repeated = args.run_name is not None and run_dir.exists()
     if is_repeated:
@@ -1401,7 +1408,7 @@ def check_same_run(args, run_dir):
     saved = json.loads((run_dir / "args.json").read_text())
     may_differ = ["runs_dir", "run_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
-        may_differ.append("num_steps")  # a longer run would have the same rates
+        may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = []
     for name, value in vars(args).items():
         if name not in may_differ and value != saved.get(name):

@@ -181,12 +181,12 @@ graphs, rows, graph, keep = [], [], torch.cuda.CUDAGraph, grpo.Decoding.select
 torch.cuda.CUDAGraph = lambda: graphs.append(1) or graph()
 grpo.Decoding.select = lambda self, kept, new: rows.append(len(kept)) or keep(self, kept, new)
 model, prompts = grpo.inference_copy(build("Llama").cuda()), [x.cuda() for x in left_pad(PROMPTS)]
-torch.manual_seed(0)
+torch.manual_seed(1)
 args, eos_ids = grpo.Args(max_new_tokens=40), torch.tensor(EOS).cuda()
 _, mask, _ = grpo.generate(args, model, *prompts, 4, 1.0, eos_ids)
 torch.cuda.CUDAGraph, grpo.Decoding.select = graph, keep
-# The cache grows before the tokens at 9, 17, 25 and 33, for the rows that have such a token.
-assert rows == [len(mask), *(int(n) for n in mask[:, 9::8].sum(0) if n > 0)], rows
+# The cache grows before the tokens at 8, 16, 24 and 32, for the rows that have such a token.
+assert rows == [len(mask), *(int(n) for n in mask[:, 8::8].sum(0) if n > 0)], rows
 assert len(graphs) == len(rows) > 2 and rows[-1] < rows[0], (graphs, rows)
 """
 # Print the bytes of the weights and the additional peak of a forward and backward pass. Gradients exist before it.

@@ -160,7 +160,7 @@ def test_micro_batches_by_hand(case):
 
 def test_what_the_model_is_called_with():
     """The 12 common tokens, and the rest. Or whole rows: with checkpointing, with other layers, and on a GPU."""
-    model, shapes = build("Llama"), []
+    model, shapes = build("Llama").train(), []
     embedding = model.get_input_embeddings()
     embedding.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     rollout = random_rollout(grpo, [(13, [9, 4, 2, 2])])
