@@ -207,8 +207,8 @@ BUNDLED = Args(
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # This changes nothing, except that equal rewards are exactly 0. Their computed mean may be off
-    # by a rounding error, and Adam would take even a tiny gradient for a full step.
+    # Without the first reward, the advantages are the same, but those of equal rewards are exactly
+    # 0. Else the mean's rounding error would remain, and Adam makes a step of any small gradient.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -253,8 +253,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # The clip fractions count all ratios outside the range. Where the minimum takes the unclipped
-    # term, the gradient isn't cut, but these count, too.
+    # The clip fractions count all ratios outside the range, also those where the minimum takes the
+    # unclipped term, so that the gradient isn't cut.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     per_token = {
@@ -351,8 +351,7 @@ def main(args: Args) -> dict:
         torch.manual_seed(step_seed)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
-        is_eos = torch.isin(rollout.response_ids, eos_ids) & response_mask  # (N, R) bool
-        ended = is_eos.any(1)  # (N,) bool
+        ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
@@ -367,9 +366,9 @@ def main(args: Args) -> dict:
         # If a step has a single update, pi_old is the policy itself. So part 4 fills old_logprobs,
         # and no pass is needed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, policy, rollout, first_pass)
+        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, reference, rollout, first_pass)
 
@@ -436,8 +435,7 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
-        # its own name may change.
+        # The first reward is 1.0 for a right answer, whatever its name: it's also the accuracy.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -502,6 +500,72 @@ def main(args: Args) -> dict:
 # A first reading may stop here, except for own_micro_batches, LogprobModel and shard: the rest
 # makes the loop above fast, or sets it up.
 
+
+def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
+    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
+    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
+    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
+    prompt_mask = ids >= 0  # (B, P) bool
+    prompt_ids = ids.clamp(min=0)  # (B, P)
+
+    # Sample as many prompts at a time as fit into --sampling-tokens if every response has its
+    # maximum length, but at least one, in parts of about equal size.
+    tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
+    at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
+    # Each process samples for its own share of the prompts.
+    own_ids = prompt_ids.tensor_split(num_processes())[process_rank()]  # (own prompts, P)
+    own_mask = prompt_mask.tensor_split(num_processes())[process_rank()]  # (own prompts, P) bool
+    num_parts = math.ceil(len(own_ids) / at_a_time)
+    parts = []
+    for part_ids, part_mask in zip(
+        own_ids.tensor_split(num_parts), own_mask.tensor_split(num_parts), strict=True
+    ):
+        parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
+    results = zip(*parts, strict=True)
+    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
+    return Rollout(
+        prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
+        prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
+        response_ids=gather_rows(response_ids),
+        response_mask=gather_rows(response_mask),
+        sampled_logprobs=gather_rows(sampled_logprobs),
+    )
+
+
+def gather_objects(value):
+    """A list of the values of all processes, by rank. All processes have to call it."""
+    values = [None] * num_processes()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def gather_rows(tensor):
+    """The tensors of all processes, by rank, concatenated along dim 0; their rows may differ."""
+    parts = gather_objects(tensor.cpu())
+    return torch.cat(parts).to(tensor.device)
+
+
+def sum_over_processes(numbers):
+    """A dict of numbers, each added up over all processes. A process may lack some of the names."""
+    totals = defaultdict(float)
+    for part in gather_objects({name: float(x) for name, x in numbers.items()}):
+        for name, x in part.items():
+            totals[name] += x
+    return totals
+
+
+def response_texts(tokenizer, rollout, eos_ids):
+    """The N responses as texts, without the EOS token."""
+    is_text = rollout.response_mask & ~eos_mask(rollout, eos_ids)  # (N, R) bool
+    return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
+
+
+def eos_mask(rollout, eos_ids):
+    """(N, R) bool: True for the EOS tokens of the responses."""
+    return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
+
+
 # The sampler's cache of keys and values has a column for each token. It gets this many columns at a
 # time. A larger number makes attention read more empty columns. A smaller number copies the cache,
 # and records a graph on a GPU, more often.
@@ -512,8 +576,8 @@ SEGMENT = {"cpu": 32, "cuda": 64}
 class Decoding:
     """The state of sampling between two tokens.
 
-    A CUDA graph replays on the memory that it was recorded on. So in a segment, all tensors are
-    written in place. Only select makes new ones, and after it a new graph is needed.
+    A CUDA graph replays on the memory that it was recorded on. So decoding writes in place. Only
+    select and grow make new tensors, and after them a new graph is needed.
     """
 
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
@@ -522,20 +586,25 @@ class Decoding:
     token: Tensor  # (rows,): the next token, once it is drawn
     position: Tensor  # (rows,): its position, padding not counted
 
-    def select(self, rows, new_columns):
-        """Take these rows (a row may repeat), and append empty columns to the cache."""
+    def select(self, rows):
+        """Go on with these rows. A row may repeat."""
         self.cache.reorder_cache(rows)
+        self.mask = self.mask[rows]
+        self.logits = self.logits[rows]
+        self.token = self.token[rows]
+        self.position = self.position[rows]
+
+    def grow(self, columns):
+        """Append empty columns to the cache."""
         for layer in self.cache.layers:
             # Keys and values are (rows, heads, columns, size). Layers with linear attention or a
             # convolution have a state of fixed size, which needs no columns.
             if isinstance(layer, StaticLayer):
-                layer.keys = F.pad(layer.keys, (0, 0, 0, new_columns))
-                layer.values = F.pad(layer.values, (0, 0, 0, new_columns))
-                layer.max_cache_len += new_columns
-        # New columns are True: transformers hides those that are empty, or outside of a window.
-        self.mask = F.pad(self.mask[rows], (0, new_columns), value=True)
-        self.logits, self.token = self.logits[rows], self.token[rows]
-        self.position = self.position[rows]
+                layer.keys = F.pad(layer.keys, (0, 0, 0, columns))
+                layer.values = F.pad(layer.values, (0, 0, 0, columns))
+                layer.max_cache_len += columns
+        # They are True: transformers hides those that are empty, or outside of a window.
+        self.mask = F.pad(self.mask, (0, columns), value=True)
 
 
 @torch.no_grad()
@@ -551,11 +620,11 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
-    decoding = prefill(model, prompt_ids, prompt_mask)  # has a row for each prompt
-    # Which of the N sequences each row samples. At first it has all of them, so that row i samples
-    # sequence i, to prompt i // num_samples.
+    # Which of the N sequences each row samples: at first row i samples sequence i.
     seq_of_row = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
-    rows = seq_of_row // num_samples  # (N,): the rows of decoding to go on with
+    # Each prompt is computed once, and its keys and values are copied for its samples.
+    decoding = prefill(model, prompt_ids, prompt_mask)
+    decoding.select(seq_of_row // num_samples)
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
     shape = (len(seq_of_row), args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
@@ -563,14 +632,14 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     segment = SEGMENT[device.type]
     for start in range(0, args.max_new_tokens, segment):
-        # Each segment begins by dropping the rows that have finished.
-        if start > 0:
-            rows = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-            seq_of_row, finished = seq_of_row[rows], finished[rows]
-        if len(rows) == 0:
+        # A segment begins by dropping the finished rows.
+        unfinished = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+        if len(unfinished) == 0:
             break
+        seq_of_row, finished = seq_of_row[unfinished], finished[unfinished]
+        decoding.select(unfinished)
         end = min(start + segment, args.max_new_tokens)
-        decoding.select(rows, end - start)
+        decoding.grow(end - start)
         graph = None
         for t in range(start, end):
             logits = decoding.logits[:, 0].float()  # (rows, V) float32
@@ -608,7 +677,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 
 
 def prefill(model, prompt_ids, prompt_mask):
-    """The Decoding after the prompts (B, P), with a row for each prompt."""
+    """The Decoding after the prompts (B, P), with a row for each of them."""
     # A StaticLayer writes keys and values in place, and its count of filled columns is a tensor, so
     # that the replay of a CUDA graph goes on to the next column.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
@@ -717,12 +786,12 @@ class DecoderOutput(BaseModelOutputWithPast):
 def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D)."""
     # The head of some families also scales or caps the logits. So the model's own code computes
-    # them: it is called with a decoder that only returns these states. The head computes in float32
-    # (TF32 on a GPU), so that no logit is rounded to bf16.
+    # them: for this call, its decoder's forward is one that only returns these states. The head
+    # computes in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
     states = states.float()[None]  # (1, chunk, D)
     output = DecoderOutput(last_hidden_state=states)
     decoder = model.base_model.get_decoder()
-    with mock.patch.object(decoder, "forward", lambda *args, **kwargs: output):
+    with mock.patch.object(decoder, "forward", lambda *_, **__: output):
         logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
     return logits.squeeze(0)
 
@@ -732,8 +801,8 @@ def rollout_logprobs(args, model, rollout, batches):
     """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
 
     model is a LogprobModel. The processes share the work, and each gets the whole result.
-    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
-    the same micro-batches as in its update.
+    batches is a list of minibatches, each a tensor of sequence indices (m,). The policy's are split
+    into the same micro-batches as in their updates.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:
@@ -825,90 +894,13 @@ def refresh_sampler(sampler, model):
         sampler.get_parameter(name).copy_(parameter.full_tensor())
 
 
-def inference_copy(model):
-    """A frozen copy of the model: the reference, or the sampler of a GPU.
-
-    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
-    weights, keys and values, and in bf16 they have half as many bytes.
-    """
-    copied = copy.deepcopy(model).requires_grad_(False).eval()
-    if model.device.type == "cuda":
-        # Buffers are left alone: the rotary frequencies stay in float32.
-        for parameter in copied.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        # The head may share its weight with the embedding, which is bf16 by now. So it's replaced
-        # by a copy of the model's float32 head, and the hook converts its input.
-        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        copied.set_output_embeddings(head)
-    return copied
-
-
-def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
-    """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
-    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
-    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
-    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
-    prompt_mask = ids >= 0  # (B, P) bool
-    prompt_ids = ids.clamp(min=0)  # (B, P)
-
-    # Sample as many prompts at a time as fit into --sampling-tokens if every response has its
-    # maximum length, but at least one, in parts of about equal size.
-    tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
-    at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    # Each process samples for its own share of the prompts.
-    own_ids = prompt_ids.tensor_split(num_processes())[process_rank()]  # (own prompts, P)
-    own_mask = prompt_mask.tensor_split(num_processes())[process_rank()]  # (own prompts, P) bool
-    num_parts = math.ceil(len(own_ids) / at_a_time)
-    parts = []
-    for part_ids, part_mask in zip(
-        own_ids.tensor_split(num_parts), own_mask.tensor_split(num_parts), strict=True
-    ):
-        parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
-    results = zip(*parts, strict=True)
-    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
-    return Rollout(
-        prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
-        prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
-        response_ids=gather_rows(response_ids),
-        response_mask=gather_rows(response_mask),
-        sampled_logprobs=gather_rows(sampled_logprobs),
-    )
-
-
-def gather_objects(value):
-    """A list of the values of all processes, by rank. All processes have to call it."""
-    values = [None] * num_processes()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def gather_rows(tensor):
-    """The tensors of all processes, by rank, concatenated along dim 0; their rows may differ."""
-    parts = gather_objects(tensor.cpu())
-    return torch.cat(parts).to(tensor.device)
-
-
-def sum_over_processes(numbers):
-    """A dict of numbers, each added up over all processes. A process may lack some of the names."""
-    totals = defaultdict(float)
-    for part in gather_objects({name: float(x) for name, x in numbers.items()}):
-        for name, x in part.items():
-            totals[name] += x
-    return totals
-
-
-def response_texts(tokenizer, rollout, eos_ids):
-    """The N responses as texts, without the EOS token."""
-    is_text = rollout.response_mask & ~torch.isin(rollout.response_ids, eos_ids)  # (N, R)
-    return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
-
-
 def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
-    rollout = sample_responses(args, model, examples, 1, 0.0, eos_ids)
+    rollout = sample_responses(
+        args, model, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
+    )
     completions = response_texts(tokenizer, rollout, eos_ids)
-    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
+    ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
     for name, score in ask_rank_0(completions, examples, eos_ids.device).items():
         means[name] = score.mean().item()
@@ -917,7 +909,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": means[REWARDS[0].__name__],
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
-        "eval/eos_frac": is_eos.any(1).float().mean().item(),
+        "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
@@ -967,7 +959,7 @@ def apply_rewards(completions, examples, device):
 
 # ==== data and model ====
 def load_splits(args):
-    """The rows of --dataset: a DatasetDict of train, and of test if there are held-out rows."""
+    """The splits of --dataset, a DatasetDict. The test split, if there is one, is held out."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
@@ -1042,7 +1034,7 @@ def read_examples(args, tokenizer, splits, split):
 def read_chat(args, question):
     """The question, a text or a chat, as a list of messages.
 
-    None if the last message is blank, or if any content is None.
+    None if there is no message, if the last one is blank, or if any content is None.
     """
     chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
     contents = [message["content"] for message in chat]
@@ -1058,28 +1050,28 @@ def read_chat(args, question):
 
 def render(args, tokenizer, chat):
     """The text that the policy continues: the chat in the model's template, or a plain text."""
-    *earlier, question = chat
+    *earlier, last = chat
     if args.instructions:
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
-        question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
+        last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     examples = EXAMPLES if args.examples else []
     # A model without a template gets a plain text. This works for a single message only: with more,
     # transformers raises an error below.
     if not tokenizer.chat_template and not earlier:
         if not examples:
-            return question["content"]  # to be continued as it is, such as "12+7="
+            return last["content"]  # to be continued as it is, such as "12+7="
         text = ""
-        for example, answer in examples:
+        for question, answer in examples:
             # With the EOS token after each answer, the model ends its own answer, too.
-            text += f"{example}\n{answer}{tokenizer.eos_token or ''}\n"
-        return text + question["content"] + "\n"
+            text += f"{question}\n{answer}{tokenizer.eos_token or ''}\n"
+        return text + last["content"] + "\n"
     turns = []
-    for example, answer in examples:
-        turns.append({"role": "user", "content": example})
+    for question, answer in examples:
+        turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
     start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
-    chat = [*earlier[:start], *turns, *earlier[start:], question]
+    chat = [*earlier[:start], *turns, *earlier[start:], last]
     return fill_template(tokenizer, chat, add_generation_prompt=True)
 
 
@@ -1165,6 +1157,25 @@ def load_model(args, tokenizer):
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
     return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
+
+
+def inference_copy(model):
+    """A frozen copy of the model: the reference, or the sampler of a GPU.
+
+    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
+    weights, keys and values, and in bf16 they have half as many bytes.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        # Buffers are left alone: the rotary frequencies stay in float32.
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        # The copied head is bf16 by now, like the embedding whose weight it may share. So it's
+        # replaced by a copy of the original head, in float32, and the hook converts its input.
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
+    return copied
 
 
 def load_config(args, name):

@@ -207,8 +207,8 @@ BUNDLED = Args(
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # This changes nothing, except that equal rewards are exactly 0. Their computed mean may be off
-    # by a rounding error, and Adam would take even a tiny gradient for a full step.
+    # Without the first reward, the advantages are the same, but those of equal rewards are exactly
+    # 0. Else the mean's rounding error would remain, and Adam makes a step of any small gradient.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -274,8 +274,8 @@ def policy_loss(
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # The clip fractions count all ratios outside the range. Where the minimum takes the unclipped
-    # term, the gradient isn't cut, but these count, too.
+    # The clip fractions count all ratios outside the range, also those where the minimum takes the
+    # unclipped term, so that the gradient isn't cut.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     # The tokens are samples of pi_s. So approx_kl and ratio_mean are what they are called only
@@ -378,8 +378,7 @@ def main(args: Args) -> dict:
         engine.sleep(level=2)
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
-        is_eos = torch.isin(rollout.response_ids, eos_ids) & response_mask  # (N, R) bool
-        ended = is_eos.any(1)  # (N,) bool
+        ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
@@ -394,9 +393,9 @@ def main(args: Args) -> dict:
         # If a step has a single update, pi_old is the policy itself. So part 4 fills old_logprobs,
         # and no pass is needed here.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
+        ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
 
@@ -457,8 +456,7 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer. It is logged as rollout/accuracy, too, because
-        # its own name may change.
+        # The first reward is 1.0 for a right answer, whatever its name: it's also the accuracy.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         weights = compute_sampler_weights(  # (N, R), all 0 in a response above the cap
             args, old_logprobs, rollout.sampled_logprobs, response_mask
@@ -588,194 +586,6 @@ def refresh_engine(engine, model):
         raise RuntimeError("vLLM still holds keys and values of the old weights")
 
 
-# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
-# writes a gradient of the whole head. So few large chunks are faster, but need more memory.
-CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
-
-
-def compute_logprobs(model, rollout, temperature):
-    """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
-    states = response_states(model, rollout)  # (T, D)
-    targets = rollout.response_ids[rollout.response_mask]  # (T,), in the same order
-
-    def chunk_logprobs(chunk_states, chunk_targets):
-        logits = compute_logits(model, chunk_states) / temperature  # (chunk, V) float32
-        return -F.cross_entropy(logits, chunk_targets, reduction="none")
-
-    # All logits at once would be the largest tensor. So they are computed for one chunk of tokens
-    # at a time, and again in the backward pass.
-    vocabulary_size = model.get_output_embeddings().weight.shape[0]
-    chunk_size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
-    logprobs = []
-    for chunk in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
-        logprobs.append(
-            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
-        )
-    zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
-    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
-
-
-def response_states(model, rollout):
-    """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
-
-    The order is that of rollout.response_ids[rollout.response_mask].
-    """
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
-    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
-    rows = []
-    predicts = []
-    for prompt, response in zip(prompts, responses, strict=True):
-        rows.append(torch.tensor(prompt + response))
-        # The state at a token predicts the next one. So the last token of the prompt predicts the
-        # first of the response, and the last of the response predicts none of it.
-        flags = [False] * (len(prompt) - 1) + [True] * len(response) + [False]
-        predicts.append(torch.tensor(flags))
-    # Padding is on the right: no token sees a later one, so a mask isn't needed.
-    device = rollout.prompt_ids.device
-    rows = pad_sequence(rows, batch_first=True).to(device)  # (n, length)
-    predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
-
-    decoder = model.base_model.get_decoder()  # the model without its head
-    common = shared_tokens(model, prompts, rows.shape[1])
-    # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
-    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
-        if common == 0:
-            states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
-        else:
-            # A token sees only the tokens before it. So the keys and values of the tokens with
-            # which all rows begin are the same in every row, and it's enough to compute them once.
-            # The gradients of all rows flow back through them.
-            cache = DynamicCache()
-            decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
-            cache.batch_repeat_interleave(len(rows))
-            rests = rows[:, common:]  # (n, length - common)
-            states = decoder(rests, past_key_values=cache, use_cache=True).last_hidden_state
-    return states[predicts[:, common:]]
-
-
-def unpadded(values, mask):
-    """The rows of values (n, length) as lists, only where the mask is True."""
-    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
-
-
-def shared_tokens(model, prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if response_states can't share them.
-
-    longest is the number of tokens in the longest row: a prompt with its response.
-    """
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return 0
-    # The last token of a prompt isn't shared, because it predicts the first of each response.
-    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
-    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
-    # a fifth of the tokens.
-    saved = (len(prompts) - 1) * common
-    if saved <= len(prompts) * longest / 5:
-        return 0
-    # With gradient checkpointing, transformers' layers ignore a cache in training mode.
-    modules = model.modules() if model.training else []
-    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
-        return 0
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        return 0
-    return common
-
-
-class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states, and None in each other field that the code of a family's head may read."""
-
-    def __getattr__(self, name):
-        return None
-
-
-def compute_logits(model, states):
-    """The logits (chunk, V) float32 of hidden states (chunk, D)."""
-    # The head of some families also scales or caps the logits. So the model's own code computes
-    # them: it is called with a decoder that only returns these states. The head computes in float32
-    # (TF32 on a GPU), so that no logit is rounded to bf16.
-    states = states.float()[None]  # (1, chunk, D)
-    output = DecoderOutput(last_hidden_state=states)
-    decoder = model.base_model.get_decoder()
-    with mock.patch.object(decoder, "forward", lambda *args, **kwargs: output):
-        logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
-    return logits.squeeze(0)
-
-
-@torch.no_grad()
-def rollout_logprobs(args, model, rollout, batches):
-    """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
-
-    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
-    the same micro-batches as in its update.
-    """
-    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in batches:
-        for indices, part in micro_batches(args, model, rollout, minibatch):
-            logprobs[indices] = compute_logprobs(model, part, args.temperature)
-    return logprobs
-
-
-def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
-
-    A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone.
-    """
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
-    lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-
-    def num_tokens(batch):
-        """The tokens that response_states computes for these sequences, padding included."""
-        longest = max(lengths[i] for i in batch)
-        common = shared_tokens(model, [prompts[i] for i in batch], longest)
-        return common + len(batch) * (longest - common)
-
-    def cost(batches):
-        """What these micro-batches cost, in tokens. A pass also costs some 1/32 of a full one."""
-        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
-
-    def split(order):
-        """Add each sequence to the last micro-batch, if it fits, and isn't cheaper alone."""
-        batches = []
-        for i in order:
-            if batches:
-                together = [*batches[-1], i]
-                fits = num_tokens(together) <= args.micro_batch_tokens
-                if fits and cost([together]) <= cost([batches[-1], [i]]):
-                    batches[-1].append(i)
-                    continue
-            batches.append([i])
-        return batches
-
-    # By length, little is padded. By prompt, more is shared. The cheaper split is taken.
-    by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
-    by_prompt = sorted(by_length, key=lambda i: prompts[i])
-    batches = min(split(by_length), split(by_prompt), key=cost)
-    return [(batch, rollout.select(batch)) for batch in batches]
-
-
-def inference_copy(model):
-    """A frozen copy of the model: the reference, or the sampler of a GPU.
-
-    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
-    weights, keys and values, and in bf16 they have half as many bytes.
-    """
-    copied = copy.deepcopy(model).requires_grad_(False).eval()
-    if model.device.type == "cuda":
-        # Buffers are left alone: the rotary frequencies stay in float32.
-        for parameter in copied.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        # The head may share its weight with the embedding, which is bf16 by now. So it's replaced
-        # by a copy of the model's float32 head, and the hook converts its input.
-        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        copied.set_output_embeddings(head)
-    return copied
-
-
 def sample_responses(args, engine, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences.
 
@@ -833,15 +643,190 @@ def pad(rows, side, value):
 
 def response_texts(tokenizer, rollout, eos_ids):
     """The N responses as texts, without the EOS token."""
-    is_text = rollout.response_mask & ~torch.isin(rollout.response_ids, eos_ids)  # (N, R)
+    is_text = rollout.response_mask & ~eos_mask(rollout, eos_ids)  # (N, R) bool
     return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
+
+
+def eos_mask(rollout, eos_ids):
+    """(N, R) bool: True for the EOS tokens of the responses."""
+    return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
+
+
+# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
+# writes a gradient of the whole head. So few large chunks are faster, but need more memory.
+CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}
+
+
+def compute_logprobs(model, rollout, temperature):
+    """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
+    states = response_states(model, rollout)  # (T, D)
+    targets = rollout.response_ids[rollout.response_mask]  # (T,), in the same order
+
+    def chunk_logprobs(chunk_states, chunk_targets):
+        logits = compute_logits(model, chunk_states) / temperature  # (chunk, V) float32
+        return -F.cross_entropy(logits, chunk_targets, reduction="none")
+
+    # All logits at once would be the largest tensor. So they are computed for one chunk of tokens
+    # at a time, and again in the backward pass.
+    vocabulary_size = model.get_output_embeddings().weight.shape[0]
+    chunk_size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
+    logprobs = []
+    for chunk in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
+        logprobs.append(
+            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        )
+    zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
+    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
+
+
+def response_states(model, rollout):
+    """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
+
+    The order is that of rollout.response_ids[rollout.response_mask].
+    """
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
+    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
+    rows = []
+    predicts = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        rows.append(torch.tensor(prompt + response))
+        # The state at a token predicts the next one. So the last token of the prompt predicts the
+        # first of the response, and the last of the response predicts none of it.
+        flags = [False] * (len(prompt) - 1) + [True] * len(response) + [False]
+        predicts.append(torch.tensor(flags))
+    # Padding is on the right: no token sees a later one, so a mask isn't needed.
+    device = rollout.prompt_ids.device
+    rows = pad_sequence(rows, batch_first=True).to(device)  # (n, length)
+    predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
+
+    decoder = model.base_model.get_decoder()  # the model without its head
+    common = shared_tokens(model, prompts, rows.shape[1])  # on a GPU it's 0
+    # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
+    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
+        if common == 0:
+            states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
+        else:
+            # A token sees only the tokens before it. So the keys and values of the tokens with
+            # which all rows begin are the same in every row, and it's enough to compute them once.
+            # The gradients of all rows flow back through them.
+            cache = DynamicCache()
+            decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
+            cache.batch_repeat_interleave(len(rows))
+            rests = rows[:, common:]  # (n, length - common)
+            states = decoder(rests, past_key_values=cache, use_cache=True).last_hidden_state
+    return states[predicts[:, common:]]
+
+
+def unpadded(values, mask):
+    """The rows of values (n, length) as lists, only where the mask is True."""
+    return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
+
+
+def shared_tokens(model, prompts, longest):
+    """The number of tokens with which all n prompts begin; 0 if response_states can't share them.
+
+    longest is the number of tokens in the longest row: a prompt with its response.
+    """
+    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    if model.device.type != "cpu":
+        return 0
+    # The last token of a prompt isn't shared, because it predicts the first of each response.
+    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
+    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
+    # a fifth of the tokens.
+    saved = (len(prompts) - 1) * common
+    total = len(prompts) * longest
+    if saved <= total / 5:
+        return 0
+    # With gradient checkpointing, transformers' layers ignore a cache in training mode.
+    modules = model.modules() if model.training else []
+    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
+        return 0
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return 0
+    return common
+
+
+class DecoderOutput(BaseModelOutputWithPast):
+    """Hidden states, and None in each other field that the code of a family's head may read."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def compute_logits(model, states):
+    """The logits (chunk, V) float32 of hidden states (chunk, D)."""
+    # The head of some families also scales or caps the logits. So the model's own code computes
+    # them: for this call, its decoder's forward is one that only returns these states. The head
+    # computes in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
+    states = states.float()[None]  # (1, chunk, D)
+    output = DecoderOutput(last_hidden_state=states)
+    decoder = model.base_model.get_decoder()
+    with mock.patch.object(decoder, "forward", lambda *_, **__: output):
+        logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
+    return logits.squeeze(0)
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, batches):
+    """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
+
+    batches is a list of minibatches, each a tensor of sequence indices (m,). The policy's are split
+    into the same micro-batches as in their updates.
+    """
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for minibatch in batches:
+        for indices, part in micro_batches(args, model, rollout, minibatch):
+            logprobs[indices] = compute_logprobs(model, part, args.temperature)
+    return logprobs
+
+
+def micro_batches(args, model, rollout, sequences):
+    """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
+
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
+    longer than the maximum is alone.
+    """
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
+    lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
+
+    def num_tokens(batch):
+        """The tokens that response_states computes for these sequences, padding included."""
+        longest = max(lengths[i] for i in batch)
+        common = shared_tokens(model, [prompts[i] for i in batch], longest)
+        return common + len(batch) * (longest - common)
+
+    def cost(batches):
+        """What these micro-batches cost, in tokens, with what a pass costs besides its tokens."""
+        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
+
+    def split(order):
+        """Add each sequence to the last micro-batch, if it fits, and isn't cheaper alone."""
+        batches = []
+        for i in order:
+            if batches:
+                together = [*batches[-1], i]
+                fits = num_tokens(together) <= args.micro_batch_tokens
+                if fits and cost([together]) <= cost([batches[-1], [i]]):
+                    batches[-1].append(i)
+                    continue
+            batches.append([i])
+        return batches
+
+    # By length, little is padded. By prompt, more is shared. The cheaper split is taken.
+    by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
+    by_prompt = sorted(by_length, key=lambda i: prompts[i])
+    batches = min(split(by_length), split(by_prompt), key=cost)
+    return [(batch, rollout.select(batch)) for batch in batches]
 
 
 def evaluate(args, engine, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
     rollout = sample_responses(args, engine, examples, 1, 0.0, eos_ids)
     completions = response_texts(tokenizer, rollout, eos_ids)
-    is_eos = torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask  # (N, R) bool
+    ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
     means = {}  # name of the reward function -> its mean
     for name, score in apply_rewards(completions, examples, eos_ids.device).items():
         means[name] = score.mean().item()
@@ -850,7 +835,7 @@ def evaluate(args, engine, tokenizer, examples, eos_ids):
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": means[REWARDS[0].__name__],
         "eval/response_len": rollout.response_mask.sum().item() / len(examples),
-        "eval/eos_frac": is_eos.any(1).float().mean().item(),
+        "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
@@ -888,7 +873,7 @@ def apply_rewards(completions, examples, device):
 
 # ==== data and model ====
 def load_splits(args):
-    """The rows of --dataset: a DatasetDict of train, and of test if there are held-out rows."""
+    """The splits of --dataset, a DatasetDict. The test split, if there is one, is held out."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
@@ -963,7 +948,7 @@ def read_examples(args, tokenizer, splits, split):
 def read_chat(args, question):
     """The question, a text or a chat, as a list of messages.
 
-    None if the last message is blank, or if any content is None.
+    None if there is no message, if the last one is blank, or if any content is None.
     """
     chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
     contents = [message["content"] for message in chat]
@@ -979,28 +964,28 @@ def read_chat(args, question):
 
 def render(args, tokenizer, chat):
     """The text that the policy continues: the chat in the model's template, or a plain text."""
-    *earlier, question = chat
+    *earlier, last = chat
     if args.instructions:
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
-        question = question | {"content": f"{args.instructions}\n\n{question['content']}"}
+        last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     examples = EXAMPLES if args.examples else []
     # A model without a template gets a plain text. This works for a single message only: with more,
     # transformers raises an error below.
     if not tokenizer.chat_template and not earlier:
         if not examples:
-            return question["content"]  # to be continued as it is, such as "12+7="
+            return last["content"]  # to be continued as it is, such as "12+7="
         text = ""
-        for example, answer in examples:
+        for question, answer in examples:
             # With the EOS token after each answer, the model ends its own answer, too.
-            text += f"{example}\n{answer}{tokenizer.eos_token or ''}\n"
-        return text + question["content"] + "\n"
+            text += f"{question}\n{answer}{tokenizer.eos_token or ''}\n"
+        return text + last["content"] + "\n"
     turns = []
-    for example, answer in examples:
-        turns.append({"role": "user", "content": example})
+    for question, answer in examples:
+        turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
     start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
-    chat = [*earlier[:start], *turns, *earlier[start:], question]
+    chat = [*earlier[:start], *turns, *earlier[start:], last]
     return fill_template(tokenizer, chat, add_generation_prompt=True)
 
 
@@ -1083,6 +1068,25 @@ def load_model(args, tokenizer):
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
     return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
+
+
+def inference_copy(model):
+    """A frozen copy of the model: the reference, or the sampler of a GPU.
+
+    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
+    weights, keys and values, and in bf16 they have half as many bytes.
+    """
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    if model.device.type == "cuda":
+        # Buffers are left alone: the rotary frequencies stay in float32.
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        # The copied head is bf16 by now, like the embedding whose weight it may share. So it's
+        # replaced by a copy of the original head, in float32, and the hook converts its input.
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
+    return copied
 
 
 def load_config(args, name):
@@ -1180,8 +1184,8 @@ def name_run(args):
 def open_run(args, run_dir):
     """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
 
-    With --track, it also starts W&B. If the command of a run with a name is repeated, that run goes
-    on from its checkpoint. A run without a checkpoint begins again, with empty log files.
+    If the command of a run with a name is repeated, that run goes on from its checkpoint. Without a
+    checkpoint it begins again, with empty log files. With --track, this also starts W&B.
     """
     is_repeated = args.run_name is not None and run_dir.exists()
     if is_repeated:

@@ -177,14 +177,14 @@ sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import grpo, torch
 from test_sampling import EOS, PROMPTS, build, left_pad
 grpo.SEGMENT["cuda"] = 8
-graphs, rows, graph, keep = [], [], torch.cuda.CUDAGraph, grpo.Decoding.select
+graphs, rows, graph, grow = [], [], torch.cuda.CUDAGraph, grpo.Decoding.grow
 torch.cuda.CUDAGraph = lambda: graphs.append(1) or graph()
-grpo.Decoding.select = lambda self, kept, new: rows.append(len(kept)) or keep(self, kept, new)
+grpo.Decoding.grow = lambda self, columns: rows.append(len(self.token)) or grow(self, columns)
 model, prompts = grpo.inference_copy(build("Llama").cuda()), [x.cuda() for x in left_pad(PROMPTS)]
 torch.manual_seed(1)
 args, eos_ids = grpo.Args(max_new_tokens=40), torch.tensor(EOS).cuda()
 _, mask, _ = grpo.generate(args, model, *prompts, 4, 1.0, eos_ids)
-torch.cuda.CUDAGraph, grpo.Decoding.select = graph, keep
+torch.cuda.CUDAGraph, grpo.Decoding.grow = graph, grow
 # The cache grows before the tokens at 8, 16, 24 and 32, for the rows that have such a token.
 assert rows == [len(mask), *(int(n) for n in mask[:, 8::8].sum(0) if n > 0)], rows
 assert len(graphs) == len(rows) > 2 and rows[-1] < rows[0], (graphs, rows)

@@ -442,9 +442,9 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "a</s>" + "0" * (len(call) % 4))
     kept, select = [], grpo_tools.Decoding.select
 
-    def counted(decoding, rows, new_columns):
+    def counted(decoding, rows):
         kept.append(len(rows))
-        select(decoding, rows, new_columns)
+        select(decoding, rows)
 
     monkeypatch.setattr(grpo_tools.Decoding, "select", counted)
     # In float64, because processors round differently.
