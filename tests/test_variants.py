@@ -71,11 +71,25 @@ def test_patches_are_made_again_when_the_parent_changed(tmp_path, monkeypatch, c
     change_parent("ratio.clamp(1 - args.clip_eps,", "ratio.clamp(1.0 - args.clip_eps,")
     carry.carry_patches()
     assert applied() == before.replace(*near)
-    line = "clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)"
-    assert capsys.readouterr().out.endswith(f"the change at: {line}\n")
+    assert capsys.readouterr().out.endswith("the change in: policy_loss\n")
     # A person makes it from the whole script.
     carry.write_patch("cispo", before.replace(*near))
     assert applied() == before.replace(*near)
+
+
+def test_a_script_gets_what_changed_in_its_parent():
+    """Parts move, come and go as in the parent. The script's own parts and lines stay, and a person is told."""
+    base = "X = 1\n\n\ndef f():\n    a\n    b\n    c\n\n\ndef g():\n    d\n\n\ndef h():\n    e\n"
+    parent = (
+        "X = 1\n\n\ndef h():\n    e\n\n\ndef new():\n    n\n\n\ndef f():\n    a\n    b\n    cc\n"
+    )
+    child = base.replace("    a\n", "    aa\n").replace("def h", "def own():\n    o\n\n\ndef h")
+    expected = parent.replace("    a\n", "    aa\n") + "\n\ndef own():\n    o\n"
+    assert carry.carry(child, base, parent) == (expected, [])
+    # Both changed the same line, and the child has changed what the parent removes.
+    child = base.replace("    c\n", "    x\n").replace("    d\n", "    y\n")
+    found, missing = carry.carry(child, base, parent)
+    assert missing == ["f", "g"] and "    x\n" in found and "cc" not in found and "    y\n" in found
 
 
 # ---- losses

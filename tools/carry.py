@@ -1,5 +1,6 @@
 """Carry a change from a script to those that are made from it: used by tools/siblings.py."""
 
+import ast
 import difflib
 import re
 import subprocess
@@ -15,32 +16,60 @@ def last_commit(name: str) -> str:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def carry(child: str, base: str, parent: str) -> tuple[str, list[str]]:
-    """The child with the changes from base to parent, and the changed lines that it doesn't have, or has twice.
-
-    Where the child has the same text as base, it gets that of the parent. Its own text stays.
-    """
-    old, new = base.splitlines(keepends=True), parent.splitlines(keepends=True)
-    missing, last_equal = [], 0
-    for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if tag == "equal":
-            last_equal = a
-            continue
-        above = 0  # lines above the change, so that the text is unique
-        while base.count("".join(old[a - above : b])) != 1 and a - above > last_equal:
-            above += 1
-        before, after = "".join(old[a - above : b]), "".join(new[c - above : d])
-        if child.count(before) == 1:
-            child = child.replace(before, after)
+def parts(text: str) -> dict[str, str]:
+    """The text of each function, class and constant of a script, with the comments above it, by its name."""
+    lines, found, last = text.splitlines(keepends=True), {}, 0
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign | ast.AugAssign):
+            name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
         else:
-            missing.append(before.strip().partition("\n")[0])
-    return child, missing
+            name = "__main__" if isinstance(node, ast.If) else "header"
+        found[name] = found.get(name, "") + "".join(lines[last : node.end_lineno])
+        last = node.end_lineno
+    return found
+
+
+def merge(child: str, base: str, parent: str) -> tuple[str, bool]:
+    """The child with the changes from base to parent, and whether it has all. Where both changed, it keeps its own."""
+    if base in (child, parent):
+        return parent if child == base else child, True
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in {"child": child, "base": base, "parent": parent}.items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        command = ["git", "merge-file", "-p", "child", "base", "parent"]
+        num_conflicts = subprocess.run(command, cwd=folder, capture_output=True).returncode
+        done = subprocess.run([*command, "--ours"], cwd=folder, capture_output=True, text=True, check=True)
+        return done.stdout, num_conflicts == 0
+
+
+def carry(child: str, base: str, parent: str) -> tuple[str, list[str]]:
+    """The child with the changes from base to parent, and the names of its parts that didn't get all of them."""
+    old, new, own = parts(base), parts(parent), parts(child)
+    order = list(new)
+    carried = {name: text for name, text in new.items() if name not in old}
+    places = {name: order.index(name) for name in carried}
+    missing, place = [], 0
+    for name, text in own.items():
+        if name in old and name not in new and text == old[name]:
+            continue  # the parent no longer has it
+        if name in new:
+            place = order.index(name)  # else the part stays behind the one before it
+        carried[name], places[name] = text, place
+        has_all = name not in old and name not in new
+        if name in old and name in new:
+            carried[name], has_all = merge(text, old[name], new[name])
+        if not has_all:
+            missing.append(name)
+    names = sorted([*own, *new], key=lambda name: places.get(name, 0))
+    return "".join(carried[name] for name in dict.fromkeys(names) if name in carried), missing
 
 
 def tell(name: str, missing: list[str]) -> None:
-    """Print the changes that a person has to look at."""
-    for line in missing:
-        print(f"{name} has other text, so look whether it needs the change at: {line}")
+    """Print where a person has to look."""
+    for part in missing:
+        print(f"{name} has other text, so look whether it needs the change in: {part}")
 
 
 def carry_scripts() -> None:

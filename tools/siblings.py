@@ -16,7 +16,7 @@ import re
 from hashlib import sha256
 from pathlib import Path
 
-from carry import carry_patches, carry_scripts, write_patch
+import carry
 from scripts import ROOT, SCRIPTS, parent_of, read_script
 
 CHILDREN = [name for name in SCRIPTS if parent_of(name) is not None]
@@ -30,44 +30,24 @@ def body(name: str) -> str:
 
 
 def parts(name: str) -> dict[str, str]:
-    """The text of each function, class, field of Args and constant of the script, by its name.
+    """carry.parts of the script, without its docstring, and with Args in parts: "Args.NAME" for each of its fields.
 
-    The text includes the decorators and the comments above it. "header" is the import lines, and
-    "Args" is the first line of that class with its headings. If several statements build a
-    constant, they are one text.
+    "Args" is the first line of that class with its headings.
     """
-    source = body(name)
-    lines = source.splitlines(keepends=True)
     found = {}
-    last = 0
-    for node in ast.parse(source, f"{name}.py").body:
-        if isinstance(node, ast.ClassDef) and node.name == "Args":
-            above = "".join(lines[last : node.lineno - 1])
-            found |= fields_of_args(node, lines)
-            found["Args"] = above + found["Args"]
-            last = node.end_lineno
-            continue
-        # The comments before the node are included.
-        text = "".join(lines[last : node.end_lineno])
-        last = node.end_lineno
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            key = node.name
-        elif isinstance(node, ast.Assign):
-            key = node.targets[0].id
-        elif isinstance(node, ast.AugAssign):
-            key = node.target.id
-        else:
-            key = "header"
-        found[key] = found.get(key, "") + text
+    for part, text in carry.parts(body(name)).items():
+        found |= fields_of_args(text) if part == "Args" else {part: text}
     return found
 
 
-def fields_of_args(node: ast.ClassDef, lines: list[str]) -> dict[str, str]:
-    """The text of each field of Args under the key "Args.NAME", and of the headings under "Args".
+def fields_of_args(text: str) -> dict[str, str]:
+    """The text of each field of Args under the key "Args.NAME", and the rest under "Args".
 
     The text of a field includes the comments above it and the docstring under it.
     """
-    found = {"Args": lines[node.lineno - 1]}
+    lines = text.splitlines(keepends=True)
+    node = ast.parse(text).body[0]
+    found = {"Args": "".join(lines[: node.lineno])}
     last = node.lineno
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign):
@@ -236,11 +216,11 @@ def main() -> None:
     what.add_argument("--patch", type=Path, metavar="NAME.py")
     options = parser.parse_args()
     if options.patch:
-        write_patch(options.patch.stem, options.patch.read_text(encoding="utf-8"))
+        carry.write_patch(options.patch.stem, options.patch.read_text(encoding="utf-8"))
         return
     if options.carry:
-        carry_scripts()
-    carry_patches()
+        carry.carry_scripts()
+    carry.carry_patches()
     write_pages()
 
 
