@@ -46,7 +46,6 @@ sequences of it. A micro-batch has n sequences, and T response tokens in all.
 
 import copy
 import json
-import math
 import os
 import re
 import shutil
@@ -524,17 +523,13 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
     # Sample as many prompts at a time as fit into --sampling-tokens if every response has its
-    # maximum length, but at least one, in parts of about equal size.
+    # maximum length, but at least one.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    num_parts = math.ceil(len(prompt_ids) / at_a_time)
-    parts = []
-    for part_ids, part_mask in zip(
-        prompt_ids.tensor_split(num_parts), prompt_mask.tensor_split(num_parts), strict=True
-    ):
-        parts.append(generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids))
-    results = zip(*parts, strict=True)
-    response_ids, response_mask, sampled_logprobs = [torch.cat(result) for result in results]
+    results = []
+    for part in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
+        results.append(generate(args, model, *part, num_samples, temperature, eos_ids))
+    response_ids, response_mask, sampled_logprobs = map(torch.cat, zip(*results, strict=True))
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
         prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
