@@ -600,18 +600,22 @@ def prefill(model, prompt_ids, prompt_mask):
             # transformers' layer holds only its window, in columns that move, so it couldn't grow.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
-    outputs = model(
-        prompt_ids,
-        attention_mask=prompt_mask,
-        position_ids=positions,
-        past_key_values=cache,
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    prompts = unpadded(prompt_ids, prompt_mask)  # B lists
+    common = shared_tokens(model, prompts, prompt_ids.shape[1])  # on a GPU it's 0
+    if common > 0:
+        # What all prompts begin with is computed once, and each row gets it after its padding.
+        beginning = prompt_ids.new_tensor([prompts[0][:common]])  # (1, common)
+        feed(model, cache, beginning, torch.ones_like(prompt_mask[:1]), torch.arange(common)[None])
+        columns = positions.clamp(max=common - 1)  # (B, P)
+        for layer in cache.layers:
+            if isinstance(layer, StaticLayer):
+                layer.keys = layer.keys[0][:, columns].transpose(0, 1)  # (B, heads, P, size)
+                layer.values = layer.values[0][:, columns].transpose(0, 1)  # (B, heads, P, size)
+    logits = feed(model, cache, prompt_ids[:, common:], prompt_mask, positions[:, common:])
     return Decoding(
         cache=cache,
         mask=prompt_mask,  # (B, P)
-        logits=outputs.logits,  # (B, 1, V)
+        logits=logits,  # (B, 1, V)
         token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), none is drawn yet
         position=prompt_mask.sum(1),  # (B,)
     )
@@ -619,16 +623,22 @@ def prefill(model, prompt_ids, prompt_mask):
 
 def decode(model, decoding):
     """Feed the drawn tokens to the model, and write the logits of the next ones."""
+    token, position = decoding.token[:, None], decoding.position[:, None]  # (rows, 1)
+    decoding.logits.copy_(feed(model, decoding.cache, token, decoding.mask, position))
+    decoding.position.add_(1)
+
+
+def feed(model, cache, ids, mask, positions):
+    """Feed tokens (rows, tokens) to the model: the logits (rows, 1, V) after the last ones."""
     outputs = model(
-        decoding.token[:, None],
-        attention_mask=decoding.mask,
-        position_ids=decoding.position[:, None],
-        past_key_values=decoding.cache,
+        ids,
+        attention_mask=mask,
+        position_ids=positions,
+        past_key_values=cache,
         use_cache=True,
         logits_to_keep=1,
     )
-    decoding.logits.copy_(outputs.logits)
-    decoding.position.add_(1)
+    return outputs.logits
 
 
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
@@ -702,9 +712,9 @@ def unpadded(values, mask):
 
 
 def shared_tokens(model, prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if response_states can't share them.
+    """The number of tokens with which all n prompts begin; 0 if it doesn't pay to share them.
 
-    longest is the number of tokens in the longest row: a prompt with its response.
+    longest is the number of tokens in the longest row, of a prompt or of a prompt and its response.
     """
     # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
     if model.device.type != "cpu":

@@ -723,9 +723,9 @@ def unpadded(values, mask):
 
 
 def shared_tokens(model, prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if response_states can't share them.
+    """The number of tokens with which all n prompts begin; 0 if it doesn't pay to share them.
 
-    longest is the number of tokens in the longest row: a prompt with its response.
+    longest is the number of tokens in the longest row, of a prompt or of a prompt and its response.
     """
     # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
     if model.device.type != "cpu":
