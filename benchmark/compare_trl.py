@@ -111,9 +111,9 @@ def train_plainrl(script, args) -> dict:
 
     # The evaluation before training samples first. A step ends when the next step starts to sample. The last step ends
     # when the evaluation after training starts to sample.
-    def timed(*arguments):
+    def timed(*arguments, **named):
         moments.append(time.perf_counter())
-        return sample_responses(*arguments)
+        return sample_responses(*arguments, **named)
 
     script.sample_responses = timed
     # As with TRL, nothing is saved: it would take longer than the steps of W4.
