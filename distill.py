@@ -605,14 +605,15 @@ def prefill(model, prompt_ids, prompt_mask):
     prompts = unpadded(prompt_ids, prompt_mask)  # B lists
     common = shared_tokens(model, prompts, prompt_ids.shape[1])  # on a GPU it's 0
     if common > 0:
-        # What all prompts begin with is computed once, and each row gets it after its padding.
+        # What all prompts begin with is computed once, and copied to the columns of these tokens,
+        # which come after a row's padding. With padding, the last of them are computed again below.
         beginning = prompt_ids.new_tensor([prompts[0][:common]])  # (1, common)
         feed(model, cache, beginning, torch.ones_like(prompt_mask[:1]), torch.arange(common)[None])
-        columns = positions.clamp(max=common - 1)  # (B, P)
+        tokens = positions.clamp(max=common - 1)  # (B, P): the token in each column
         for layer in cache.layers:
             if isinstance(layer, StaticLayer):
-                layer.keys = layer.keys[0][:, columns].transpose(0, 1)  # (B, heads, P, size)
-                layer.values = layer.values[0][:, columns].transpose(0, 1)  # (B, heads, P, size)
+                layer.keys = layer.keys[0][:, tokens].transpose(0, 1)  # (B, heads, P, size)
+                layer.values = layer.values[0][:, tokens].transpose(0, 1)  # (B, heads, P, size)
     logits = feed(model, cache, prompt_ids[:, common:], prompt_mask, positions[:, common:])
     return Decoding(
         cache=cache,

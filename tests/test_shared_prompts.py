@@ -168,6 +168,9 @@ def test_what_the_model_is_called_with():
     model.gradient_checkpointing_enable()
     grpo.compute_logprobs(model, rollout, 1.0)
     assert shapes == [(1, 12), (4, 10), (4, 22)]
+    # In evaluation mode nothing is recomputed, as with a reference.
+    grpo.compute_logprobs(model.eval(), rollout, 1.0)
+    assert shapes[3:] == [(1, 12), (4, 10)]
     model = build("Llama")
     prompts = [[5] * 12] * 4
     assert grpo.shared_tokens(model, prompts, 20) == 11
