@@ -337,7 +337,9 @@ def main(args: Args) -> dict:
     train_data, test_data = load_data(args, tokenizer)
     initial_model, eos_ids = load_model(args, tokenizer)
     model = add_adapters(args, initial_model)
-    # The initial model is the reference. Training doesn't change its weights, so it isn't copied.
+    # The initial model is the reference. Training doesn't change its weights, so it isn't copied. In
+    # training mode, it computes as the policy does.
+    initial_model.train()
     ref_model = initial_model if args.beta > 0 else None
     # A and B of all layers. As a module, they have a state_dict of their own for the checkpoint.
     adapters = torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad)
@@ -828,8 +830,8 @@ def compute_logits(model, states):
 def rollout_logprobs(args, model, rollout, batches):
     """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
 
-    batches is a list of minibatches, each a tensor of sequence indices (m,). The policy's are split
-    into the same micro-batches as in their updates.
+    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
+    the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:

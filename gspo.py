@@ -773,8 +773,8 @@ def compute_logits(model, states):
 def rollout_logprobs(args, model, rollout, batches):
     """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
 
-    batches is a list of minibatches, each a tensor of sequence indices (m,). The policy's are split
-    into the same micro-batches as in their updates.
+    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
+    the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:
@@ -1081,7 +1081,8 @@ def inference_copy(model):
     On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
     weights, keys and values, and in bf16 they have half as many bytes.
     """
-    copied = copy.deepcopy(model).requires_grad_(False).eval()
+    # In training mode, a reference computes as the policy does. generate sets evaluation mode.
+    copied = copy.deepcopy(model).requires_grad_(False).train()
     if model.device.type == "cuda":
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_critics import tiny_classifier
+from test_errors import tiny_args
 from test_lora import adapted
 from test_lora import make_args as lora_args
 from test_sampling import assert_near, assert_same_gradients, build, random_rollout, slow_logprobs
@@ -17,6 +18,7 @@ from test_sampling import double as double  # a fixture
 import grpo
 import grpo_lora
 import grpo_multigpu
+import grpo_offpolicy
 import grpo_tools
 import ppo_rlhf
 import vapo
@@ -168,7 +170,7 @@ def test_what_the_model_is_called_with():
     model.gradient_checkpointing_enable()
     grpo.compute_logprobs(model, rollout, 1.0)
     assert shapes == [(1, 12), (4, 10), (4, 22)]
-    # In evaluation mode nothing is recomputed, as with a reference.
+    # In evaluation mode nothing is recomputed.
     grpo.compute_logprobs(model.eval(), rollout, 1.0)
     assert shapes[3:] == [(1, 12), (4, 10)]
     model = build("Llama")
@@ -179,3 +181,29 @@ def test_what_the_model_is_called_with():
         assert grpo.shared_tokens(model, prompts, 20) == 0
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
     assert grpo.shared_tokens(on_gpu, prompts, 20) == 0
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("module", [grpo, grpo_lora, grpo_offpolicy])
+def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module, checkpointing):
+    """Before the first update both are equal to the bit. If all rewards are 0, Adam makes a step of any difference.
+
+    All prompts begin with the instructions. Both networks share them, or neither does.
+    """
+    policy_loss, shared_tokens, found, shared = module.policy_loss, module.shared_tokens, [], []
+
+    def recorded_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named):
+        found.append(torch.equal(logprobs, ref_logprobs))
+        return policy_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named)
+
+    def recorded_shared(model, *call):
+        shared.append(shared_tokens(model, *call))
+        return shared[-1]
+
+    monkeypatch.setattr(module, "policy_loss", recorded_loss)
+    monkeypatch.setattr(module, "shared_tokens", recorded_shared)
+    given = dict(instructions="1+2=3 " * 8, beta=0.1, gradient_checkpointing=checkpointing)
+    # In a smaller model the bits would be equal by chance.
+    given |= dict(model=module.BUNDLED.model, dataset=module.BUNDLED.dataset, num_prompts=4)
+    module.main(tiny_args(module, tmp_path, max_prompt_tokens=128, num_steps=1, **given))
+    assert max(shared) >= 48 and all(found) and found
