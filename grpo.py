@@ -13,10 +13,10 @@ maximize J, so the loss is -J:
 
 Parent: rloo.py. Differences: (1) the baseline is the mean of the whole group, including the
 sample's own reward, and the advantage is divided by the group's std; (2) a rollout may serve
-several updates (--num-minibatches, --num-iterations), so the loss has the ratio to pi_old instead
-of the log-probability, and each token's ratio is clipped; (3) the loss averages the tokens of each
-sequence, instead of summing them; (4) the KL to the reference is a term of the loss (Eq. 4), and
-not a part of the return.
+several updates (--num-minibatches, --num-iterations), so the loss has the clipped ratio to pi_old
+where RLOO has the log-probability; (3) the loss averages the tokens of each sequence, instead of
+summing them; (4) the KL to the reference is a term of the loss (Eq. 4), and not a part of the
+return.
 
 Departures from the paper: 1e-4 is added to the std, because equal rewards would give 0/0. The std
 divides by G - 1, as torch's does. The reference stays the initial model, while Algorithm 1 renews
@@ -183,8 +183,9 @@ BUNDLED = Args(
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # Without the first reward, the advantages are the same, but those of equal rewards are exactly
-    # 0. Else the mean's rounding error would remain, and Adam makes a step of any small gradient.
+    # A group's first reward is subtracted from all. This changes no advantage, but those of equal
+    # rewards are then exactly 0. Else the mean's rounding error would remain, and Adam makes a full
+    # step of any small gradient.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -224,13 +225,13 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         ref_logratio = ref_logprobs - logprobs  # (n, R)
         # Eq. 4 is Schulman's k3. It estimates KL(pi || ref), but its gradient estimates that of
         # KL(ref || pi). See docs/algorithms.md.
-        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), k3: DeepSeekMath, Eq. 4
+        kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
     loss = seq_loss.sum() / num_seqs
 
-    # The clip fractions count all ratios outside the range, also those where the minimum takes the
-    # unclipped term, so that the gradient isn't cut.
+    # The clip fractions count every ratio outside the range, even where the minimum takes the
+    # unclipped term and the gradient flows.
     below = ratio < 1 - args.clip_eps  # (n, R) bool
     above = ratio > 1 + args.clip_eps  # (n, R) bool
     per_token = {
@@ -319,13 +320,13 @@ def main(args: Args) -> dict:
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
-        # The sampler rounds differently, so the trainer computes the old log-probabilities itself.
-        # In bf16 they also depend on which sequences share a micro-batch. So the micro-batches are
-        # those of the first pass: every ratio is then exactly 1 before the first update.
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
-        # If a step has a single update, pi_old is the policy itself. So part 4 fills old_logprobs,
-        # and no pass is needed here.
+        # pi_old is the policy before the first update of this step. The trainer computes its
+        # log-probabilities itself, because the sampler rounds differently. In bf16 they also depend
+        # on which sequences share a micro-batch, so the micro-batches are those of the first pass.
+        # Every ratio is then exactly 1 before the first update. If a step has only one, no pass is
+        # needed here: part 4 copies what it computes.
         old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
@@ -348,10 +349,10 @@ def main(args: Args) -> dict:
         for update, minibatch in enumerate(step_minibatches, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
-            for indices, part in micro_batches(args, model, rollout, minibatch):
-                logprobs = compute_logprobs(model, part, args.temperature)  # (n, R)
+            for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
+                logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
                 if updates_per_step == 1:
-                    old_logprobs[indices] = logprobs.detach()
+                    old_logprobs[indices] = logprobs.detach()  # pi_old is the policy itself
                 loss, stats = policy_loss(
                     args,
                     logprobs,
@@ -372,9 +373,9 @@ def main(args: Args) -> dict:
             else:
                 num_skipped += 1
             optimizer.zero_grad()
-        # On a GPU, this rounds the new weights to bf16, except for the head. On a CPU, the sampler
-        # is the model itself, and nothing changes.
-        sampler.load_state_dict(model.state_dict())
+        if sampler is not model:
+            # This rounds the new weights to bf16, except for the head.
+            sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
@@ -384,7 +385,6 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        # The first reward is 1.0 for a right answer, whatever its name: it's also the accuracy.
         right = scores[REWARDS[0].__name__]  # (N,) float32
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
@@ -414,7 +414,7 @@ def main(args: Args) -> dict:
         log_metrics(args, metrics_file, metrics)
         for k, example in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
-            sample = {
+            samples = {
                 "step": step,
                 "prompt": example["prompt"],
                 "answer": example["answer"],
@@ -424,14 +424,14 @@ def main(args: Args) -> dict:
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
             }
-            print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, sample)  # the sample of the last prompt
+            print(json.dumps(samples), file=samples_file)
+        show_progress(args, progress, metrics, samples)  # those of the last prompt
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
         # ---- 6. save
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
-            save_checkpoint(args, run_dir, trained, state, metrics)
+            save_checkpoint(run_dir, trained, state, metrics)
 
     model.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
@@ -441,7 +441,7 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here. The rest makes the loop fast, or prepares it.
+# A first reading may stop here. The rest is what the loop needs.
 
 
 def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
@@ -480,12 +480,6 @@ def eos_mask(rollout, eos_ids):
     return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
 
 
-# The sampler's cache of keys and values has a column for each token. It gets this many columns at a
-# time. A larger number makes attention read more empty columns. A smaller number copies the cache,
-# and records a graph on a GPU, more often.
-SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-
-
 @dataclass
 class Decoding:
     """The state of sampling between two tokens.
@@ -496,12 +490,12 @@ class Decoding:
 
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
-    logits: Tensor  # (rows, 1, V): those of the next token
+    logits: Tensor  # (rows, V): those of the next token
     token: Tensor  # (rows,): the next token, once it is drawn
     position: Tensor  # (rows,): its position, padding not counted
 
     def select(self, rows):
-        """Go on with these rows. A row may repeat."""
+        """Go on with these rows alone. A row may repeat."""
         self.cache.reorder_cache(rows)
         self.mask = self.mask[rows]
         self.logits = self.logits[rows]
@@ -517,8 +511,14 @@ class Decoding:
                 layer.keys = F.pad(layer.keys, (0, 0, 0, columns))
                 layer.values = F.pad(layer.values, (0, 0, 0, columns))
                 layer.max_cache_len += columns
-        # They are True: transformers hides those that are empty, or outside of a window.
+        # The mask is True there: transformers itself hides the columns that are still empty.
         self.mask = F.pad(self.mask, (0, columns), value=True)
+
+
+# The sampler's cache of keys and values has a column for each token. It gets this many columns at a
+# time. A larger number makes attention read more empty columns. A smaller number copies the cache,
+# and records a graph on a GPU, more often.
+SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 
 
 @torch.no_grad()
@@ -546,7 +546,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     response_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     segment = SEGMENT[device.type]
     for start in range(0, args.max_new_tokens, segment):
-        # A segment begins by dropping the finished rows.
+        # A segment begins by dropping the finished rows. In the first one, there are none.
         unfinished = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
         if len(unfinished) == 0:
             break
@@ -556,7 +556,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         decoding.grow(end - start)
         graph = None
         for t in range(start, end):
-            logits = decoding.logits[:, 0].float()  # (rows, V) float32
+            logits = decoding.logits.float()  # (rows, V) float32
             if temperature == 0:
                 logprobs = logits.log_softmax(1)  # (rows, V)
                 token = logprobs.argmax(1)  # (rows,)
@@ -574,13 +574,14 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             # Looking at `finished` waits for the device, so on a GPU it's done every 16 tokens.
             may_look = device.type != "cuda" or t % 16 == 0
             if t + 1 == args.max_new_tokens or (may_look and finished.all()):
-                break
+                break  # the next segment, if there is one, finds no row to go on with
 
             decoding.token.copy_(token)
+            # The first call of decode is also the warm-up that a graph needs. Then decode is
+            # recorded, which computes nothing, and from then on the graph is replayed.
             if graph is None:
                 decode(model, decoding)
                 if args.cuda_graph and device.type == "cuda":
-                    # The call above was the warm-up that a graph needs. Recording computes nothing.
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
                         decode(model, decoding)
@@ -601,22 +602,14 @@ def prefill(model, prompt_ids, prompt_mask):
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     prompts = unpadded(prompt_ids, prompt_mask)  # B lists
-    common = shared_tokens(model, prompts, prompt_ids.shape[1])  # on a GPU it's 0
+    common = shared_tokens(model, prompts, prompt_ids.shape[1])  # 0 on a GPU
     if common > 0:
-        # What all prompts begin with is computed once, and copied to the columns of these tokens,
-        # which come after a row's padding. With padding, the last of them are computed again below.
-        beginning = prompt_ids.new_tensor([prompts[0][:common]])  # (1, common)
-        feed(model, cache, beginning, torch.ones_like(prompt_mask[:1]), torch.arange(common)[None])
-        tokens = positions.clamp(max=common - 1)  # (B, P): the token in each column
-        for layer in cache.layers:
-            if isinstance(layer, StaticLayer):
-                layer.keys = layer.keys[0][:, tokens].transpose(0, 1)  # (B, heads, P, size)
-                layer.values = layer.values[0][:, tokens].transpose(0, 1)  # (B, heads, P, size)
+        prefill_beginning(model, cache, prompts[0][:common], positions)
     logits = feed(model, cache, prompt_ids[:, common:], prompt_mask, positions[:, common:])
     return Decoding(
         cache=cache,
         mask=prompt_mask,  # (B, P)
-        logits=logits,  # (B, 1, V)
+        logits=logits,  # (B, V)
         token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), none is drawn yet
         position=prompt_mask.sum(1),  # (B,)
     )
@@ -630,7 +623,7 @@ def decode(model, decoding):
 
 
 def feed(model, cache, ids, mask, positions):
-    """Feed tokens (rows, tokens) to the model: the logits (rows, 1, V) after the last ones."""
+    """Feed tokens (rows, tokens) to the model: the logits (rows, V) after the last ones."""
     outputs = model(
         ids,
         attention_mask=mask,
@@ -639,7 +632,7 @@ def feed(model, cache, ids, mask, positions):
         use_cache=True,
         logits_to_keep=1,
     )
-    return outputs.logits
+    return outputs.logits[:, -1]
 
 
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
@@ -690,21 +683,14 @@ def response_states(model, rollout):
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # the model without its head
-    common = shared_tokens(model, prompts, rows.shape[1])  # on a GPU it's 0
+    common = shared_tokens(model, prompts, rows.shape[1])  # 0 on a GPU
     # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
         if common == 0:
             states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
         else:
-            # A token sees only the tokens before it. So the keys and values of the tokens with
-            # which all rows begin are the same in every row, and it's enough to compute them once.
-            # The gradients of all rows flow back through them.
-            cache = DynamicCache()
-            decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
-            cache.batch_repeat_interleave(len(rows))
-            rests = rows[:, common:]  # (n, length - common)
-            states = decoder(rests, past_key_values=cache, use_cache=True).last_hidden_state
-    return states[predicts[:, common:]]
+            states = states_after(decoder, rows, common)  # (n, length - common, D)
+    return states[predicts[:, common:]]  # the first `common` flags are all False
 
 
 def unpadded(values, mask):
@@ -712,8 +698,88 @@ def unpadded(values, mask):
     return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
+class DecoderOutput(BaseModelOutputWithPast):
+    """Hidden states, and None in each other field that the code of a family's head may read."""
+
+    def __getattr__(self, name):
+        return None
+
+
+def compute_logits(model, states):
+    """The logits (chunk, V) float32 of hidden states (chunk, D)."""
+    # The head of some families also scales or caps the logits. So the model's own code computes
+    # them. For this call, the forward of its decoder is one that ignores its input and returns
+    # these states. The head computes in float32 (TF32 on a GPU), so that no logit is rounded to
+    # bf16.
+    states = states.float()[None]  # (1, chunk, D)
+    output = DecoderOutput(last_hidden_state=states)
+    decoder = model.base_model.get_decoder()
+    with mock.patch.object(decoder, "forward", lambda *_, **__: output):
+        logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
+    return logits.squeeze(0)
+
+
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, batches):
+    """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
+
+    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
+    the same micro-batches as in its update.
+    """
+    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+    for minibatch in batches:
+        for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
+            logprobs[indices] = compute_logprobs(model, micro_batch, args.temperature)
+    return logprobs
+
+
+def micro_batches(args, model, rollout, sequences):
+    """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
+
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
+    longer than the maximum is alone.
+    """
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
+    lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
+
+    def num_tokens(batch):
+        """The tokens that response_states computes for these sequences, padding included."""
+        longest = max(lengths[i] for i in batch)
+        common = shared_tokens(model, [prompts[i] for i in batch], longest)
+        return common + len(batch) * (longest - common)
+
+    def fill(indices):
+        """Fill one micro-batch after another. Neighbours have similar lengths: less is padded."""
+        batches = []
+        for i in sorted(indices, key=lambda i: -lengths[i]):
+            if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    def cost(batches):
+        """The tokens of all batches, and 1/32 of a full batch for each pass."""
+        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
+
+    by_length = fill(sequences.tolist())
+    # The samples of one prompt share more (see shared_tokens), but need more micro-batches.
+    groups = defaultdict(list)  # prompt -> its sequences
+    for i in sequences.tolist():
+        groups[tuple(prompts[i])].append(i)
+    by_prompt = [batch for group in groups.values() for batch in fill(group)]
+    batches = min(by_length, by_prompt, key=cost)
+    return [(batch, rollout.select(batch)) for batch in batches]
+
+
+# ---- what all prompts begin with
+# On a CPU, this is computed once. It only saves time: if shared_tokens always returned 0, as on a
+# GPU, the numbers would be the same up to rounding. A token sees only the tokens before it. So the
+# keys and values of the tokens with which all rows begin are the same in every row.
+
+
 def shared_tokens(model, prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if it doesn't pay to share them.
+    """The number of tokens with which all n prompts begin; 0 if they aren't to be shared.
 
     longest is the number of tokens in the longest row, of a prompt or of a prompt and its response.
     """
@@ -739,77 +805,32 @@ def shared_tokens(model, prompts, longest):
     return common
 
 
-class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states, and None in each other field that the code of a family's head may read."""
-
-    def __getattr__(self, name):
-        return None
-
-
-def compute_logits(model, states):
-    """The logits (chunk, V) float32 of hidden states (chunk, D)."""
-    # The head of some families also scales or caps the logits. So the model's own code computes
-    # them: for this call, its decoder's forward is one that only returns these states. The head
-    # computes in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
-    states = states.float()[None]  # (1, chunk, D)
-    output = DecoderOutput(last_hidden_state=states)
-    decoder = model.base_model.get_decoder()
-    with mock.patch.object(decoder, "forward", lambda *_, **__: output):
-        logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
-    return logits.squeeze(0)
+def states_after(decoder, rows, common):
+    """The hidden states (n, length - common, D) of rows (n, length) after their common tokens."""
+    cache = DynamicCache()
+    decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
+    # The gradients of all rows flow back through these keys and values.
+    cache.batch_repeat_interleave(len(rows))
+    return decoder(rows[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
 
 
-@torch.no_grad()
-def rollout_logprobs(args, model, rollout, batches):
-    """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
+def prefill_beginning(model, cache, beginning, positions):
+    """Write the keys and values of a beginning (a list) to the cache of B prompts.
 
-    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
-    the same micro-batches as in its update.
+    positions (B, P) has the position of each column's token. With the beginning a b, the prompts
+    a b c and a b d e, and | after as many columns as it has tokens:
+
+        padding  a | b  c        prefill feeds the columns after |,
+              a  b | d  e        so b of the first row is computed again
     """
-    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in batches:
-        for indices, part in micro_batches(args, model, rollout, minibatch):
-            logprobs[indices] = compute_logprobs(model, part, args.temperature)
-    return logprobs
-
-
-def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
-
-    A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone.
-    """
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
-    lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-
-    def num_tokens(batch):
-        """The tokens that response_states computes for these sequences, padding included."""
-        longest = max(lengths[i] for i in batch)
-        common = shared_tokens(model, [prompts[i] for i in batch], longest)
-        return common + len(batch) * (longest - common)
-
-    def cost(batches):
-        """What these micro-batches cost, in tokens, with what a pass costs besides its tokens."""
-        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
-
-    def split(order):
-        """Add each sequence to the last micro-batch, if it fits, and isn't cheaper alone."""
-        batches = []
-        for i in order:
-            if batches:
-                together = [*batches[-1], i]
-                fits = num_tokens(together) <= args.micro_batch_tokens
-                if fits and cost([together]) <= cost([batches[-1], [i]]):
-                    batches[-1].append(i)
-                    continue
-            batches.append([i])
-        return batches
-
-    # By length, little is padded. By prompt, more is shared. The cheaper split is taken.
-    by_length = sorted(sequences.tolist(), key=lambda i: -lengths[i])
-    by_prompt = sorted(by_length, key=lambda i: prompts[i])
-    batches = min(split(by_length), split(by_prompt), key=cost)
-    return [(batch, rollout.select(batch)) for batch in batches]
+    common = len(beginning)
+    ids = positions.new_tensor([beginning])  # (1, common)
+    feed(model, cache, ids, torch.ones_like(positions[:1]), torch.arange(common)[None])
+    source = positions.clamp(max=common - 1)  # (B, P): the token of the beginning in each column
+    for layer in cache.layers:
+        if isinstance(layer, StaticLayer):
+            layer.keys = layer.keys[0][:, source].transpose(0, 1)  # (B, heads, P, size)
+            layer.values = layer.values[0][:, source].transpose(0, 1)  # (B, heads, P, size)
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
@@ -873,7 +894,7 @@ def load_splits(args):
         splits = datasets.load_dataset(str(path))
     else:  # id or id:config of the hub
         splits = datasets.load_dataset(*args.dataset.split(":"))
-    # Only a check: if a column is missing, the error names those there are.
+    # Raises an error that names the columns if one of these is missing.
     splits.select_columns([args.question_column, args.answer_column])
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
@@ -912,7 +933,6 @@ def read_examples(args, tokenizer, splits, split):
     num_too_long = num_unreadable = num_empty = 0
     for row in splits[split]:
         chat = read_chat(args, row[args.question_column])
-        answer = row[args.answer_column]
         if chat is None:
             num_empty += 1
             continue
@@ -920,12 +940,14 @@ def read_examples(args, tokenizer, splits, split):
         ids = tokenize(tokenizer, prompt)
         if len(ids) > args.max_prompt_tokens:
             num_too_long += 1
-        elif answer is None or not has_gold(str(answer), REWARDS):
+            continue
+        answer = row[args.answer_column]
+        if answer is None or not has_gold(str(answer), REWARDS):
             num_unreadable += 1
-        else:
-            answer = str(answer)
-            example = {"prompt": prompt, "prompt_ids": ids, "answer": answer}
-            examples.append(example | {"columns": row | {"answer": answer}})
+            continue
+        answer = str(answer)
+        columns = row | {"answer": answer}
+        examples.append({"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": columns})
     counts = (
         f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
         f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
@@ -961,19 +983,19 @@ def render(args, tokenizer, chat):
         # The instructions stand in the user's message, because some templates refuse a system
         # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
-    examples = EXAMPLES if args.examples else []
+    shown = EXAMPLES if args.examples else []
     # A model without a template gets a plain text. This works for a single message only: with more,
     # transformers raises an error below.
     if not tokenizer.chat_template and not earlier:
-        if not examples:
+        if not shown:
             return last["content"]  # to be continued as it is, such as "12+7="
         text = ""
-        for question, answer in examples:
+        for question, answer in shown:
             # With the EOS token after each answer, the model ends its own answer, too.
             text += f"{question}\n{answer}{tokenizer.eos_token or ''}\n"
         return text + last["content"] + "\n"
     turns = []
-    for question, answer in examples:
+    for question, answer in shown:
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
     start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
@@ -988,17 +1010,17 @@ def fill_template(tokenizer, chat, **options):
     is filled with placeholders, which the messages replace afterwards.
     """
     texts = {}  # placeholder -> the message's content
-    given = []
+    marked = []
     for i, message in enumerate(chat):
         mark = f"[[[message {i}]]]"
         texts[mark] = message["content"]
-        given.append(message | {"content": mark})
-    template = tokenizer.apply_chat_template(given, tokenize=False, **options)
+        marked.append(message | {"content": mark})
+    filled = tokenizer.apply_chat_template(marked, tokenize=False, **options)
     for mark, text in texts.items():
-        if mark not in template:
+        if mark not in filled:
             raise ValueError(f"--model: its chat template drops the message {text!r}")
     # All in one pass: a message may contain what looks like a placeholder.
-    return re.sub(r"\[\[\[message \d+\]\]\]", lambda found: texts[found[0]], template)
+    return re.sub(r"\[\[\[message \d+\]\]\]", lambda found: texts[found[0]], filled)
 
 
 def tokenize(tokenizer, prompt):
@@ -1057,32 +1079,12 @@ def load_model(args, tokenizer):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     eos_ids = find_eos_ids(model, tokenizer)  # a list
-    # The saved model has them in its generation_config.json, so that others end a response there.
-    # No other setting is kept: the policy is trained without top-k and repetition penalty.
+    # They are saved with the model, so that other programs also end a response there. No other
+    # setting for sampling is kept: the policy is trained without top-k and repetition penalty.
     model.generation_config = GenerationConfig(
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
     return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
-
-
-def inference_copy(model):
-    """A frozen copy of the model: the reference, or the sampler of a GPU.
-
-    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
-    weights, keys and values, and in bf16 they have half as many bytes.
-    """
-    # In training mode, a reference computes as the policy does. generate sets evaluation mode.
-    copied = copy.deepcopy(model).requires_grad_(False).train()
-    if model.device.type == "cuda":
-        # Buffers are left alone: the rotary frequencies stay in float32.
-        for parameter in copied.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        # The copied head is bf16 by now, like the embedding whose weight it may share. So it's
-        # replaced by a copy of the original head, in float32, and the hook converts its input.
-        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        copied.set_output_embeddings(head)
-    return copied
 
 
 def load_config(args, name):
@@ -1091,7 +1093,7 @@ def load_config(args, name):
     text_config = config.get_text_config()
     # The noise of dropout would change the ratios. The names of its fields all contain "drop".
     for part in (config, text_config):
-        for key, value in vars(part).items():
+        for key, value in list(vars(part).items()):
             if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
     limit = getattr(text_config, "max_position_embeddings", None)
@@ -1120,6 +1122,27 @@ def find_eos_ids(model, tokenizer):
         # Ordinary text after the answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     return sorted(eos_ids - {None})
+
+
+def inference_copy(model):
+    """A frozen copy of the model: the reference, or the sampler of a GPU.
+
+    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
+    weights, keys and values, and in bf16 they have half as many bytes.
+    """
+    # In training mode, as the policy is in each log-probability: shared_tokens depends on it, and
+    # a reference has to round as the policy does. generate sets evaluation mode.
+    copied = copy.deepcopy(model).requires_grad_(False).train()
+    if model.device.type == "cuda":
+        # Buffers are left alone: the rotary frequencies stay in float32.
+        for parameter in copied.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        # The copied head is bf16 by now, like the embedding whose weight it may share. So it's
+        # replaced by a copy of the original head, in float32, and the hook converts its input.
+        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        copied.set_output_embeddings(head)
+    return copied
 
 
 # ==== runs ====
@@ -1158,7 +1181,7 @@ def name_run(args):
 
 
 def open_run(args, run_dir):
-    """The open files metrics.jsonl and samples.jsonl of a new run, or of one that goes on.
+    """Create or reopen the run's folder: its open files metrics.jsonl and samples.jsonl.
 
     If the command of a run with a name is repeated, that run goes on from its checkpoint. Without a
     checkpoint it begins again, with empty log files. With --track, this also starts W&B.
@@ -1223,18 +1246,18 @@ def log_metrics(args, file, metrics):
         wandb.log(metrics, step=metrics["step"])
 
 
-def show_progress(args, progress, metrics, sample):
-    """Put metrics beside the bar, and about ten times a run print them and a sample."""
+def show_progress(args, progress, metrics, samples):
+    """Put metrics beside the bar, and about ten times a run print them and the first sample."""
     names = {"reward": "reward_mean", "acc": "accuracy", "len": "response_len", "eos": "eos_frac"}
     progress.set_postfix({word: metrics[f"rollout/{name}"] for word, name in names.items()})
     step = metrics["step"]
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
-        prompt, completion = sample["prompt"][-60:], sample["completions"][0]
+        prompt, completion = samples["prompt"][-60:], samples["completions"][0]
         progress.write(f"step {step}: {progress.postfix}")
-        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
+        progress.write(f"    {prompt!r} -> {completion!r}, reward {samples['rewards'][0]:.2f}")
 
 
-def save_checkpoint(args, run_dir, trained, state, metrics):
+def save_checkpoint(run_dir, trained, state, metrics):
     """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
     content = {name: part.state_dict() for name, part in trained.items()}
     content |= {"state": state, "metrics": metrics}
@@ -1248,7 +1271,8 @@ def load_checkpoint(args, run_dir, trained):
     saved = torch.load(run_dir / "checkpoint.pt", map_location="cpu", weights_only=True)
     for name, part in trained.items():
         part.load_state_dict(saved.pop(name))  # pop: its memory can be freed
-    # The steps after the checkpoint are repeated, so their lines are cut off.
+    # The steps after the checkpoint are repeated, so their lines are cut off. The files are open in
+    # append mode, so writing goes on at the new end.
     for name, size in saved["log_sizes"].items():
         os.truncate(run_dir / name, size)
     state = saved["state"]

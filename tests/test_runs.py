@@ -492,7 +492,7 @@ def test_when_it_evaluates_and_saves(run, watch, every, evaluated, saved):
     """Before (only evaluated), after, and at multiples of --eval-every and --save-every; 0: none between."""
     steps = []
 
-    def record(args, folder, trained, state, *rest):
+    def record(folder, trained, state, *rest):
         steps.append(state["step"])
 
     watch("save_checkpoint", record)
@@ -663,7 +663,7 @@ def test_a_tracked_run_goes_on_in_its_wandb_run(run, watch, offline, monkeypatch
         asked.append((given["id"], given["resume"]))
         return init(**given)
 
-    def stop(args, folder, trained, state, metrics):
+    def stop(folder, trained, state, metrics):
         if state["step"] == 4 and len(asked) == 1:
             raise KeyboardInterrupt
 

@@ -215,7 +215,7 @@ def run_main(script, monkeypatch, tmp_path, given):
 
     def recorded_save_checkpoint(*call):
         save_checkpoint(*call)
-        saved.append((len(steps), call[3]["step"], call[4]["step"]))
+        saved.append((len(steps), call[2]["step"], call[3]["step"]))
 
     monkeypatch.setattr(script, "save_checkpoint", recorded_save_checkpoint)
     if name != "grpo_multigpu":  # which computes each sequence alone
