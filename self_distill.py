@@ -265,8 +265,8 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        # Its mean estimates the entropy. After the first update of a step it's rough, because the
-        # tokens are samples of pi_old.
+        # Its mean estimates the entropy; after the first update of a step, a cross-entropy, because
+        # the tokens are samples of pi_old.
         "policy/entropy": -logprobs,
         "kl/ref": kl,  # the teacher is the reference
     }
@@ -314,7 +314,8 @@ def main(args: Args) -> dict:
     metrics_file, samples_file = open_run(args, run_dir)
     if (run_dir / "checkpoint.pt").exists():
         state, metrics = load_checkpoint(args, run_dir, trained)
-        sampler.load_state_dict(model.state_dict())
+        if sampler is not model:
+            sampler.load_state_dict(model.state_dict())
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
@@ -349,11 +350,12 @@ def main(args: Args) -> dict:
         # pi_old is the policy before the first update of this step. The trainer computes its
         # log-probabilities itself, because the sampler rounds differently. In bf16 they also depend
         # on which sequences share a micro-batch, so the micro-batches are those of the first pass.
-        # Every ratio is then exactly 1 before the first update. If a step has only one, no pass is
-        # needed here: part 4 copies what it computes.
-        old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        # Every ratio is then exactly 1 before the first update.
         if updates_per_step > 1:
-            old_logprobs = rollout_logprobs(args, model, rollout, first_pass)
+            old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
+        else:
+            # The only update of a step computes them anyway, so part 4 fills them in.
+            old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # The teacher's prompts are longer, so its micro-batches are others than the student's.
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch)
         teacher_logprobs = rollout_logprobs(args, teacher, teacher_rollout, first_pass)
@@ -377,7 +379,7 @@ def main(args: Args) -> dict:
             for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
                 logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
                 if updates_per_step == 1:
-                    old_logprobs[indices] = logprobs.detach()  # pi_old is the policy itself
+                    old_logprobs[indices] = logprobs.detach()  # pi_old is still pi_theta
                 # Here and not in part 3: a single update has just got its old_logprobs.
                 advantages[indices] = compute_advantages(
                     old_logprobs[indices], teacher_logprobs[indices]
@@ -460,7 +462,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(samples), file=samples_file)
-        show_progress(args, progress, metrics, samples)  # those of the last prompt
+        show_progress(args, progress, metrics, samples)  # of the last prompt
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -495,6 +497,7 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     results = []
     for part in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
         results.append(generate(args, model, *part, num_samples, temperature, eos_ids))
+    # A triple for each part -> three tensors with the rows of all parts.
     response_ids, response_mask, sampled_logprobs = map(torch.cat, zip(*results, strict=True))
     return Rollout(
         prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
@@ -553,12 +556,12 @@ class Decoding:
     cache: StaticCache  # keys and values, with a row for each sequence that is sampled
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): those of the next token
-    token: Tensor  # (rows,): the next token, once it is drawn
+    token: Tensor  # (rows,): the next token, once it is drawn; a graph reads it from here
     position: Tensor  # (rows,): its position, padding not counted
 
     def select(self, rows):
         """Go on with these rows alone. A row may repeat."""
-        self.cache.reorder_cache(rows)
+        self.cache.reorder_cache(rows)  # keys[rows] and values[rows] of each layer
         self.mask = self.mask[rows]
         self.logits = self.logits[rows]
         self.token = self.token[rows]
@@ -596,16 +599,17 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """
     model.eval()
     device = prompt_ids.device
+    N = len(prompt_ids) * num_samples
     # Which of the N sequences each row samples: at first row i samples sequence i.
-    seq_of_row = torch.arange(len(prompt_ids) * num_samples, device=device)  # (rows,)
+    seq_of_row = torch.arange(N, device=device)  # (rows,)
     # Each prompt is computed once, and its keys and values are copied for its samples.
     decoding = prefill(model, prompt_ids, prompt_mask)
     decoding.select(seq_of_row // num_samples)
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
-    shape = (len(seq_of_row), args.max_new_tokens)
+    shape = (N, args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
     response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
-    response_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
+    sampled_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     segment = SEGMENT[device.type]
     for start in range(0, args.max_new_tokens, segment):
         # A segment begins by dropping the finished rows. In the first one, there are none.
@@ -629,18 +633,19 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
                 noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
                 token = (logprobs + noise).argmax(1)  # (rows,)
             response_ids[seq_of_row, t] = token
-            response_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
+            sampled_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
             # What a row samples after its EOS token doesn't count.
             response_mask[seq_of_row, t] = ~finished
             finished |= torch.isin(token, eos_ids)
-            # Looking at `finished` waits for the device, so on a GPU it's done every 16 tokens.
+            # After the last token, decode isn't needed. Looking at `finished` waits for the device,
+            # so on a GPU it's done every 16 tokens.
             may_look = device.type != "cuda" or t % 16 == 0
             if t + 1 == args.max_new_tokens or (may_look and finished.all()):
-                break  # the next segment, if there is one, finds no row to go on with
+                break
 
             decoding.token.copy_(token)
-            # The first call of decode is also the warm-up that a graph needs. Then decode is
-            # recorded, which computes nothing, and from then on the graph is replayed.
+            # On a GPU, the first call of a segment is also the warm-up that a graph needs. Then
+            # decode is recorded, which computes nothing, and later the graph is replayed.
             if graph is None:
                 decode(model, decoding)
                 if args.cuda_graph and device.type == "cuda":
@@ -650,7 +655,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             else:
                 graph.replay()
 
-    return response_ids, response_mask, response_logprobs.masked_fill(~response_mask, 0.0)
+    return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
 
 
 def prefill(model, prompt_ids, prompt_mask):
@@ -661,17 +666,13 @@ def prefill(model, prompt_ids, prompt_mask):
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
             # transformers' layer holds only its window, in columns that move, so it couldn't grow.
+            # In a StaticLayer, the mask hides what is outside of the window.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
-    prompts = unpadded(prompt_ids, prompt_mask)  # B lists
-    common = shared_tokens(model, prompts, prompt_ids.shape[1])  # 0 on a GPU
-    if common > 0:
-        prefill_beginning(model, cache, prompts[0][:common], positions)
-    logits = feed(model, cache, prompt_ids[:, common:], prompt_mask, positions[:, common:])
     return Decoding(
         cache=cache,
         mask=prompt_mask,  # (B, P)
-        logits=logits,  # (B, V)
+        logits=feed(model, cache, prompt_ids, prompt_mask, positions),  # (B, V)
         token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), none is drawn yet
         position=prompt_mask.sum(1),  # (B,)
     )
@@ -717,9 +718,8 @@ def compute_logprobs(model, rollout, temperature):
     chunk_size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
     logprobs = []
     for chunk in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
-        logprobs.append(
-            checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
-        )
+        part = checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(part)  # (chunk,)
     zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
     return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
 
@@ -769,10 +769,9 @@ class DecoderOutput(BaseModelOutputWithPast):
 
 def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D)."""
-    # The head of some families also scales or caps the logits. So the model's own code computes
-    # them. For this call, the forward of its decoder is one that ignores its input and returns
-    # these states. The head computes in float32 (TF32 on a GPU), so that no logit is rounded to
-    # bf16.
+    # The model is called with a decoder that ignores its input and returns these states. So its own
+    # code computes the logits, which some families scale or cap. The head computes in float32 (TF32
+    # on a GPU), so that no logit is rounded to bf16.
     states = states.float()[None]  # (1, chunk, D)
     output = DecoderOutput(last_hidden_state=states)
     decoder = model.base_model.get_decoder()
@@ -811,9 +810,9 @@ def micro_batches(args, model, rollout, sequences):
         return common + len(batch) * (longest - common)
 
     def fill(indices):
-        """Fill one micro-batch after another. Neighbours have similar lengths: less is padded."""
+        """Fill one micro-batch after another, sorted by length, so that little is padded."""
         batches = []
-        for i in sorted(indices, key=lambda i: -lengths[i]):
+        for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
             if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
                 batches[-1].append(i)
             else:
@@ -821,78 +820,17 @@ def micro_batches(args, model, rollout, sequences):
         return batches
 
     def cost(batches):
-        """The tokens of all batches, and 1/32 of a full batch for each pass."""
+        """Their tokens, and for each pass some 3 % of a full micro-batch."""
         return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
 
     by_length = fill(sequences.tolist())
-    # The samples of one prompt share more (see shared_tokens), but need more micro-batches.
+    # On a CPU, it may be cheaper to keep the samples of a prompt together, which share all of it.
     groups = defaultdict(list)  # prompt -> its sequences
     for i in sequences.tolist():
         groups[tuple(prompts[i])].append(i)
     by_prompt = [batch for group in groups.values() for batch in fill(group)]
     batches = min(by_length, by_prompt, key=cost)
     return [(batch, rollout.select(batch)) for batch in batches]
-
-
-# ---- what all prompts begin with
-# On a CPU, this is computed once. It only saves time: if shared_tokens always returned 0, as on a
-# GPU, the numbers would be the same up to rounding. A token sees only the tokens before it. So the
-# keys and values of the tokens with which all rows begin are the same in every row.
-
-
-def shared_tokens(model, prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if they aren't to be shared.
-
-    longest is the number of tokens in the longest row, of a prompt or of a prompt and its response.
-    """
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return 0
-    # The last token of a prompt isn't shared, because it predicts the first of each response.
-    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
-    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
-    # a fifth of the tokens.
-    saved = (len(prompts) - 1) * common
-    total = len(prompts) * longest
-    if saved <= total / 5:
-        return 0
-    # With gradient checkpointing, transformers' layers ignore a cache in training mode.
-    modules = model.modules() if model.training else []
-    if any(getattr(module, "gradient_checkpointing", False) for module in modules):
-        return 0
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        return 0
-    return common
-
-
-def states_after(decoder, rows, common):
-    """The hidden states (n, length - common, D) of rows (n, length) after their common tokens."""
-    cache = DynamicCache()
-    decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
-    # The gradients of all rows flow back through these keys and values.
-    cache.batch_repeat_interleave(len(rows))
-    return decoder(rows[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
-
-
-def prefill_beginning(model, cache, beginning, positions):
-    """Write the keys and values of a beginning (a list) to the cache of B prompts.
-
-    positions (B, P) has the position of each column's token. With the beginning a b, the prompts
-    a b c and a b d e, and | after as many columns as it has tokens:
-
-        padding  a | b  c        prefill feeds the columns after |,
-              a  b | d  e        so b of the first row is computed again
-    """
-    common = len(beginning)
-    ids = positions.new_tensor([beginning])  # (1, common)
-    feed(model, cache, ids, torch.ones_like(positions[:1]), torch.arange(common)[None])
-    source = positions.clamp(max=common - 1)  # (B, P): the token of the beginning in each column
-    for layer in cache.layers:
-        if isinstance(layer, StaticLayer):
-            layer.keys = layer.keys[0][:, source].transpose(0, 1)  # (B, heads, P, size)
-            layer.values = layer.values[0][:, source].transpose(0, 1)  # (B, heads, P, size)
 
 
 def evaluate(args, model, tokenizer, examples, eos_ids):
@@ -902,9 +840,8 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     )
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-    means = {}  # name of the reward function -> its mean
-    for name, score in apply_rewards(completions, examples, eos_ids.device).items():
-        means[name] = score.mean().item()
+    scores = apply_rewards(completions, examples, eos_ids.device)  # name -> (N,) float32
+    means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
@@ -946,9 +883,50 @@ def apply_rewards(completions, examples, device):
     return scores
 
 
+# ---- what all prompts of a micro-batch begin with
+# A token sees none after it. So the keys and values of the tokens with which all rows begin are the
+# same in every row, and on a CPU they are computed once. This only saves time: if shared_tokens
+# always returned 0, as on a GPU, the numbers would be the same up to rounding.
+
+
+def shared_tokens(model, prompts, longest):
+    """The number of tokens with which all n prompts begin; 0 if they aren't to be shared.
+
+    longest is the number of tokens of the longest prompt with its response.
+    """
+    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    if model.device.type != "cpu":
+        return 0
+    # The last token of a prompt isn't shared, because it predicts the first of each response.
+    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
+    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
+    # a fifth of the tokens.
+    saved = (len(prompts) - 1) * common
+    total = len(prompts) * longest
+    if saved <= total / 5:
+        return 0
+    # With gradient checkpointing, transformers' layers ignore a cache.
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return 0
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return 0
+    return common
+
+
+def states_after(decoder, rows, common):
+    """The hidden states (n, length - common, D) of rows (n, length) after their common tokens."""
+    cache = DynamicCache()
+    decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
+    # The gradients of all rows flow back through these keys and values.
+    cache.batch_repeat_interleave(len(rows))
+    return decoder(rows[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
+
+
 # ==== data and model ====
 def load_splits(args):
-    """The splits of --dataset, a DatasetDict. The test split, if there is one, is held out."""
+    """The splits of --dataset, a DatasetDict. A validation split serves as a missing test split."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
@@ -956,7 +934,7 @@ def load_splits(args):
         splits = datasets.load_dataset(str(path))
     else:  # id or id:config of the hub
         splits = datasets.load_dataset(*args.dataset.split(":"))
-    # Raises an error that names the columns if one of these is missing.
+    # Only for its error, which names the columns, if one of these is missing.
     splits.select_columns([args.question_column, args.answer_column])
     splits["train"].select_columns([args.context_column])  # a test split needs no context
     if "test" not in splits and "validation" in splits:
@@ -1068,9 +1046,9 @@ def render(args, tokenizer, chat):
     for question, answer in shown:
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
-    start = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
-    chat = [*earlier[:start], *turns, *earlier[start:], last]
-    return fill_template(tokenizer, chat, add_generation_prompt=True)
+    if chat[0]["role"] == "system":  # it has to stay the first message
+        turns.insert(0, earlier.pop(0))
+    return fill_template(tokenizer, [*turns, *earlier, last], add_generation_prompt=True)
 
 
 def fill_template(tokenizer, chat, **options):
@@ -1187,10 +1165,10 @@ def find_eos_ids(model, tokenizer):
     eos_ids |= set(model_eos) if isinstance(model_eos, list) else {model_eos}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
-        rendered = fill_template(tokenizer, turns)
+        rendered = fill_template(tokenizer, turns)  # after the answer, it may have "<|im_end|>\n"
         end_of_turn = rendered.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after the answer, such as a line break, must not end a response.
+        # Ordinary text after an answer, such as a line break, must not end a response.
         eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
     return sorted(eos_ids - {None})
 
@@ -1201,9 +1179,7 @@ def inference_copy(model):
     On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
     weights, keys and values, and in bf16 they have half as many bytes.
     """
-    # In training mode, as the policy is in each log-probability: shared_tokens depends on it, and
-    # a reference has to round as the policy does. generate sets evaluation mode.
-    copied = copy.deepcopy(model).requires_grad_(False).train()
+    copied = copy.deepcopy(model).requires_grad_(False)
     if model.device.type == "cuda":
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():
@@ -1255,7 +1231,7 @@ def name_run(args):
 
 
 def open_run(args, run_dir):
-    """Create or reopen the run's folder: its open files metrics.jsonl and samples.jsonl.
+    """Create or reopen the run's folder, and return the open metrics.jsonl and samples.jsonl.
 
     If the command of a run with a name is repeated, that run goes on from its checkpoint. Without a
     checkpoint it begins again, with empty log files. With --track, this also starts W&B.
@@ -1263,7 +1239,7 @@ def open_run(args, run_dir):
     is_repeated = args.run_name is not None and run_dir.exists()
     if is_repeated:
         check_same_run(args, run_dir)
-    if args.track:
+    if args.track:  # before the folder is made: if W&B fails, there is no run yet
         import wandb  # here, so that only a tracked run needs it
 
         Path(args.runs_dir).mkdir(parents=True, exist_ok=True)

@@ -202,26 +202,6 @@ def test_every_family_is_exact(segment, tmp_path, family):
     assert_near(recomputed, expected, tolerance)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_samples_exactly_after_a_common_beginning(segment, tmp_path, family):
-    """The 6 tokens with which the three prompts begin are computed once, and then the last 3 of their 9 columns."""
-    segment(4)
-    model, shapes = load_family(family, tmp_path), []
-    embedding = model.get_input_embeddings()
-    hook = embedding.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-    beginning = [4, 40, 4, 13, 8, 21]
-    prompts = [[*beginning, 7], [*beginning, 3, 30, 19], [*beginning, 12, 2]]
-    rollout, sampled = roll_out(model, prompts, samples=2, new_tokens=12, temperature=0.7, seed=1)
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    is_shared = set(layer_types) <= {"full_attention", "sliding_attention"}
-    assert shapes[:2] == [(1, 6), (3, 3)] if is_shared else shapes[0] == (3, 9)
-    hook.remove()
-    assert rollout.response_mask.sum(1).max() > 4
-    with torch.no_grad():
-        expected = exact_logprobs(model, rollout, 0.7)
-    assert_near(sampled, expected, 5e-4 if family == "Gemma 4" else 1e-4)
-
-
 @pytest.mark.parametrize("family", ["Llama", "GPT-2"])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_rows_that_end_are_dropped(segment, family, temperature):

@@ -170,9 +170,9 @@ def test_what_the_model_is_called_with():
     model.gradient_checkpointing_enable()
     grpo.compute_logprobs(model, rollout, 1.0)
     assert shapes == [(1, 12), (4, 10), (4, 22)]
-    # In evaluation mode nothing is recomputed.
+    # A reference, a copy in evaluation mode, computes the same rows.
     grpo.compute_logprobs(model.eval(), rollout, 1.0)
-    assert shapes[3:] == [(1, 12), (4, 10)]
+    assert shapes[3:] == [(4, 22)]
     model = build("Llama")
     prompts = [[5] * 12] * 4
     assert grpo.shared_tokens(model, prompts, 20) == 11
@@ -206,4 +206,5 @@ def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module
     # In a smaller model the bits would be equal by chance.
     given |= dict(model=module.BUNDLED.model, dataset=module.BUNDLED.dataset, num_prompts=4)
     module.main(tiny_args(module, tmp_path, max_prompt_tokens=128, num_steps=1, **given))
-    assert max(shared) >= 48 and all(found) and found
+    assert found and all(found)
+    assert max(shared) == 0 if checkpointing else max(shared) >= 48
