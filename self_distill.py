@@ -108,7 +108,7 @@ Now solve the problem yourself, in the format above."""
 
 @dataclass
 class Args:
-    # The defaults if --model is given. Without --model, those of BUNDLED, below, replace them.
+    # The defaults with --model, and of Args() in Python. Without --model, those of BUNDLED, below.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -250,7 +250,7 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
     token_loss = -surrogate  # (n, R)
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
-    loss = seq_loss.sum() / num_seqs
+    loss = seq_loss.sum() / num_seqs  # the mean over the samples of a prompt and over prompts
 
     teacher_logratio = teacher_logprobs - logprobs  # (n, R)
     kl = torch.expm1(teacher_logratio) - teacher_logratio  # (n, R), k3 (Eq. 4): only logged
@@ -304,7 +304,7 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
-    trained = {  # what a checkpoint holds
+    trained = {  # a checkpoint has the state_dict of each
         "model": model,
         "teacher": teacher,  # not trained, but saved: a resumed run couldn't compute it again
         "optimizer": optimizer,
@@ -345,16 +345,16 @@ def main(args: Args) -> dict:
         # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
         # because load_config sets all dropout to 0.
         model.train()
-        step_minibatches = list(minibatches(args, N))  # the sequences of each update
-        first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
         # pi_old is the policy before the first update of this step. The trainer computes its
         # log-probabilities itself, because the sampler rounds differently. In bf16 they also depend
-        # on which sequences share a micro-batch, so the micro-batches are those of the first pass.
-        # Every ratio is then exactly 1 before the first update.
+        # on which sequences share a micro-batch. So the micro-batches are those of the first pass,
+        # and every ratio is exactly 1 before the first update.
+        step_minibatches = list(minibatches(args, N))  # the sequences of each update
+        first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         else:
-            # The only update of a step computes them anyway, so part 4 fills them in.
+            # In the only update, pi_old is pi_theta. Part 4 fills in what it computes for the loss.
             old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # The teacher's prompts are longer, so its micro-batches are others than the student's.
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch)
@@ -379,7 +379,7 @@ def main(args: Args) -> dict:
             for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
                 logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
                 if updates_per_step == 1:
-                    old_logprobs[indices] = logprobs.detach()  # pi_old is still pi_theta
+                    old_logprobs[indices] = logprobs.detach()
                 # Here and not in part 3: a single update has just got its old_logprobs.
                 advantages[indices] = compute_advantages(
                     old_logprobs[indices], teacher_logprobs[indices]
@@ -478,15 +478,14 @@ def main(args: Args) -> dict:
 
 
 # ==== sampling and log-probabilities ====
-# A first reading may stop here, except for add_contexts. The rest makes the loop fast, or prepares
-# it.
+# A first reading may stop here, except for add_contexts. The rest is what the loop needs.
 
 
 def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
-    ids = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
+    prompts = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
     # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
-    ids = pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
+    ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
     prompt_mask = ids >= 0  # (B, P) bool
     prompt_ids = ids.clamp(min=0)  # (B, P)
 
@@ -494,9 +493,10 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     # maximum length, but at least one.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    results = []
-    for part in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
-        results.append(generate(args, model, *part, num_samples, temperature, eos_ids))
+    parts = zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True)
+    results = [
+        generate(args, model, ids, mask, num_samples, temperature, eos_ids) for ids, mask in parts
+    ]
     # A triple for each part -> three tensors with the rows of all parts.
     response_ids, response_mask, sampled_logprobs = map(torch.cat, zip(*results, strict=True))
     return Rollout(
@@ -622,38 +622,34 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         decoding.grow(end - start)
         graph = None
         for t in range(start, end):
-            logits = decoding.logits.float()  # (rows, V) float32
-            if temperature == 0:
-                logprobs = logits.log_softmax(1)  # (rows, V)
-                token = logprobs.argmax(1)  # (rows,)
-            else:
+            logprobs = (decoding.logits.float() / (temperature or 1.0)).log_softmax(1)  # (rows, V)
+            noise = 0.0  # greedy
+            if temperature > 0:
                 # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
                 # torch.multinomial would wait for the GPU.
-                logprobs = (logits / temperature).log_softmax(1)  # (rows, V)
                 noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
-                token = (logprobs + noise).argmax(1)  # (rows,)
+            token = (logprobs + noise).argmax(1)  # (rows,)
             response_ids[seq_of_row, t] = token
             sampled_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
-            # What a row samples after its EOS token doesn't count.
+            # `finished` doesn't know this token yet. So EOS counts, and what follows it doesn't.
             response_mask[seq_of_row, t] = ~finished
             finished |= torch.isin(token, eos_ids)
             # After the last token, decode isn't needed. Looking at `finished` waits for the device,
-            # so on a GPU it's done every 16 tokens.
+            # so on a GPU it's done every 16 tokens. The outer loop then ends, too.
             may_look = device.type != "cuda" or t % 16 == 0
             if t + 1 == args.max_new_tokens or (may_look and finished.all()):
                 break
 
             decoding.token.copy_(token)
-            # On a GPU, the first call of a segment is also the warm-up that a graph needs. Then
-            # decode is recorded, which computes nothing, and later the graph is replayed.
-            if graph is None:
-                decode(model, decoding)
-                if args.cuda_graph and device.type == "cuda":
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        decode(model, decoding)
-            else:
+            if graph is not None:
                 graph.replay()
+                continue
+            decode(model, decoding)
+            if args.cuda_graph and device.type == "cuda":
+                # The call above was the warm-up that a graph needs. Recording computes nothing.
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    decode(model, decoding)
 
     return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
 
@@ -665,8 +661,8 @@ def prefill(model, prompt_ids, prompt_mask):
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
-            # transformers' layer holds only its window, in columns that move, so it couldn't grow.
-            # In a StaticLayer, the mask hides what is outside of the window.
+            # transformers' layer for a window holds no more, in columns that move, so it couldn't
+            # grow. With a StaticLayer, transformers' own mask hides what is outside of the window.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     return Decoding(
@@ -744,8 +740,8 @@ def response_states(model, rollout):
     rows = pad_sequence(rows, batch_first=True).to(device)  # (n, length)
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
-    decoder = model.base_model.get_decoder()  # the model without its head
-    common = shared_tokens(model, prompts, rows.shape[1])  # 0 on a GPU
+    decoder = model.base_model.get_decoder()  # without the head, and without a vision part
+    common = shared_tokens(prompts, rows.shape[1]) if can_share(model) else 0
     # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
         if common == 0:
@@ -761,7 +757,7 @@ def unpadded(values, mask):
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states, and None in each other field that the code of a family's head may read."""
+    """Hidden states, and None in each other field that the code of a model may read."""
 
     def __getattr__(self, name):
         return None
@@ -769,9 +765,9 @@ class DecoderOutput(BaseModelOutputWithPast):
 
 def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D)."""
-    # The model is called with a decoder that ignores its input and returns these states. So its own
-    # code computes the logits, which some families scale or cap. The head computes in float32 (TF32
-    # on a GPU), so that no logit is rounded to bf16.
+    # Families of models differ in what follows the head: some scale or cap the logits. So the
+    # model's own forward computes them, with a decoder that is replaced for this call, and returns
+    # these states. The head is in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
     states = states.float()[None]  # (1, chunk, D)
     output = DecoderOutput(last_hidden_state=states)
     decoder = model.base_model.get_decoder()
@@ -800,36 +796,16 @@ def micro_batches(args, model, rollout, sequences):
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
     longer than the maximum is alone.
     """
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-
-    def num_tokens(batch):
-        """The tokens that response_states computes for these sequences, padding included."""
-        longest = max(lengths[i] for i in batch)
-        common = shared_tokens(model, [prompts[i] for i in batch], longest)
-        return common + len(batch) * (longest - common)
-
-    def fill(indices):
-        """Fill one micro-batch after another, sorted by length, so that little is padded."""
-        batches = []
-        for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
-            if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
-                batches[-1].append(i)
-            else:
-                batches.append([i])
-        return batches
-
-    def cost(batches):
-        """Their tokens, and for each pass some 3 % of a full micro-batch."""
-        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
-
-    by_length = fill(sequences.tolist())
-    # On a CPU, it may be cheaper to keep the samples of a prompt together, which share all of it.
-    groups = defaultdict(list)  # prompt -> its sequences
-    for i in sequences.tolist():
-        groups[tuple(prompts[i])].append(i)
-    by_prompt = [batch for group in groups.values() for batch in fill(group)]
-    batches = min(by_length, by_prompt, key=cost)
+    # Sorted by length, so that little is padded: the first of a micro-batch is its longest.
+    batches = []
+    for i in sorted(sequences.tolist(), key=lambda i: lengths[i], reverse=True):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= args.micro_batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    if can_share(model):
+        batches = sharing_batches(args, rollout, lengths, sequences.tolist())
     return [(batch, rollout.select(batch)) for batch in batches]
 
 
@@ -840,7 +816,7 @@ def evaluate(args, model, tokenizer, examples, eos_ids):
     )
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-    scores = apply_rewards(completions, examples, eos_ids.device)  # name -> (N,) float32
+    scores = apply_rewards(completions, examples, model.device)  # name -> (N,) float32
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -884,35 +860,35 @@ def apply_rewards(completions, examples, device):
 
 
 # ---- what all prompts of a micro-batch begin with
-# A token sees none after it. So the keys and values of the tokens with which all rows begin are the
-# same in every row, and on a CPU they are computed once. This only saves time: if shared_tokens
-# always returned 0, as on a GPU, the numbers would be the same up to rounding.
+# Without gradient checkpointing, a CPU computes this once. It only saves time: if can_share always
+# returned False, the numbers would be the same up to rounding. A token sees none after it. So the
+# keys and values of the tokens with which all rows begin are the same in every row.
 
 
-def shared_tokens(model, prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if they aren't to be shared.
+def can_share(model):
+    """Whether the model computes once what all prompts of a micro-batch begin with."""
+    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    if model.device.type != "cpu":
+        return False
+    # With gradient checkpointing, transformers' layers ignore a cache.
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return False
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return set(layer_types) <= {"full_attention", "sliding_attention"}
+
+
+def shared_tokens(prompts, longest):
+    """The number of tokens with which all n prompts begin; 0 if it doesn't pay to share them.
 
     longest is the number of tokens of the longest prompt with its response.
     """
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return 0
     # The last token of a prompt isn't shared, because it predicts the first of each response.
     common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
-    # Attention is slower for the rests of the rows, because it needs a mask. So sharing has to save
-    # a fifth of the tokens.
+    # After a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
     saved = (len(prompts) - 1) * common
     total = len(prompts) * longest
-    if saved <= total / 5:
-        return 0
-    # With gradient checkpointing, transformers' layers ignore a cache.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return 0
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        return 0
-    return common
+    return common if saved > total / 5 else 0
 
 
 def states_after(decoder, rows, common):
@@ -922,6 +898,41 @@ def states_after(decoder, rows, common):
     # The gradients of all rows flow back through these keys and values.
     cache.batch_repeat_interleave(len(rows))
     return decoder(rows[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
+
+
+def sharing_batches(args, rollout, lengths, sequences):
+    """The micro-batches, lists of sequence indices, for a model that shares: see micro_batches.
+
+    lengths has the tokens of each of the N sequences, prompt and response together.
+    """
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
+
+    def num_tokens(batch):
+        """The tokens that response_states computes for these sequences, padding included."""
+        longest = max(lengths[i] for i in batch)
+        common = shared_tokens([prompts[i] for i in batch], longest)
+        return common + len(batch) * (longest - common)
+
+    def fill(indices):
+        """Fill one micro-batch after another, the longest sequences first."""
+        batches = []
+        for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
+            if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
+                batches[-1].append(i)
+            else:
+                batches.append([i])
+        return batches
+
+    def cost(batches):
+        """Their tokens, and for each pass what it costs besides: 1/32 of a full micro-batch."""
+        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
+
+    # All sequences by length, where less is padded, or each prompt alone, where more is shared.
+    groups = defaultdict(list)  # prompt -> its sequences
+    for i in sequences:
+        groups[tuple(prompts[i])].append(i)
+    by_prompt = [batch for group in groups.values() for batch in fill(group)]
+    return min(fill(sequences), by_prompt, key=cost)
 
 
 # ==== data and model ====
@@ -934,7 +945,7 @@ def load_splits(args):
         splits = datasets.load_dataset(str(path))
     else:  # id or id:config of the hub
         splits = datasets.load_dataset(*args.dataset.split(":"))
-    # Only for its error, which names the columns, if one of these is missing.
+    # The result isn't used. If a column is missing, this raises an error that names the columns.
     splits.select_columns([args.question_column, args.answer_column])
     splits["train"].select_columns([args.context_column])  # a test split needs no context
     if "test" not in splits and "validation" in splits:
@@ -987,7 +998,7 @@ def read_examples(args, tokenizer, splits, split):
             num_too_long += 1
             continue
         answer = row[args.answer_column]
-        if answer is None or not has_gold(str(answer), REWARDS):
+        if answer is None or not has_gold(str(answer), REWARDS):  # no reward could compare with it
             num_unreadable += 1
             continue
         answer = str(answer)
@@ -1046,9 +1057,9 @@ def render(args, tokenizer, chat):
     for question, answer in shown:
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
-    if chat[0]["role"] == "system":  # it has to stay the first message
-        turns.insert(0, earlier.pop(0))
-    return fill_template(tokenizer, [*turns, *earlier, last], add_generation_prompt=True)
+    first = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
+    messages = [*earlier[:first], *turns, *earlier[first:], last]
+    return fill_template(tokenizer, messages, add_generation_prompt=True)
 
 
 def fill_template(tokenizer, chat, **options):

@@ -347,7 +347,8 @@ def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch, token
     sampled = rollout, [[], []]
     monkeypatch.setattr(grpo_tools, "sample_responses", lambda *args, **given: sampled)
     examples = [{"prompt": "8+77=", "answer": "85", "columns": {"answer": "85"}}] * 2
-    found = grpo_tools.evaluate(grpo_tools.Args(), None, tokenizer, examples, EOS_IDS)
+    model = SimpleNamespace(device="cpu")
+    found = grpo_tools.evaluate(grpo_tools.Args(), model, tokenizer, examples, EOS_IDS)
     assert found["eval/eos_frac"] == 0.5 and found["eval/response_len"] == 1.5
     assert grpo_tools.response_texts(tokenizer, rollout, EOS_IDS) == ["<answer>", "<answer></s>"]
 

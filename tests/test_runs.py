@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -824,7 +825,8 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     monkeypatch.setattr(script, "sample_responses", sampled)
     monkeypatch.setattr(script, "response_texts", lambda *args: completions)
     example = {"prompt": "8+77=", "answer": "85", "columns": {"answer": "85"}}
-    found = script.evaluate(script.Args(), None, None, [example] * 4, torch.tensor([2]))
+    model = SimpleNamespace(device="cpu")
+    found = script.evaluate(script.Args(), model, None, [example] * 4, torch.tensor([2]))
     assert asked == [(1, 0.0)]  # one response, greedy
     assert found == {
         "eval/reward_mean": pytest.approx(0.25 + 0.35),

@@ -432,7 +432,7 @@ def test_every_family_trains_exactly(double, tmp_path, family):
             splits.append(grpo.micro_batches(args, model, rollout, torch.arange(5)))
         assert len(splits[0]) > 1 == len(splits[1])
         common = 6 if is_attention and not checkpointing else 0
-        assert grpo.shared_tokens(model, prompts, 19) == common
+        assert (grpo.shared_tokens(prompts, 19) if grpo.can_share(model) else 0) == common
         for batches in splits:
             model.zero_grad(set_to_none=False)
             for rows, part in batches:

@@ -38,11 +38,11 @@ def micro_batches(script, model, rollout, sequences, budget):
 
 def common_tokens(script, model, part):
     """How many tokens at the beginning of its rows a micro-batch computes once."""
-    if script is grpo_multigpu:
+    if script is grpo_multigpu or not script.can_share(model):
         return 0
     mask = getattr(part, "context_mask", part.response_mask)
     longest = (part.prompt_mask.sum(1) + mask.sum(1)).max().item()
-    return script.shared_tokens(model, script.unpadded(part.prompt_ids, part.prompt_mask), longest)
+    return script.shared_tokens(script.unpadded(part.prompt_ids, part.prompt_mask), longest)
 
 
 def gradients_of(model):
@@ -134,7 +134,7 @@ CASES = {
     "by prompt": ([[1] * 20] * 2 + [[2] * 20] * 2, [4, 2, 4, 2], [([0, 1], 19), ([2, 3], 19)]),
     # By length they have 2 * 23 + 2 * 5 tokens. By prompt each sequence would be alone, because padding costs more.
     "by length": ([[1] * 3] * 2 + [[2] * 3] * 2, [20, 2, 20, 2], [([0, 2], 0), ([1, 3], 0)]),
-    # Together they'd have 2 * 20 tokens. Alone they have 20 + 3, and a second micro-batch counts as 2 more.
+    # Together they'd have 2 * 20 tokens. By prompt they have 20 + 3, and a second micro-batch counts as 2 more.
     "alone": ([[1] * 2, [2] * 2], [18, 1], [([0], 0), ([1], 0)]),
     # Different prompts that begin alike have 12 + 4 * 5 tokens. The last token of a prompt isn't shared.
     "a beginning": ([[1] * 12 + [k] for k in range(4)], [4, 4, 4, 4], [([0, 1, 2, 3], 12)]),
@@ -174,13 +174,12 @@ def test_what_the_model_is_called_with():
     grpo.compute_logprobs(model.eval(), rollout, 1.0)
     assert shapes[3:] == [(4, 22)]
     model = build("Llama")
-    prompts = [[5] * 12] * 4
-    assert grpo.shared_tokens(model, prompts, 20) == 11
+    assert grpo.can_share(model)
     for kind in ("linear_attention", "conv", "hybrid", "chunked_attention"):
         model.config.layer_types = ["full_attention", kind]
-        assert grpo.shared_tokens(model, prompts, 20) == 0
+        assert not grpo.can_share(model)
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert grpo.shared_tokens(on_gpu, prompts, 20) == 0
+    assert not grpo.can_share(on_gpu)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -196,8 +195,8 @@ def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module
         found.append(torch.equal(logprobs, ref_logprobs))
         return policy_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named)
 
-    def recorded_shared(model, *call):
-        shared.append(shared_tokens(model, *call))
+    def recorded_shared(*call):
+        shared.append(shared_tokens(*call))
         return shared[-1]
 
     monkeypatch.setattr(module, "policy_loss", recorded_loss)
@@ -207,4 +206,4 @@ def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module
     given |= dict(model=module.BUNDLED.model, dataset=module.BUNDLED.dataset, num_prompts=4)
     module.main(tiny_args(module, tmp_path, max_prompt_tokens=128, num_steps=1, **given))
     assert found and all(found)
-    assert max(shared) == 0 if checkpointing else max(shared) >= 48
+    assert not shared if checkpointing else max(shared) >= 48

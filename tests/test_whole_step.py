@@ -206,7 +206,7 @@ def run_main(script, monkeypatch, tmp_path, given):
         assert model.training or not torch.is_grad_enabled(), "else nothing would be recomputed"
         return compute_logprobs(model, *call)
 
-    def all_shared_tokens(model, prompts, longest):
+    def all_shared_tokens(prompts, longest):
         """In later steps, also share where it doesn't pay: prompts are short here."""
         if len(steps) == 1 or len(prompts) == 1:
             return 0
