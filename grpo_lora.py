@@ -37,8 +37,8 @@ Memory for each parameter of the model: 4 bytes on a CPU; on a GPU 2 bytes, and 
 each parameter of A and B: 4 bytes for the weight, 4 for its gradient and 8 for Adam.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch has n sequences, and T response tokens in all.
+belongs to prompt i//G), P and R tokens of a prompt and a response with their padding, V vocabulary,
+D hidden units. A micro-batch has n sequences, and T response tokens in all.
 
     python grpo_lora.py                                 the bundled adder, on a CPU
     python grpo_lora.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -81,7 +81,8 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-# The rewards are summed. The first has to give 1.0 for a right answer: it's also the accuracy.
+# The rewards are summed. The first has to give 1.0 for a right answer, and less for any other: its
+# mean is the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer. With --examples they stand before each question.
 # A small model imitates an example better than it follows a description. If you change REWARDS or
@@ -105,7 +106,7 @@ EXAMPLES = [
 
 @dataclass
 class Args:
-    # The defaults with --model, and of Args() in Python. Without --model, those of BUNDLED, below.
+    # These defaults hold with --model. Without --model, those of BUNDLED, below, hold.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches, LoRA's A"""
@@ -294,7 +295,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
-    loss = seq_loss.sum() / num_seqs  # the mean over the samples of a prompt and over prompts
+    loss = seq_loss.sum() / num_seqs  # added up over micro-batches, the mean over sequences
 
     # The clip fractions count every ratio outside the range, even where the minimum takes the
     # unclipped term and the gradient flows.
@@ -318,7 +319,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
 
 # ==== training ====
 class Rollout(NamedTuple):
-    """The sampled responses of N sequences; row i of each tensor belongs to sequence i."""
+    """N prompts with their sampled responses; row i of each tensor belongs to sequence i."""
 
     prompt_ids: Tensor  # (N, P), padded on the left
     prompt_mask: Tensor  # (N, P) bool
@@ -383,8 +384,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
-        # because load_config sets all dropout to 0.
+        # On a CPU, sampling left the model in evaluation mode. Gradient checkpointing works in
+        # training mode only. Nothing else changes in it, because load_config sets all dropout to 0.
         model.train()
         # pi_old is the policy before the first update of this step. The trainer computes its
         # log-probabilities itself, because the sampler rounds differently. In bf16 they also depend
@@ -453,7 +454,7 @@ def main(args: Args) -> dict:
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
-            "rollout/reward_std": rewards.std(),
+            "rollout/reward_std": rewards.std(),  # of all N, not of a group
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
@@ -489,7 +490,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(samples), file=samples_file)
-        show_progress(args, progress, metrics, samples)  # of the last prompt
+        show_progress(args, progress, metrics, samples)  # samples: of the last prompt
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -524,7 +525,8 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True)
     results = [
-        generate(args, model, ids, mask, num_samples, temperature, eos_ids) for ids, mask in parts
+        generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids)
+        for part_ids, part_mask in parts
     ]
     # A triple for each part -> three tensors with the rows of all parts.
     response_ids, response_mask, sampled_logprobs = map(torch.cat, zip(*results, strict=True))
@@ -546,6 +548,14 @@ def response_texts(tokenizer, rollout, eos_ids):
 def eos_mask(rollout, eos_ids):
     """(N, R) bool: True for the EOS tokens of the responses."""
     return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
+
+
+# How generate works: prefill computes each prompt once, and select copies its keys and values for
+# its samples. Then tokens are decoded, in segments of this length. Before each one, select drops
+# the finished rows, grow gives the cache a column for each token to come, and on a GPU, a graph of
+# one decode step is recorded. In a longer segment, attention reads more empty columns. With shorter
+# ones, the cache is copied, and a graph recorded, more often.
+SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 
 
 @dataclass
@@ -583,12 +593,6 @@ class Decoding:
         self.mask = F.pad(self.mask, (0, columns), value=True)
 
 
-# The sampler's cache of keys and values has a column for each token. It gets this many columns at a
-# time. A larger number makes attention read more empty columns. A smaller number copies the cache,
-# and records a graph on a GPU, more often.
-SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-
-
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
@@ -603,42 +607,39 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     model.eval()
     device = prompt_ids.device
     N = len(prompt_ids) * num_samples
+    decoding = prefill(model, prompt_ids, prompt_mask)
     # Which of the N sequences each row samples: at first row i samples sequence i.
     seq_of_row = torch.arange(N, device=device)  # (rows,)
-    # Each prompt is computed once, and its keys and values are copied for its samples.
-    decoding = prefill(model, prompt_ids, prompt_mask)
-    decoding.select(seq_of_row // num_samples)
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
+    # The rows of `decoding` with which a segment goes on: at first, each prompt's for its samples.
+    rows = seq_of_row // num_samples  # (rows,)
     shape = (N, args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
     response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
     sampled_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     segment = SEGMENT[device.type]
     for start in range(0, args.max_new_tokens, segment):
-        # A segment begins by dropping the finished rows. In the first one, there are none.
-        unfinished = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-        if len(unfinished) == 0:
-            break
-        seq_of_row, finished = seq_of_row[unfinished], finished[unfinished]
-        decoding.select(unfinished)
+        decoding.select(rows)
         end = min(start + segment, args.max_new_tokens)
         decoding.grow(end - start)
         graph = None
         for t in range(start, end):
-            logprobs = (decoding.logits.float() / (temperature or 1.0)).log_softmax(1)  # (rows, V)
-            noise = 0.0  # greedy
-            if temperature > 0:
+            scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
+            logprobs = (decoding.logits.float() / scale).log_softmax(1)  # (rows, V) float32
+            if temperature == 0:
+                token = logprobs.argmax(1)  # (rows,)
+            else:
                 # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
                 # torch.multinomial would wait for the GPU.
                 noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
-            token = (logprobs + noise).argmax(1)  # (rows,)
+                token = (logprobs + noise).argmax(1)  # (rows,)
             response_ids[seq_of_row, t] = token
             sampled_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
             # `finished` doesn't know this token yet. So EOS counts, and what follows it doesn't.
             response_mask[seq_of_row, t] = ~finished
             finished |= torch.isin(token, eos_ids)
-            # After the last token, decode isn't needed. Looking at `finished` waits for the device,
-            # so on a GPU it's done every 16 tokens. The outer loop then ends, too.
+            # After the last token, or when all rows have finished, there is nothing to decode.
+            # Looking at `finished` waits for the device, so on a GPU it's done every 16 tokens.
             may_look = device.type != "cuda" or t % 16 == 0
             if t + 1 == args.max_new_tokens or (may_look and finished.all()):
                 break
@@ -646,13 +647,17 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             decoding.token.copy_(token)
             if graph is not None:
                 graph.replay()
-                continue
-            decode(model, decoding)
-            if args.cuda_graph and device.type == "cuda":
-                # The call above was the warm-up that a graph needs. Recording computes nothing.
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    decode(model, decoding)
+            else:
+                decode(model, decoding)
+                if args.cuda_graph and device.type == "cuda":
+                    # A graph needs this warm-up. Recording it computes nothing.
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        decode(model, decoding)
+        rows = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+        if len(rows) == 0:
+            break
+        seq_of_row, finished = seq_of_row[rows], finished[rows]
 
     return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
 
@@ -664,8 +669,9 @@ def prefill(model, prompt_ids, prompt_mask):
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
-            # transformers' layer for a window holds no more, in columns that move, so it couldn't
-            # grow. With a StaticLayer, transformers' own mask hides what is outside of the window.
+            # transformers' layer for a sliding window holds the window alone, in columns that move,
+            # so it couldn't grow. A StaticLayer holds all columns, and transformers' own mask hides
+            # those outside of the window.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     return Decoding(
@@ -719,6 +725,7 @@ def compute_logprobs(model, rollout, temperature):
     for chunk in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
         part = checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
         logprobs.append(part)  # (chunk,)
+    # masked_scatter fills row by row, in the order of targets.
     zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
     return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
 
@@ -769,8 +776,8 @@ class DecoderOutput(BaseModelOutputWithPast):
 def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D)."""
     # Families of models differ in what follows the head: some scale or cap the logits. So the
-    # model's own forward computes them, with a decoder that is replaced for this call, and returns
-    # these states. The head is in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
+    # model's own forward is called, but with a decoder that ignores its input and returns these
+    # states. The head is in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
     states = states.float()[None]  # (1, chunk, D)
     output = DecoderOutput(last_hidden_state=states)
     decoder = model.base_model.get_decoder()
@@ -780,14 +787,14 @@ def compute_logits(model, states):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, batches):
-    """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, update_batches):
+    """compute_logprobs (N, R) of the sequences of these updates, without gradient; else 0.
 
-    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
-    the same micro-batches as in its update.
+    update_batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is
+    split into the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in batches:
+    for minibatch in update_batches:
         for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, micro_batch, args.temperature)
     return logprobs
@@ -797,21 +804,102 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone.
+    longer than the maximum is alone. What its rows share counts once.
     """
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-    # Sorted by length, so that little is padded: the first of a micro-batch is its longest.
-    batches = []
-    for i in sorted(sequences.tolist(), key=lambda i: lengths[i], reverse=True):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= args.micro_batch_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
+
+    def num_tokens(batch):
+        return len(batch) * max(lengths[i] for i in batch)
+
     if can_share(model):
         batches = sharing_batches(args, rollout, lengths, sequences.tolist())
+    else:
+        batches = fill_batches(args, lengths, sequences.tolist(), num_tokens)
     return [(batch, rollout.select(batch)) for batch in batches]
 
 
+def fill_batches(args, lengths, indices, num_tokens):
+    """Fill one micro-batch after another. Sorted by length, neighbours need little padding."""
+    batches = []
+    for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
+        if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+# ---- what all prompts of a micro-batch begin with
+# A token sees none after it. So the keys and values of the tokens with which all rows begin are the
+# same in every row, and can be computed once. A CPU does so, without gradient checkpointing. This
+# only saves time: if can_share always returned False, the numbers would be the same up to rounding.
+
+
+def can_share(model):
+    """Whether the model computes once what all prompts of a micro-batch begin with."""
+    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    if model.device.type != "cpu":
+        return False
+    # With gradient checkpointing, transformers' layers ignore a cache.
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        return False
+    # A layer with linear attention or a convolution passes on more than keys and values.
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    return set(layer_types) <= {"full_attention", "sliding_attention"}
+
+
+def shared_tokens(prompts, longest):
+    """The number of tokens with which all n prompts begin; 0 if it doesn't pay to share them.
+
+    longest is the number of tokens of the longest prompt with its response.
+    """
+    # The last token of a prompt isn't shared, because it predicts the first of each response.
+    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # of lists
+    # After a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
+    saved = (len(prompts) - 1) * common
+    total = len(prompts) * longest
+    return common if saved > total / 5 else 0
+
+
+def states_after(decoder, rows, common):
+    """The hidden states (n, length - common, D) of rows (n, length) after their common tokens."""
+    cache = DynamicCache()
+    decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
+    # The gradients of all rows flow back through these keys and values.
+    cache.batch_repeat_interleave(len(rows))
+    return decoder(rows[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
+
+
+def sharing_batches(args, rollout, lengths, sequences):
+    """The micro-batches, lists of sequence indices, for a model that shares: see micro_batches.
+
+    lengths has the tokens of each of the N sequences, prompt and response together.
+    """
+    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
+
+    def num_tokens(batch):
+        """The tokens that response_states computes for these sequences, padding included."""
+        longest = max(lengths[i] for i in batch)
+        common = shared_tokens([prompts[i] for i in batch], longest)
+        return common + len(batch) * (longest - common)
+
+    def cost(batches):
+        """Tokens. A pass has a fixed cost, too: some 1/32 of that of a full micro-batch."""
+        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
+
+    # The cheaper one of two: all sequences by length, which pads least, or each prompt's alone,
+    # which shares most.
+    by_length = fill_batches(args, lengths, sequences, num_tokens)
+    groups = defaultdict(list)  # prompt -> its sequences
+    for i in sequences:
+        groups[tuple(prompts[i])].append(i)
+    by_prompt = []
+    for group in groups.values():
+        by_prompt += fill_batches(args, lengths, group, num_tokens)
+    return min(by_length, by_prompt, key=cost)
+
+
+# ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
     rollout = sample_responses(
@@ -854,88 +942,12 @@ def apply_rewards(completions, examples, device):
     scores = {}
     for reward in REWARDS:
         values = [float(score) for score in reward(completions=texts, **columns)]
-        if len(values) != len(completions):
+        if len(values) != len(texts):
             raise ValueError(
                 f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = torch.tensor(values, device=device)
     return scores
-
-
-# ---- what all prompts of a micro-batch begin with
-# Without gradient checkpointing, a CPU computes this once. It only saves time: if can_share always
-# returned False, the numbers would be the same up to rounding. A token sees none after it. So the
-# keys and values of the tokens with which all rows begin are the same in every row.
-
-
-def can_share(model):
-    """Whether the model computes once what all prompts of a micro-batch begin with."""
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return False
-    # With gradient checkpointing, transformers' layers ignore a cache.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return False
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    return set(layer_types) <= {"full_attention", "sliding_attention"}
-
-
-def shared_tokens(prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if it doesn't pay to share them.
-
-    longest is the number of tokens of the longest prompt with its response.
-    """
-    # The last token of a prompt isn't shared, because it predicts the first of each response.
-    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # for lists, too
-    # After a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
-    saved = (len(prompts) - 1) * common
-    total = len(prompts) * longest
-    return common if saved > total / 5 else 0
-
-
-def states_after(decoder, rows, common):
-    """The hidden states (n, length - common, D) of rows (n, length) after their common tokens."""
-    cache = DynamicCache()
-    decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
-    # The gradients of all rows flow back through these keys and values.
-    cache.batch_repeat_interleave(len(rows))
-    return decoder(rows[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
-
-
-def sharing_batches(args, rollout, lengths, sequences):
-    """The micro-batches, lists of sequence indices, for a model that shares: see micro_batches.
-
-    lengths has the tokens of each of the N sequences, prompt and response together.
-    """
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
-
-    def num_tokens(batch):
-        """The tokens that response_states computes for these sequences, padding included."""
-        longest = max(lengths[i] for i in batch)
-        common = shared_tokens([prompts[i] for i in batch], longest)
-        return common + len(batch) * (longest - common)
-
-    def fill(indices):
-        """Fill one micro-batch after another, the longest sequences first."""
-        batches = []
-        for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
-            if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
-                batches[-1].append(i)
-            else:
-                batches.append([i])
-        return batches
-
-    def cost(batches):
-        """Their tokens, and for each pass what it costs besides: 1/32 of a full micro-batch."""
-        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
-
-    # All sequences by length, where less is padded, or each prompt alone, where more is shared.
-    groups = defaultdict(list)  # prompt -> its sequences
-    for i in sequences:
-        groups[tuple(prompts[i])].append(i)
-    by_prompt = [batch for group in groups.values() for batch in fill(group)]
-    return min(fill(sequences), by_prompt, key=cost)
 
 
 # ==== data and model ====
@@ -1038,8 +1050,8 @@ def render(args, tokenizer, chat):
         # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     shown = EXAMPLES if args.examples else []
-    # A model without a template gets a plain text. This works for a single message only: with more,
-    # transformers raises an error below.
+    # Without a template, a single message becomes a plain text. Earlier messages can't be shown in
+    # this way: apply_chat_template, below, then raises its own error.
     if not tokenizer.chat_template and not earlier:
         if not shown:
             return last["content"]  # to be continued as it is, such as "12+7="
@@ -1052,8 +1064,8 @@ def render(args, tokenizer, chat):
     for question, answer in shown:
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
-    first = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
-    messages = [*earlier[:first], *turns, *earlier[first:], last]
+    num_system = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
+    messages = [*earlier[:num_system], *turns, *earlier[num_system:], last]
     return fill_template(tokenizer, messages, add_generation_prompt=True)
 
 

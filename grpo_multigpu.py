@@ -36,9 +36,9 @@ processes send each other.
 Departures from the paper: those of grpo.py.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P prompt tokens, R response tokens, V vocabulary, D hidden units. A
-micro-batch has n sequences, and T response tokens in all. W is
-the number of processes.
+belongs to prompt i//G), P and R tokens of a prompt and a response with their padding, V vocabulary,
+D hidden units. A micro-batch has n sequences, and T response tokens in all. W is the number of
+processes.
 
     torchrun --nproc-per-node 8 grpo_multigpu.py --model SmolLM2-1.7B-Instruct
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \
@@ -86,7 +86,8 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-# The rewards are summed. The first has to give 1.0 for a right answer: it's also the accuracy.
+# The rewards are summed. The first has to give 1.0 for a right answer, and less for any other: its
+# mean is the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # With these options the functions for state dicts read and write whole weights and Adam's averages,
 # not shards. Rank 0 gets them in the memory of the host, and the other processes get nothing.
@@ -113,7 +114,7 @@ EXAMPLES = [
 
 @dataclass
 class Args:
-    # The defaults with --model, and of Args() in Python. Without --model, those of BUNDLED, below.
+    # These defaults hold with --model. Without --model, those of BUNDLED, below, hold.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -251,7 +252,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
-    loss = seq_loss.sum() / num_seqs  # the mean over the samples of a prompt and over prompts
+    loss = seq_loss.sum() / num_seqs  # added up over micro-batches, the mean over sequences
 
     # The clip fractions count every ratio outside the range, even where the minimum takes the
     # unclipped term and the gradient flows.
@@ -275,7 +276,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
 
 # ==== training ====
 class Rollout(NamedTuple):
-    """The sampled responses of N sequences; row i of each tensor belongs to sequence i."""
+    """N prompts with their sampled responses; row i of each tensor belongs to sequence i."""
 
     prompt_ids: Tensor  # (N, P), padded on the left
     prompt_mask: Tensor  # (N, P) bool
@@ -355,8 +356,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # Gradient checkpointing works in training mode only. Nothing else changes in this mode,
-        # because load_config sets all dropout to 0.
+        # On a CPU, sampling left the model in evaluation mode. Gradient checkpointing works in
+        # training mode only. Nothing else changes in it, because load_config sets all dropout to 0.
         model.train()
         # pi_old is the policy before the first update of this step. The trainer computes its
         # log-probabilities itself, because the sampler rounds differently. In bf16 they also depend
@@ -440,7 +441,7 @@ def main(args: Args) -> dict:
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
-            "rollout/reward_std": rewards.std(),
+            "rollout/reward_std": rewards.std(),  # of all N, not of a group
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
             "rollout/accuracy": right.mean(),
@@ -476,7 +477,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(samples), file=samples_file)
-        show_progress(args, progress, metrics, samples)  # of the last prompt
+        show_progress(args, progress, metrics, samples)  # samples: of the last prompt
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -518,7 +519,8 @@ def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
     own_mask = prompt_mask.tensor_split(num_processes())[process_rank()]  # (own prompts, P) bool
     parts = zip(own_ids.split(at_a_time), own_mask.split(at_a_time), strict=True)
     results = [
-        generate(args, model, ids, mask, num_samples, temperature, eos_ids) for ids, mask in parts
+        generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids)
+        for part_ids, part_mask in parts
     ]
     # A triple for each part -> three tensors with the rows of all parts.
     response_ids, response_mask, sampled_logprobs = map(torch.cat, zip(*results, strict=True))
@@ -564,6 +566,14 @@ def eos_mask(rollout, eos_ids):
     return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
 
 
+# How generate works: prefill computes each prompt once, and select copies its keys and values for
+# its samples. Then tokens are decoded, in segments of this length. Before each one, select drops
+# the finished rows, grow gives the cache a column for each token to come, and on a GPU, a graph of
+# one decode step is recorded. In a longer segment, attention reads more empty columns. With shorter
+# ones, the cache is copied, and a graph recorded, more often.
+SEGMENT = {"cpu": 32, "cuda": 64}
+
+
 @dataclass
 class Decoding:
     """The state of sampling between two tokens.
@@ -599,12 +609,6 @@ class Decoding:
         self.mask = F.pad(self.mask, (0, columns), value=True)
 
 
-# The sampler's cache of keys and values has a column for each token. It gets this many columns at a
-# time. A larger number makes attention read more empty columns. A smaller number copies the cache,
-# and records a graph on a GPU, more often.
-SEGMENT = {"cpu": 32, "cuda": 64}
-
-
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
@@ -619,42 +623,39 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     model.eval()
     device = prompt_ids.device
     N = len(prompt_ids) * num_samples
+    decoding = prefill(model, prompt_ids, prompt_mask)
     # Which of the N sequences each row samples: at first row i samples sequence i.
     seq_of_row = torch.arange(N, device=device)  # (rows,)
-    # Each prompt is computed once, and its keys and values are copied for its samples.
-    decoding = prefill(model, prompt_ids, prompt_mask)
-    decoding.select(seq_of_row // num_samples)
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
+    # The rows of `decoding` with which a segment goes on: at first, each prompt's for its samples.
+    rows = seq_of_row // num_samples  # (rows,)
     shape = (N, args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
     response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
     sampled_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
     segment = SEGMENT[device.type]
     for start in range(0, args.max_new_tokens, segment):
-        # A segment begins by dropping the finished rows. In the first one, there are none.
-        unfinished = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-        if len(unfinished) == 0:
-            break
-        seq_of_row, finished = seq_of_row[unfinished], finished[unfinished]
-        decoding.select(unfinished)
+        decoding.select(rows)
         end = min(start + segment, args.max_new_tokens)
         decoding.grow(end - start)
         graph = None
         for t in range(start, end):
-            logprobs = (decoding.logits.float() / (temperature or 1.0)).log_softmax(1)  # (rows, V)
-            noise = 0.0  # greedy
-            if temperature > 0:
+            scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
+            logprobs = (decoding.logits.float() / scale).log_softmax(1)  # (rows, V) float32
+            if temperature == 0:
+                token = logprobs.argmax(1)  # (rows,)
+            else:
                 # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
                 # torch.multinomial would wait for the GPU.
                 noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
-            token = (logprobs + noise).argmax(1)  # (rows,)
+                token = (logprobs + noise).argmax(1)  # (rows,)
             response_ids[seq_of_row, t] = token
             sampled_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
             # `finished` doesn't know this token yet. So EOS counts, and what follows it doesn't.
             response_mask[seq_of_row, t] = ~finished
             finished |= torch.isin(token, eos_ids)
-            # After the last token, decode isn't needed. Looking at `finished` waits for the device,
-            # so on a GPU it's done every 16 tokens. The outer loop then ends, too.
+            # After the last token, or when all rows have finished, there is nothing to decode.
+            # Looking at `finished` waits for the device, so on a GPU it's done every 16 tokens.
             may_look = device.type != "cuda" or t % 16 == 0
             if t + 1 == args.max_new_tokens or (may_look and finished.all()):
                 break
@@ -662,13 +663,17 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             decoding.token.copy_(token)
             if graph is not None:
                 graph.replay()
-                continue
-            decode(model, decoding)
-            if args.cuda_graph and device.type == "cuda":
-                # The call above was the warm-up that a graph needs. Recording computes nothing.
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    decode(model, decoding)
+            else:
+                decode(model, decoding)
+                if args.cuda_graph and device.type == "cuda":
+                    # A graph needs this warm-up. Recording it computes nothing.
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph):
+                        decode(model, decoding)
+        rows = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+        if len(rows) == 0:
+            break
+        seq_of_row, finished = seq_of_row[rows], finished[rows]
 
     return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
 
@@ -680,8 +685,9 @@ def prefill(model, prompt_ids, prompt_mask):
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
-            # transformers' layer for a window holds no more, in columns that move, so it couldn't
-            # grow. With a StaticLayer, transformers' own mask hides what is outside of the window.
+            # transformers' layer for a sliding window holds the window alone, in columns that move,
+            # so it couldn't grow. A StaticLayer holds all columns, and transformers' own mask hides
+            # those outside of the window.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     return Decoding(
@@ -735,6 +741,7 @@ def compute_logprobs(model, rollout, temperature):
     for chunk in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
         part = checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
         logprobs.append(part)  # (chunk,)
+    # masked_scatter fills row by row, in the order of targets.
     zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
     return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
 
@@ -781,8 +788,8 @@ class DecoderOutput(BaseModelOutputWithPast):
 def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D)."""
     # Families of models differ in what follows the head: some scale or cap the logits. So the
-    # model's own forward computes them, with a decoder that is replaced for this call, and returns
-    # these states. The head is in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
+    # model's own forward is called, but with a decoder that ignores its input and returns these
+    # states. The head is in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
     states = states.float()[None]  # (1, chunk, D)
     output = DecoderOutput(last_hidden_state=states)
     decoder = model.base_model.get_decoder()
@@ -792,15 +799,15 @@ def compute_logits(model, states):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, batches):
-    """compute_logprobs (N, R) of the sequences in batches, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, update_batches):
+    """compute_logprobs (N, R) of the sequences of these updates, without gradient; else 0.
 
     model is a LogprobModel. The processes share the work, and each gets the whole result.
-    batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is split into
-    the same micro-batches as in its update.
+    update_batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is
+    split into the same micro-batches as in its update.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in batches:
+    for minibatch in update_batches:
         for indices, part, is_repeat in own_micro_batches(args, rollout, minibatch):
             own_logprobs = model(part, args.temperature)  # (n, R)
             if not is_repeat:
@@ -818,14 +825,23 @@ def micro_batches(args, rollout, sequences):
     call each layer equally often, and what one of them shares another one may not.
     """
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
-    # Sorted by length, so that little is padded: the first of a micro-batch is its longest.
+
+    def num_tokens(batch):
+        return len(batch) * max(lengths[i] for i in batch)
+
+    batches = fill_batches(args, lengths, sequences.tolist(), num_tokens)
+    return [(batch, rollout.select(batch)) for batch in batches]
+
+
+def fill_batches(args, lengths, indices, num_tokens):
+    """Fill one micro-batch after another. Sorted by length, neighbours need little padding."""
     batches = []
-    for i in sorted(sequences.tolist(), key=lambda i: lengths[i], reverse=True):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= args.micro_batch_tokens:
+    for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
+        if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
             batches[-1].append(i)
         else:
             batches.append([i])
-    return [(batch, rollout.select(batch)) for batch in batches]
+    return batches
 
 
 def own_micro_batches(args, rollout, sequences):
@@ -887,6 +903,7 @@ def refresh_sampler(sampler, model):
         sampler.get_parameter(name).copy_(parameter.full_tensor())
 
 
+# ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, examples, eos_ids):
     """Metrics of greedy responses to held-out examples."""
     rollout = sample_responses(
@@ -941,31 +958,12 @@ def apply_rewards(completions, examples, device):
     scores = {}
     for reward in REWARDS:
         values = [float(score) for score in reward(completions=texts, **columns)]
-        if len(values) != len(completions):
+        if len(values) != len(texts):
             raise ValueError(
                 f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
             )
         scores[reward.__name__] = torch.tensor(values, device=device)
     return scores
-
-
-# ---- what all prompts of a micro-batch begin with
-# Without gradient checkpointing, a CPU computes this once. It only saves time: if can_share always
-# returned False, the numbers would be the same up to rounding. A token sees none after it. So the
-# keys and values of the tokens with which all rows begin are the same in every row.
-
-
-def can_share(model):
-    """Whether the model computes once what all prompts of a micro-batch begin with."""
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return False
-    # With gradient checkpointing, transformers' layers ignore a cache.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return False
-    # A layer with linear attention or a convolution passes on more than keys and values.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    return set(layer_types) <= {"full_attention", "sliding_attention"}
 
 
 # ==== data and model ====
@@ -1068,8 +1066,8 @@ def render(args, tokenizer, chat):
         # message.
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     shown = EXAMPLES if args.examples else []
-    # A model without a template gets a plain text. This works for a single message only: with more,
-    # transformers raises an error below.
+    # Without a template, a single message becomes a plain text. Earlier messages can't be shown in
+    # this way: apply_chat_template, below, then raises its own error.
     if not tokenizer.chat_template and not earlier:
         if not shown:
             return last["content"]  # to be continued as it is, such as "12+7="
@@ -1082,8 +1080,8 @@ def render(args, tokenizer, chat):
     for question, answer in shown:
         turns.append({"role": "user", "content": question})
         turns.append({"role": "assistant", "content": answer})
-    first = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
-    messages = [*earlier[:first], *turns, *earlier[first:], last]
+    num_system = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
+    messages = [*earlier[:num_system], *turns, *earlier[num_system:], last]
     return fill_template(tokenizer, messages, add_generation_prompt=True)
 
 
