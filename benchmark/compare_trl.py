@@ -180,9 +180,9 @@ def story_prompts(folder: Path, num_prompts: int) -> list[str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    torch.manual_seed(0)  # else each comparison would have prompts of its own
     rng, questions = random.Random(0), []
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     start = "Once upon a time, there was a little child named {0}. {0} had a {1}."
     texts = [start.format(name, thing) for name in NAMES for thing in THINGS]
     examples = [{"prompt_ids": tokenizer(text).input_ids} for text in texts]
