@@ -80,8 +80,8 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-# The rewards are summed. The first has to give 1.0 for a right answer, and less for any other: its
-# mean is the accuracy.
+# The rewards are summed. The first has to give 1.0 for a right answer. Its mean is logged as the
+# accuracy, so any other answer should get 0.0.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer. With --examples they stand before each question.
 # A small model imitates an example better than it follows a description. If you change REWARDS or
@@ -274,7 +274,7 @@ def policy_loss(
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
-    loss = seq_loss.sum() / num_seqs  # added up over micro-batches, the mean over sequences
+    loss = seq_loss.sum() / num_seqs  # added up over micro-batches: the mean over the minibatch
 
     # The clip fractions count every ratio outside the range, even where the minimum takes the
     # unclipped term and the gradient flows.
@@ -289,8 +289,8 @@ def policy_loss(
         "policy/dual_clip_frac": (advantages < 0) & (ratio > args.dual_clip),
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        # Its mean estimates the entropy; after the first update of a step, a cross-entropy, because
-        # the tokens are samples of pi_old.
+        # Its mean estimates the entropy. After the first update of a step it's a cross-entropy,
+        # because the tokens are samples of pi_old.
         "policy/entropy": -logprobs,
     }
     if args.beta > 0:
@@ -384,8 +384,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # On a CPU, sampling left the model in evaluation mode. Gradient checkpointing works in
-        # training mode only. Nothing else changes in it, because load_config sets all dropout to 0.
+        # from_pretrained and sampling leave a model in evaluation mode. Gradient checkpointing
+        # needs training mode. Nothing else changes in it: load_config sets all dropout to 0.
         model.train()
         # The engine rounds differently, so the trainer computes the old log-probabilities again.
         # In bf16 the rounding depends on which sequences share a micro-batch. So the micro-batches
@@ -395,7 +395,7 @@ def main(args: Args) -> dict:
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         else:
-            # In the only update, pi_old is pi_theta. Part 4 fills in what it computes for the loss.
+            # In the only update, pi_old is pi_theta: part 4 copies its log-probabilities to here.
             old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         ref_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
@@ -738,7 +738,7 @@ def compute_logits(model, states):
 
 @torch.no_grad()
 def rollout_logprobs(args, model, rollout, update_batches):
-    """compute_logprobs (N, R) of the sequences of these updates, without gradient; else 0.
+    """compute_logprobs (N, R) of these updates' sequences, without gradient; 0 for all others.
 
     update_batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is
     split into the same micro-batches as in its update.
@@ -754,22 +754,25 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. What its rows share counts once.
+    longer than the maximum is alone. Tokens that all of a micro-batch share count once.
     """
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
 
-    def num_tokens(batch):
+    def padded_tokens(batch):
         return len(batch) * max(lengths[i] for i in batch)
 
     if can_share(model):
         batches = sharing_batches(args, rollout, lengths, sequences.tolist())
     else:
-        batches = fill_batches(args, lengths, sequences.tolist(), num_tokens)
+        batches = fill_batches(args, lengths, sequences.tolist(), padded_tokens)
     return [(batch, rollout.select(batch)) for batch in batches]
 
 
 def fill_batches(args, lengths, indices, num_tokens):
-    """Fill one micro-batch after another. Sorted by length, neighbours need little padding."""
+    """Fill one micro-batch after another. Sorted by length, neighbours need little padding.
+
+    num_tokens gives the number of tokens of a micro-batch, a list of sequence indices.
+    """
     batches = []
     for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
         if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
@@ -781,8 +784,9 @@ def fill_batches(args, lengths, indices, num_tokens):
 
 # ---- what all prompts of a micro-batch begin with
 # A token sees none after it. So the keys and values of the tokens with which all rows begin are the
-# same in every row, and can be computed once. A CPU does so, without gradient checkpointing. This
-# only saves time: if can_share always returned False, the numbers would be the same up to rounding.
+# same in every row, and can be computed once. This is done on a CPU only, if gradient checkpointing
+# is off. It saves time: if can_share always returned False, the numbers would be the same up to
+# rounding.
 
 
 def can_share(model):
@@ -793,7 +797,8 @@ def can_share(model):
     # With gradient checkpointing, transformers' layers ignore a cache.
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return False
-    # A layer with linear attention or a convolution passes on more than keys and values.
+    # A layer with linear attention or a convolution passes on more than keys and values. Without
+    # layer_types, all layers have full attention.
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     return set(layer_types) <= {"full_attention", "sliding_attention"}
 
@@ -804,8 +809,8 @@ def shared_tokens(prompts, longest):
     longest is the number of tokens of the longest prompt with its response.
     """
     # The last token of a prompt isn't shared, because it predicts the first of each response.
-    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # of lists
-    # After a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
+    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # takes lists, too
+    # With a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
     saved = (len(prompts) - 1) * common
     total = len(prompts) * longest
     return common if saved > total / 5 else 0
@@ -834,7 +839,7 @@ def sharing_batches(args, rollout, lengths, sequences):
         return common + len(batch) * (longest - common)
 
     def cost(batches):
-        """Tokens. A pass has a fixed cost, too: some 1/32 of that of a full micro-batch."""
+        """Tokens, and for each pass a fixed cost, as of 1/32 of a full micro-batch."""
         return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
 
     # The cheaper one of two: all sequences by length, which pads least, or each prompt's alone,
@@ -899,7 +904,7 @@ def apply_rewards(completions, examples, device):
 
 # ==== data and model ====
 def load_splits(args):
-    """The splits of --dataset, a DatasetDict. A validation split serves as a missing test split."""
+    """The splits of --dataset, a DatasetDict. A validation split stands in for a missing test."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
@@ -955,8 +960,8 @@ def read_examples(args, tokenizer, splits, split):
             num_too_long += 1
             continue
         answer = row[args.answer_column]
-        if answer is None or not has_gold(str(answer), REWARDS):  # no reward could compare with it
-            num_unreadable += 1
+        if answer is None or not has_gold(str(answer), REWARDS):
+            num_unreadable += 1  # no reward could judge a response
             continue
         answer = str(answer)
         columns = row | {"answer": answer}

@@ -76,8 +76,8 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-# The rewards are summed. The first has to give 1.0 for a right answer, and less for any other: its
-# mean is the accuracy.
+# The rewards are summed. The first has to give 1.0 for a right answer. Its mean is logged as the
+# accuracy, so any other answer should get 0.0.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer. With --examples they stand before each question.
 # A small model imitates an example better than it follows a description. If you change REWARDS or
@@ -251,7 +251,7 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
     token_loss = -surrogate  # (n, R)
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
-    loss = seq_loss.sum() / num_seqs  # added up over micro-batches, the mean over sequences
+    loss = seq_loss.sum() / num_seqs  # added up over micro-batches: the mean over the minibatch
 
     teacher_logratio = teacher_logprobs - logprobs  # (n, R)
     kl = torch.expm1(teacher_logratio) - teacher_logratio  # (n, R), k3 (Eq. 4): only logged
@@ -266,8 +266,8 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
         "policy/clip_frac": below | above,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        # Its mean estimates the entropy; after the first update of a step, a cross-entropy, because
-        # the tokens are samples of pi_old.
+        # Its mean estimates the entropy. After the first update of a step it's a cross-entropy,
+        # because the tokens are samples of pi_old.
         "policy/entropy": -logprobs,
         "kl/ref": kl,  # the teacher is the reference
     }
@@ -343,19 +343,19 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities, and the teacher's
-        # On a CPU, sampling left the model in evaluation mode. Gradient checkpointing works in
-        # training mode only. Nothing else changes in it, because load_config sets all dropout to 0.
+        # from_pretrained and sampling leave a model in evaluation mode. Gradient checkpointing
+        # needs training mode. Nothing else changes in it: load_config sets all dropout to 0.
         model.train()
         # pi_old is the policy before the first update of this step. The trainer computes its
-        # log-probabilities itself, because the sampler rounds differently. In bf16 they also depend
-        # on which sequences share a micro-batch. So the micro-batches are those of the first pass,
-        # and every ratio is exactly 1 before the first update.
+        # log-probabilities itself, because the sampler rounds differently. Rounding also depends on
+        # which sequences share a micro-batch. So the micro-batches are those of the first pass, and
+        # every ratio is exactly 1 before the first update.
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
         if updates_per_step > 1:
             old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         else:
-            # In the only update, pi_old is pi_theta. Part 4 fills in what it computes for the loss.
+            # In the only update, pi_old is pi_theta: part 4 copies its log-probabilities to here.
             old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
         # The teacher's prompts are longer, so its micro-batches are others than the student's.
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch)
@@ -547,11 +547,12 @@ def eos_mask(rollout, eos_ids):
     return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
 
 
-# How generate works: prefill computes each prompt once, and select copies its keys and values for
-# its samples. Then tokens are decoded, in segments of this length. Before each one, select drops
-# the finished rows, grow gives the cache a column for each token to come, and on a GPU, a graph of
-# one decode step is recorded. In a longer segment, attention reads more empty columns. With shorter
-# ones, the cache is copied, and a graph recorded, more often.
+# How generate works: prefill computes each prompt once, and Decoding.select copies its keys and
+# values for its samples. Then tokens are decoded, in segments of this length. Before each segment,
+# Decoding.select drops the finished rows, and Decoding.grow appends an empty column to the cache
+# for each token to come. On a GPU, a graph of one decode step is then recorded and replayed. In
+# longer segments, attention reads more empty columns. With shorter ones, the cache is copied, and a
+# graph recorded, more often.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 
 
@@ -608,20 +609,20 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     # Which of the N sequences each row samples: at first row i samples sequence i.
     seq_of_row = torch.arange(N, device=device)  # (rows,)
     finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
-    # The rows of `decoding` with which a segment goes on: at first, each prompt's for its samples.
-    rows = seq_of_row // num_samples  # (rows,)
+    # The rows of `decoding` to go on with: at first each prompt's, for each of its samples.
+    keep = seq_of_row // num_samples  # (rows,)
     shape = (N, args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
     response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
     sampled_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
+    scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
     segment = SEGMENT[device.type]
     for start in range(0, args.max_new_tokens, segment):
-        decoding.select(rows)
+        decoding.select(keep)
         end = min(start + segment, args.max_new_tokens)
         decoding.grow(end - start)
         graph = None
         for t in range(start, end):
-            scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
             logprobs = (decoding.logits.float() / scale).log_softmax(1)  # (rows, V) float32
             if temperature == 0:
                 token = logprobs.argmax(1)  # (rows,)
@@ -647,14 +648,14 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
             else:
                 decode(model, decoding)
                 if args.cuda_graph and device.type == "cuda":
-                    # A graph needs this warm-up. Recording it computes nothing.
+                    # The call above was the warm-up that a graph needs. Recording computes nothing.
                     graph = torch.cuda.CUDAGraph()
                     with torch.cuda.graph(graph):
                         decode(model, decoding)
-        rows = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-        if len(rows) == 0:
+        keep = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
+        if len(keep) == 0:
             break
-        seq_of_row, finished = seq_of_row[rows], finished[rows]
+        seq_of_row, finished = seq_of_row[keep], finished[keep]
 
     return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
 
@@ -785,7 +786,7 @@ def compute_logits(model, states):
 
 @torch.no_grad()
 def rollout_logprobs(args, model, rollout, update_batches):
-    """compute_logprobs (N, R) of the sequences of these updates, without gradient; else 0.
+    """compute_logprobs (N, R) of these updates' sequences, without gradient; 0 for all others.
 
     update_batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is
     split into the same micro-batches as in its update.
@@ -801,22 +802,25 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. What its rows share counts once.
+    longer than the maximum is alone. Tokens that all of a micro-batch share count once.
     """
     lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
 
-    def num_tokens(batch):
+    def padded_tokens(batch):
         return len(batch) * max(lengths[i] for i in batch)
 
     if can_share(model):
         batches = sharing_batches(args, rollout, lengths, sequences.tolist())
     else:
-        batches = fill_batches(args, lengths, sequences.tolist(), num_tokens)
+        batches = fill_batches(args, lengths, sequences.tolist(), padded_tokens)
     return [(batch, rollout.select(batch)) for batch in batches]
 
 
 def fill_batches(args, lengths, indices, num_tokens):
-    """Fill one micro-batch after another. Sorted by length, neighbours need little padding."""
+    """Fill one micro-batch after another. Sorted by length, neighbours need little padding.
+
+    num_tokens gives the number of tokens of a micro-batch, a list of sequence indices.
+    """
     batches = []
     for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
         if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
@@ -828,8 +832,9 @@ def fill_batches(args, lengths, indices, num_tokens):
 
 # ---- what all prompts of a micro-batch begin with
 # A token sees none after it. So the keys and values of the tokens with which all rows begin are the
-# same in every row, and can be computed once. A CPU does so, without gradient checkpointing. This
-# only saves time: if can_share always returned False, the numbers would be the same up to rounding.
+# same in every row, and can be computed once. This is done on a CPU only, if gradient checkpointing
+# is off. It saves time: if can_share always returned False, the numbers would be the same up to
+# rounding.
 
 
 def can_share(model):
@@ -840,7 +845,8 @@ def can_share(model):
     # With gradient checkpointing, transformers' layers ignore a cache.
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         return False
-    # A layer with linear attention or a convolution passes on more than keys and values.
+    # A layer with linear attention or a convolution passes on more than keys and values. Without
+    # layer_types, all layers have full attention.
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     return set(layer_types) <= {"full_attention", "sliding_attention"}
 
@@ -851,8 +857,8 @@ def shared_tokens(prompts, longest):
     longest is the number of tokens of the longest prompt with its response.
     """
     # The last token of a prompt isn't shared, because it predicts the first of each response.
-    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # of lists
-    # After a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
+    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # takes lists, too
+    # With a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
     saved = (len(prompts) - 1) * common
     total = len(prompts) * longest
     return common if saved > total / 5 else 0
@@ -881,7 +887,7 @@ def sharing_batches(args, rollout, lengths, sequences):
         return common + len(batch) * (longest - common)
 
     def cost(batches):
-        """Tokens. A pass has a fixed cost, too: some 1/32 of that of a full micro-batch."""
+        """Tokens, and for each pass a fixed cost, as of 1/32 of a full micro-batch."""
         return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
 
     # The cheaper one of two: all sequences by length, which pads least, or each prompt's alone,
@@ -949,7 +955,7 @@ def apply_rewards(completions, examples, device):
 
 # ==== data and model ====
 def load_splits(args):
-    """The splits of --dataset, a DatasetDict. A validation split serves as a missing test split."""
+    """The splits of --dataset, a DatasetDict. A validation split stands in for a missing test."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
         splits = datasets.load_dataset(str(path.parent), data_files=path.name)
@@ -1010,8 +1016,8 @@ def read_examples(args, tokenizer, splits, split):
             num_too_long += 1
             continue
         answer = row[args.answer_column]
-        if answer is None or not has_gold(str(answer), REWARDS):  # no reward could compare with it
-            num_unreadable += 1
+        if answer is None or not has_gold(str(answer), REWARDS):
+            num_unreadable += 1  # no reward could judge a response
             continue
         answer = str(answer)
         columns = row | {"answer": answer}
