@@ -287,7 +287,8 @@ def test_the_whole_softmax_is_sampled(temperature):
 def test_temperature_0_is_greedy(segment, family):
     segment(4)
     model = build(family)
-    rollout, _ = roll_out(model, samples=1, temperature=0.0)
+    rollout, logprobs = roll_out(model, samples=1, temperature=0.0)
+    assert_near(logprobs, exact_logprobs(model, rollout, 1.0), 1e-4)
     for prompt, row, counts in zip(
         PROMPTS, rollout.response_ids, rollout.response_mask, strict=True
     ):
