@@ -1165,7 +1165,7 @@ def load_config(args, name):
     text_config = config.get_text_config()
     # The noise of dropout would change the ratios. The names of its fields all contain "drop".
     for part in (config, text_config):
-        for key, value in list(vars(part).items()):
+        for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
     limit = getattr(text_config, "max_position_embeddings", None)

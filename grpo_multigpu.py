@@ -1179,7 +1179,7 @@ def load_config(args, name):
     text_config = config.get_text_config()
     # The noise of dropout would change the ratios. The names of its fields all contain "drop".
     for part in (config, text_config):
-        for key, value in list(vars(part).items()):
+        for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
                 setattr(part, key, 0.0)
     limit = getattr(text_config, "max_position_embeddings", None)
@@ -1245,7 +1245,7 @@ def inference_copy(model):
     On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
     weights, keys and values, and in bf16 they have half as many bytes.
     """
-    copied = copy.deepcopy(model).requires_grad_(False)
+    copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type == "cuda":
         # Buffers are left alone: the rotary frequencies stay in float32.
         for parameter in copied.parameters():

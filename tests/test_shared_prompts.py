@@ -132,7 +132,7 @@ def test_micro_batches_keep_to_the_budget(module, beginning):
 CASES = {
     # By length they'd be [0, 2] and [1, 3], with 2 * 24 + 2 * 22 tokens. By prompt each has 19 + 2 * 5 tokens.
     "by prompt": ([[1] * 20] * 2 + [[2] * 20] * 2, [4, 2, 4, 2], [([0, 1], 19), ([2, 3], 19)]),
-    # By length they have 2 * 23 + 2 * 5 tokens. By prompt each sequence would be alone, because padding costs more.
+    # By length they have 2 * 23 + 2 * 5 tokens. By prompt they'd have 2 * 23 tokens twice.
     "by length": ([[1] * 3] * 2 + [[2] * 3] * 2, [20, 2, 20, 2], [([0, 2], 0), ([1, 3], 0)]),
     # Together they'd have 2 * 20 tokens. By prompt they have 20 + 3, and a second micro-batch counts as 2 more.
     "alone": ([[1] * 2, [2] * 2], [18, 1], [([0], 0), ([1], 0)]),
