@@ -5,18 +5,20 @@
     python benchmark/gpu.py FOLDER --tiny              tests this file, on a CPU or an emulated GPU
 
 limits      bandwidth of a copy (read + write), FLOP/s of a matrix product, bandwidth of attention with one query
-bundled     grpo.py without arguments, on the GPU
-scripts     two steps of each of the six main scripts with the real model on problems of GSM8K
+bundled     every script without arguments, on the GPU; several at a time
+scripts     two steps of every script with the real model on problems of GSM8K; several at a time
 arithmetic  40 steps of grpo.py with the real model on assets/arithmetic: its curve
 sampler     the sampler on random weights in the shape of SmolLM2-1.7B: graph on and off, and the length of a segment
 update      the forward and backward passes of grpo.py and grpo_lora.py in that shape, by --micro-batch-tokens
-steps       two steps of both, beside the peak that memory.py calculates
+steps       two steps of both with several flags, beside the peak that memory.py calculates
+launches    the update of the small real model: by --micro-batch-tokens, compiled, and as one CUDA graph
 
 Random weights end few responses, so in `update` and `steps` nearly all samples have the full 300 tokens, which is the
 most work that a step can cause. In `sampler`, many ids count as EOS: the lengths are geometric, with a mean of about
 170 tokens. compare_trl.py measures W4, the workload for a GPU, beside TRL.
 """
 
+import gc
 import json
 import os
 import re
@@ -26,9 +28,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -36,27 +40,33 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from memory import MODELS, count
 from records import FOLDER, ROOT, command_line, provenance, read
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import grpo  # noqa: E402
 import grpo_lora  # noqa: E402
+from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS  # noqa: E402
 
 RECORDS = Path(os.environ.get("OUT", FOLDER), "gpu.jsonl")
 GSM8K = ROOT / "tests" / "real" / "gsm8k"
 TOKENIZER = ROOT / "tests" / "real" / "smollm2"
-# The flags that a script needs beside --model.
-SIX = {
-    "grpo": [],
-    "dr_grpo": [],
+# The flags that a script needs beside --model. A teacher is the model itself.
+NEEDED = {
     "dapo": ["--overlong-cache", "60", "--max-resample", "1"],
-    "rloo": [],
-    "reinforce_baseline": [],
-    "ppo_rlhf": ["--value-init", "policy"],
+    "vapo": ["--value-warmup-steps", "1"],
+    "distill": ["--teacher", "MODEL"],
 }
+# These scripts have one sample per prompt, or three updates' worth of work.
+FLAGS = {"ppo_rlhf": ["--num-prompts", "32"], "reinforce_baseline": ["--num-prompts", "32"]}
+FLAGS |= {"remax": ["--num-prompts", "32"]}
 STEPS = {
-    "default": ("grpo", {}),
-    "80 GB": ("grpo", {"sampling_tokens": 131072, "micro_batch_tokens": 8192}),
-    "lora": ("grpo_lora", {}),
+    "2048": ("grpo", {}),
+    "4096": ("grpo", {"micro_batch_tokens": 4096}),
+    "8192": ("grpo", {"micro_batch_tokens": 8192}),
+    "8192, all at once": ("grpo", {"micro_batch_tokens": 8192, "sampling_tokens": 131072}),
+    "8192, no graph": ("grpo", {"micro_batch_tokens": 8192, "cuda_graph": False}),
+    "lora": ("grpo_lora", {"micro_batch_tokens": 8192}),
 }
+# This many scripts run at a time. Each needs 3 to 8 GB.
+AT_A_TIME = 6
 # The settings of `sampler`: graph, columns of a segment, and --sampling-tokens.
 SAMPLING = [(True, segment, 131072) for segment in (128, 64, 256)]
 SAMPLING += [(True, 128, 49152), (False, 128, 131072)]
@@ -87,29 +97,34 @@ def seconds(function, repeats: int = 1) -> float:
     return statistics.median(times)
 
 
-def run(script: str, name: str, *flags, kill_after: int | None = None) -> dict:
-    """Run a script, or kill it after a step. Return its command, its seconds in all, and all its metrics."""
-    command = [f"{script}.py" if "/" not in script else script, *map(str, flags)]
-    launched = [sys.executable, *command, "--run-name", name]
+def run(options, script: str, *flags) -> dict:
+    """Run a script. Return its command, its seconds in all, and all its metrics."""
+    command = [f"{script}.py", *map(str, flags)]
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
+    launched = [sys.executable, *(launcher if script in MULTI_PROCESS else []), *command]
+    launched += ["--runs-dir", options.scratch, "--run-name", script, "--save-every", "0"]
     if not torch.cuda.is_available():
         launched += ["--device", "cpu"]
-    metrics_file = Path(flags[flags.index("--runs-dir") + 1], name, "metrics.jsonl")
     start = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(launched, cwd=ROOT, stdout=log, stderr=log)
-        while process.poll() is None:
-            time.sleep(0.05)
-            if kill_after and len(read(metrics_file)) > kill_after:
-                process.kill()
-                process.wait()
-        log.seek(0)
-        printed = log.read()
+    done = subprocess.run(launched, cwd=ROOT, capture_output=True, text=True)
     found = {"command": " ".join(command), "seconds": round(time.perf_counter() - start, 1)}
-    metrics = read(metrics_file)
-    if not kill_after and process.returncode or len(metrics) < 2:
-        return found | {"error": printed[-3000:], "metrics": metrics}
-    shutil.rmtree(metrics_file.parent)  # the next run needs the disk
+    folder = options.scratch / script
+    metrics = read(folder / "metrics.jsonl")
+    shutil.rmtree(folder, ignore_errors=True)  # the next run needs the disk
+    if done.returncode:
+        return found | {"error": (done.stdout + done.stderr)[-3000:], "metrics": metrics}
     return found | {"metrics": metrics}
+
+
+def run_all(part: str, options, flags_of: dict[str, list]) -> None:
+    """Run these scripts, AT_A_TIME at once, and write a record of each as soon as it has ended."""
+    with ThreadPoolExecutor(2 if options.tiny else AT_A_TIME) as pool:
+
+        def record(script):
+            found = run(options, script, *flags_of[script])
+            write_record(part, script=script, at_a_time=AT_A_TIME, **found)
+
+        list(pool.map(record, flags_of))
 
 
 def limits(options) -> None:
@@ -139,19 +154,22 @@ def limits(options) -> None:
 
 
 def bundled(options) -> None:
-    flags = ["--num-steps", 2] if options.tiny else []
-    found = run("grpo", "bundled", "--runs-dir", options.scratch, "--save-every", 0, *flags)
-    write_record("bundled", **found)
+    names = ["grpo"] if options.tiny else [name for name in SCRIPTS if name not in NEEDS_VLLM]
+    run_all("bundled", options, {name: ["--num-steps", 2] if options.tiny else [] for name in names})
 
 
 def scripts(options) -> None:
-    flags = ["--runs-dir", options.scratch, "--model", options.model, "--dataset", GSM8K]
-    flags += ["--num-steps", 2, "--save-every", 0]
+    model = random_policy(options) if options.tiny else options.model
+    common = ["--model", model, "--dataset", GSM8K, "--num-steps", 2, "--eval-size", 32]
     if options.tiny:
-        flags += ["--num-prompts", 2, "--num-generations", 2, "--max-new-tokens", 64]
-
-    for name in ["grpo"] if options.tiny else SIX:
-        write_record("scripts", script=name, **run(name, name, *flags, *SIX[name]))
+        common += ["--num-generations", 2, "--max-new-tokens", 64]
+    flags_of = {}
+    for name in SCRIPTS:
+        if name not in NEEDS_VLLM:
+            needed = [model if x == "MODEL" else x for x in NEEDED.get(name, [])]
+            size = ["--num-prompts", 2] if options.tiny else FLAGS.get(name, ["--num-prompts", 4])
+            flags_of[name] = [*common, *needed, *size]
+    run_all("scripts", options, flags_of)
 
 
 def arithmetic(options) -> None:
@@ -161,10 +179,9 @@ def arithmetic(options) -> None:
     reward = "REWARDS = [lenient_accuracy_reward]"
     copied.write_text(re.sub("^REWARDS = .*", reward, text, flags=re.MULTILINE), encoding="utf-8")
     flags = "--no-examples --num-prompts 8 --max-new-tokens 32 --warmup-updates 3 --eval-every 10 --eval-size 200"
-    flags = [*flags.split(), "--no-gradient-checkpointing", "--save-every", 0]
-    flags += ["--num-steps", 1 if options.tiny else 40]
-    flags += ["--model", options.model, "--dataset", "assets/arithmetic", "--runs-dir", options.scratch]
-    write_record("arithmetic", **run("arithmetic", "arithmetic", *flags))
+    flags = [*flags.split(), "--no-gradient-checkpointing", "--num-steps", 1 if options.tiny else 40]
+    flags += ["--model", options.model, "--dataset", "assets/arithmetic"]
+    write_record("arithmetic", **run(options, "arithmetic", *flags))
     copied.unlink()
 
 
@@ -218,6 +235,10 @@ def sampler(options) -> None:
     write_record("sampler", rows=found, same_before_first_difference=same)
 
 
+# The flags that memory.py's count takes.
+MEMORY_FLAGS = ("sampling_tokens", "micro_batch_tokens")
+
+
 def backward(script, args, policy, rollout) -> None:
     """The forward and backward passes of a step's only update."""
     sequences = torch.arange(len(rollout.response_ids))
@@ -251,19 +272,97 @@ def update(options) -> None:
         write_record("update", script=script.__name__, rows=rows)
 
 
+class Enough(Exception):
+    """Raised after the steps that are measured."""
+
+
+def first_steps(script, args, num_steps: int) -> list[dict]:
+    """The metrics of the first steps of the script's main, which then ends: nothing is saved."""
+    found = []
+
+    def log_metrics(args, file, metrics):
+        found.append(metrics)
+        if metrics["step"] == num_steps:
+            raise Enough
+
+    with mock.patch.object(script, "log_metrics", log_metrics):
+        try:
+            script.main(args)
+        except Enough:
+            return found
+
+
 def steps(options) -> None:
-    model = random_policy(options)
-    for name, (script, more) in STEPS.items():
-        flags = ["--runs-dir", options.scratch, "--model", model, "--dataset", GSM8K]
-        flags += ["--eval-size", 8, *[f"--{key}={value}" for key, value in more.items()]]
+    for name, (script, flags) in STEPS.items():
+        script = sys.modules[script]
+        args = script.Args(model=str(random_policy(options)), dataset=str(GSM8K), eval_size=8)
+        args = replace(args, runs_dir=str(options.scratch / "steps"), run_name=name, **flags)
         if options.tiny:
-            flags += ["--num-prompts", 2, "--max-new-tokens", 12]
-        calculated = count(script, MODELS["SmolLM2-1.7B"], **more)["peak"] / 1e9
-        found = run(script, "steps", *flags, kill_after=2)
-        write_record("steps", name=name, script=script, calculated_gb=calculated, **found)
+            args = replace(args, num_prompts=2, max_new_tokens=12)
+        given = {key: value for key, value in flags.items() if key in MEMORY_FLAGS}
+        calculated = count(script.__name__, MODELS["SmolLM2-1.7B"], **given)["peak"] / 1e9
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        metrics = first_steps(script, args, 2)
+        write_record("steps", name=name, script=script.__name__, calculated_gb=calculated, metrics=metrics)
+        gc.collect()  # the traceback of Enough held the model
+        torch.cuda.empty_cache()
 
 
-PARTS = [limits, bundled, scripts, arithmetic, sampler, update, steps]
+def launches(options) -> None:
+    """Rows of 32 tokens: for so few, starting the kernels takes longer than the kernels themselves."""
+    model = random_policy(options) if options.tiny else options.model
+    args = grpo.Args(model=str(model), dataset=str(ROOT / "assets" / "arithmetic"), examples=False)
+    args = replace(args, num_prompts=8, max_new_tokens=32, gradient_checkpointing=False)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    policy, eos_ids = grpo.load_model(args, tokenizer)
+    batch = grpo.load_data(args, tokenizer)[0][: args.num_prompts]
+    sampler = grpo.inference_copy(policy)
+    rollout = grpo.sample_responses(args, sampler, batch, args.num_generations, 1.0, eos_ids)
+    policy.train()
+    rows = []
+    for compiled in (False, True):
+        if compiled:  # in place, so that the scripts' own functions call the compiled layers
+            if options.tiny:
+                break
+            for layer in policy.base_model.layers:
+                layer.compile(dynamic=True)
+        for tokens in (2048, 8192):
+            args = replace(args, micro_batch_tokens=tokens)
+            call = partial(backward, grpo, args, policy, rollout)
+            first = seconds(call)
+            rows.append(dict(compiled=compiled, micro_batch_tokens=tokens, first=first, seconds=seconds(call, 3)))
+    found = dict(rows=rows, tokens=int(rollout.response_mask.sum()))
+    write_record("launches", **found)
+    if torch.cuda.is_available():
+        write_record("launches", **decoder_graph(args, tokenizer, rollout))
+
+
+def decoder_graph(args, tokenizer, rollout) -> dict:
+    """Seconds of the decoder's forward and backward pass in one micro-batch, without and with a CUDA graph."""
+    policy, _ = grpo.load_model(args, tokenizer)
+    decoder = policy.base_model.get_decoder()
+    ids = torch.randint(0, 1000, (len(rollout.response_ids), 96), device=policy.device)
+
+    def both_passes():
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            decoder(ids, use_cache=False).last_hidden_state.float().mean().backward()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            both_passes()
+    torch.cuda.current_stream().wait_stream(stream)
+    eager = seconds(both_passes, 5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        both_passes()
+    graph.replay()
+    return dict(name="decoder", rows=len(ids), columns=96, eager=eager, graph=seconds(graph.replay, 5))
+
+
+PARTS = [limits, bundled, scripts, arithmetic, sampler, update, steps, launches]
 
 
 def main() -> None:
