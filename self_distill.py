@@ -1,3 +1,4 @@
+# PlainRL 0.2.0, Apache-2.0
 """On-policy self-distillation, in one file. Three papers share this form: SDPO (Hübotter et al.
 2026, arXiv:2601.20802), SDFT (Shenfeld et al. 2026, arXiv:2601.19897) and OPSD (Zhao et al. 2026,
 arXiv:2601.18734). The teacher is the policy itself, with more in its context.
@@ -19,10 +20,12 @@ the student learns the rule. If c gives away what the student can't compute, suc
 only learns to write as if it knew, and the KL to the teacher, which is logged as kl/ref, stays
 above 0 (arXiv:2605.11182).
 
-Parent: distill.py. Differences: (1) The teacher is not another model but a copy of the policy.
-After each step its weights move to (1 - r) * teacher + r * policy (--teacher-rate r). (2) The
-teacher reads other prompts than the student (--context-template). (3) A response without a context,
-or with one that is too long, has a loss of 0, and still counts in the mean over the sequences.
+Parent: distill.py. Differences:
+    (1) The teacher is not another model but a copy of the policy. After each step its weights move
+        to (1 - r) * teacher + r * policy (--teacher-rate r).
+    (2) The teacher reads other prompts than the student (--context-template).
+    (3) A response without a context, or with one that is too long, has a loss of 0, and still
+        counts in the mean over the sequences.
 
 Departures from the papers' code (docs/algorithms.md has a table): the divergence is the reverse KL,
 estimated from the sampled token, and the loss is averaged and clipped as in distill.py. So
@@ -32,8 +35,8 @@ variants/sdpo_context.diff. The equation tags in the code are those of DeepSeekM
 (arXiv:2402.03300v3), as in grpo.py.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P and R tokens of a prompt and a response with their padding, V vocabulary,
-D hidden units. A micro-batch has n sequences, and T response tokens in all.
+belongs to prompt i//G), P tokens of a padded prompt, R of a padded response (--max-new-tokens), V
+vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all.
 
     python self_distill.py                                             the bundled model, on a CPU
     python self_distill.py --context-column answer                     c is the answer: no gain
@@ -41,14 +44,19 @@ D hidden units. A micro-batch has n sequences, and T response tokens in all.
 """
 
 import copy
+import glob
+import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import sys
 import time
-from collections import defaultdict
+import warnings
+from collections import Counter, defaultdict
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
 from unittest import mock
@@ -109,7 +117,7 @@ Now solve the problem yourself, in the format above."""
 
 @dataclass
 class Args:
-    # These defaults hold with --model. Without --model, those of BUNDLED, below, hold.
+    # These defaults hold for a command with --model. Without it, those of BUNDLED, below, hold.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -127,7 +135,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-360M-Instruct"
-    """folder or hub id; X alone is HuggingFaceTB/X; without this flag, the bundled model"""
+    """folder or hub id; X alone is HuggingFaceTB/X; without this flag, BUNDLED's model"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
@@ -168,8 +176,8 @@ class Args:
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
-    micro_batch_tokens: int = 2048
-    """most tokens per forward and backward pass; 8192 is faster on a GPU and needs more memory"""
+    micro_batch_tokens: int = 8192
+    """most tokens per forward and backward pass; fewer need less memory and, on a GPU, more time"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -199,6 +207,7 @@ BUNDLED = Args(
     num_steps=30,
     learning_rate=1e-4,
     warmup_updates=0,
+    micro_batch_tokens=2048,
     gradient_checkpointing=False,
     context_column="hint",
     context_template="{context}\n{question}",
@@ -240,8 +249,7 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
     logprobs, old_logprobs, teacher_logprobs, advantages (n, R); mask (n, R) bool, True for the
     tokens that count. num_seqs is the number of sequences in the whole minibatch, so that the
     losses of its micro-batches add up to the loss of the minibatch. teacher_logprobs serve the
-    metrics alone. Returns the scalar loss, and stats: each metric summed over the tokens that
-    count.
+    metrics alone. Returns the scalar loss, and the metrics: each summed over the tokens that count.
     """
     assert logprobs.shape == old_logprobs.shape == teacher_logprobs.shape == mask.shape
     assert advantages.shape == mask.shape
@@ -251,24 +259,22 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 3
     token_loss = -surrogate  # (n, R)
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
-    loss = seq_loss.sum() / num_seqs  # added up over micro-batches: the mean over the minibatch
+    loss = seq_loss.sum() / num_seqs  # this micro-batch's share of the minibatch's mean
 
     teacher_logratio = teacher_logprobs - logprobs  # (n, R)
     kl = torch.expm1(teacher_logratio) - teacher_logratio  # (n, R), k3 (Eq. 4): only logged
 
-    # The clip fractions count every ratio outside the range, even where the minimum takes the
-    # unclipped term and the gradient flows.
-    below = ratio < 1 - args.clip_eps  # (n, R) bool
-    above = ratio > 1 + args.clip_eps  # (n, R) bool
+    # ---- metrics
+    # The clip acts where the minimum takes the clipped term: there the surrogate has no gradient.
+    clipped_low = (ratio < 1 - args.clip_eps) & (advantages < 0)  # (n, R) bool
+    clipped_high = (ratio > 1 + args.clip_eps) & (advantages > 0)  # (n, R) bool
     per_token = {
-        "policy/clip_frac_low": below,
-        "policy/clip_frac_high": above,
-        "policy/clip_frac": below | above,
+        "policy/clip_frac_low": clipped_low,
+        "policy/clip_frac_high": clipped_high,
+        "policy/clip_frac": clipped_low | clipped_high,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        # Its mean estimates the entropy. After the first update of a step it's a cross-entropy,
-        # because the tokens are samples of pi_old.
-        "policy/entropy": -logprobs,
+        "policy/entropy": -logprobs,  # its mean estimates the entropy, in a step's first update
         "kl/ref": kl,  # the teacher is the reference
     }
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
@@ -279,15 +285,19 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
 class Rollout(NamedTuple):
     """N prompts with their sampled responses; row i of each tensor belongs to sequence i."""
 
-    prompt_ids: Tensor  # (N, P), padded on the left
-    prompt_mask: Tensor  # (N, P) bool
+    prompts: list[list[int]]  # N lists of token ids
     response_ids: Tensor  # (N, R)
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
 
     def select(self, indices):
         """The rollout of these sequences alone."""
-        return Rollout(*[tensor[indices] for tensor in self])
+        return Rollout(
+            prompts=[self.prompts[i] for i in indices],
+            response_ids=self.response_ids[indices],
+            response_mask=self.response_mask[indices],
+            sampled_logprobs=self.sampled_logprobs[indices],
+        )
 
 
 def main(args: Args) -> dict:
@@ -312,17 +322,17 @@ def main(args: Args) -> dict:
     }
 
     run_dir = name_run(args)
-    metrics_file, samples_file = open_run(args, run_dir)
+    metrics_file, samples_file = open_run(args, run_dir, train_data + test_data)
     if (run_dir / "checkpoint.pt").exists():
         state, metrics = load_checkpoint(args, run_dir, trained)
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}
+        print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         metrics = state | evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
-        accuracy = metrics["eval/accuracy"]
-        print(f"before: accuracy {accuracy:.3f} on {len(test_data)} held-out problems, greedy")
+        print(f"before: accuracy {metrics['eval/accuracy']:.3f}")
 
     batch_indices = shuffled_batches(args, len(train_data))
     first_step = state["step"] + 1
@@ -334,7 +344,7 @@ def main(args: Args) -> dict:
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
-        batch = [train_data[i] for i in batch_indices[step - 1].tolist()]  # B examples
+        batch = [train_data[i] for i in batch_indices[step - 1].tolist()]  # B problems
         rollout = sample_responses(args, sampler, batch, G, args.temperature, eos_ids)
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         response_mask = rollout.response_mask  # (N, R)
@@ -343,20 +353,14 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities, and the teacher's
-        # from_pretrained and sampling leave a model in evaluation mode. Gradient checkpointing
-        # needs training mode. Nothing else changes in it: load_config sets all dropout to 0.
+        # Gradient checkpointing works in training mode only, and sampling leaves evaluation mode.
+        # Both modes compute the same, because load_config sets all dropout to 0.
         model.train()
-        # pi_old is the policy before the first update of this step. The trainer computes its
-        # log-probabilities itself, because the sampler rounds differently. Rounding also depends on
-        # which sequences share a micro-batch. So the micro-batches are those of the first pass, and
-        # every ratio is exactly 1 before the first update.
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
-        if updates_per_step > 1:
-            old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
-        else:
-            # In the only update, pi_old is pi_theta: part 4 copies its log-probabilities to here.
-            old_logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
+        # pi_old is the policy before the first update, which itself fills in the rows of its own
+        # sequences. The sampler's log-probabilities won't do, because it rounds differently.
+        old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         # The teacher's prompts are longer, so its micro-batches are others than the student's.
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch)
         teacher_logprobs = rollout_logprobs(args, teacher, teacher_rollout, first_pass)
@@ -377,11 +381,12 @@ def main(args: Args) -> dict:
         for update, minibatch in enumerate(step_minibatches, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
+            # indices: of n of the N sequences; micro_batch: their Rollout
             for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
                 logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
-                if updates_per_step == 1:
+                if update == first_update:  # pi_theta is still pi_old, so every ratio is 1
                     old_logprobs[indices] = logprobs.detach()
-                # Here and not in part 3: a single update has just got its old_logprobs.
+                # Here and not in part 3: the first update has just got its old_logprobs.
                 advantages[indices] = compute_advantages(
                     old_logprobs[indices], teacher_logprobs[indices]
                 )
@@ -406,7 +411,7 @@ def main(args: Args) -> dict:
                 num_skipped += 1
             optimizer.zero_grad()
         if sampler is not model:
-            # This rounds the new weights to bf16, except for the head.
+            # This rounds the new weights to bf16.
             sampler.load_state_dict(model.state_dict())
         move_teacher(teacher, model, args.teacher_rate)
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
@@ -436,7 +441,7 @@ def main(args: Args) -> dict:
             **{name: total / tokens_trained for name, total in token_sums.items()},
             "policy/loss": total_loss / updates_per_step,
             "optim/grad_norm": total_grad_norm / updates_per_step,
-            "optim/lr": lr,  # of the last update
+            "optim/lr": optimizer.param_groups[0]["lr"],  # of the last update
             "optim/skipped": num_skipped,
             "time/rollout_s": rollout_seconds,
             "time/update_s": update_seconds,  # of parts 2 to 4
@@ -449,21 +454,23 @@ def main(args: Args) -> dict:
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
         logged_advantages = advantages.masked_fill(~loss_mask, 0.0)  # 0 without a loss
-        for k, example in enumerate(batch):
+        samples = []  # for each prompt
+        for k, problem in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
-            samples = {
+            sample = {
                 "step": step,
-                "prompt": example["prompt"],
-                "answer": example["answer"],
+                "prompt": problem["prompt"],
+                "answer": problem["columns"]["answer"],
                 "completions": completions[group],
-                "context": example["context"],
+                "context": problem["context"],
                 "rewards": rewards[k].tolist(),
                 "right": (right[group] == 1).tolist(),
                 "advantages": unpadded(logged_advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
-            print(json.dumps(samples), file=samples_file)
-        show_progress(args, progress, metrics, samples)  # samples: of the last prompt
+            samples.append(sample)
+            print(json.dumps(sample), file=samples_file)
+        show_progress(args, progress, metrics, samples[-1])
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -473,8 +480,8 @@ def main(args: Args) -> dict:
 
     model.save_pretrained(run_dir / "model")
     tokenizer.save_pretrained(run_dir / "model")
-    accuracy = metrics["eval/accuracy"]
-    print(f"after: accuracy {accuracy:.3f}; model, metrics and samples are in {run_dir}")
+    after = metrics["eval/accuracy"]
+    print(f"after: accuracy {after:.3f}; model, metrics and samples are in {run_dir}")
     return metrics
 
 
@@ -482,58 +489,48 @@ def main(args: Args) -> dict:
 # A first reading may stop here, except for add_contexts. The rest is what the loop needs.
 
 
-def sample_responses(args, model, examples, num_samples, temperature, eos_ids):
-    """Sample num_samples responses to each of B examples: a Rollout of N sequences."""
-    prompts = [torch.tensor(example["prompt_ids"], device=model.device) for example in examples]
-    # Padding is -1 at first, because a prompt may contain any id that the tokenizer has.
-    ids = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")  # (B, P)
-    prompt_mask = ids >= 0  # (B, P) bool
-    prompt_ids = ids.clamp(min=0)  # (B, P)
+def sample_responses(args, model, problems, num_samples, temperature, eos_ids):
+    """Sample num_samples responses to each of B problems: a Rollout of N sequences."""
+    prompts = [torch.tensor(problem["prompt_ids"], device=model.device) for problem in problems]
+    ones = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
+    prompt_ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, P)
+    prompt_mask = pad_sequence(ones, batch_first=True, padding_side="left")  # (B, P) bool
 
-    # Sample as many prompts at a time as fit into --sampling-tokens if every response has its
-    # maximum length, but at least one.
+    # As many prompts at a time as --sampling-tokens allows if all responses reach their maximum
+    # length, and at least one prompt.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    parts = zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True)
-    results = [
-        generate(args, model, part_ids, part_mask, num_samples, temperature, eos_ids)
-        for part_ids, part_mask in parts
-    ]
-    # A triple for each part -> three tensors with the rows of all parts.
-    response_ids, response_mask, sampled_logprobs = map(torch.cat, zip(*results, strict=True))
+    parts = []
+    for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
+        parts.append(generate(args, model, ids, mask, num_samples, temperature, eos_ids))
     return Rollout(
-        prompt_ids=prompt_ids.repeat_interleave(num_samples, 0),
-        prompt_mask=prompt_mask.repeat_interleave(num_samples, 0),
-        response_ids=response_ids,
-        response_mask=response_mask,
-        sampled_logprobs=sampled_logprobs,
+        prompts=[problem["prompt_ids"] for problem in problems for _ in range(num_samples)],
+        response_ids=torch.cat([response_ids for response_ids, _, _ in parts]),
+        response_mask=torch.cat([response_mask for _, response_mask, _ in parts]),
+        sampled_logprobs=torch.cat([sampled_logprobs for _, _, sampled_logprobs in parts]),
     )
 
 
-def add_contexts(args, tokenizer, rollout, examples):
+def add_contexts(args, tokenizer, rollout, problems):
     """The rollout of N sequences with the teacher's prompts, and has_context (N,) bool.
 
-    If an example's context is blank, or makes the teacher's prompt longer than
+    If a problem's context is blank, or makes the teacher's prompt longer than
     --max-teacher-tokens, the teacher reads the student's prompt, and has_context is False.
     """
-    samples_per_example = len(rollout.prompt_ids) // len(examples)
-    prompts = []  # N tensors of ids
+    samples_per_problem = len(rollout.prompts) // len(problems)
+    prompts = []  # N lists of ids
     has_context = []  # N bools
-    for example in examples:
-        *earlier, last = example["chat"]
-        context = example["context"]
+    for problem in problems:
+        *earlier, last = problem["chat"]
+        context = problem["context"]
         text = args.context_template.format(question=last["content"], context=context)
         prompt = render(args, tokenizer, [*earlier, last | {"content": text}])
         ids = tokenize(tokenizer, prompt)
         is_used = bool(context.strip()) and len(ids) <= args.max_teacher_tokens
-        teacher_ids = torch.tensor(ids if is_used else example["prompt_ids"])
-        prompts += [teacher_ids] * samples_per_example
-        has_context += [is_used] * samples_per_example
-    # Padded as in sample_responses.
-    padded = pad_sequence(prompts, batch_first=True, padding_value=-1, padding_side="left")
-    padded = padded.to(rollout.prompt_ids.device)  # (N, P of the teacher)
-    teacher_rollout = rollout._replace(prompt_ids=padded.clamp(min=0), prompt_mask=padded >= 0)
-    return teacher_rollout, torch.tensor(has_context, device=padded.device)
+        prompts += [ids if is_used else problem["prompt_ids"]] * samples_per_problem
+        has_context += [is_used] * samples_per_problem
+    device = rollout.response_ids.device
+    return rollout._replace(prompts=prompts), torch.tensor(has_context, device=device)
 
 
 def response_texts(tokenizer, rollout, eos_ids):
@@ -547,31 +544,28 @@ def eos_mask(rollout, eos_ids):
     return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
 
 
-# How generate works: prefill computes each prompt once, and Decoding.select copies its keys and
-# values for its samples. Then tokens are decoded, in segments of this length. Before each segment,
-# Decoding.select drops the finished rows, and Decoding.grow appends an empty column to the cache
-# for each token to come. On a GPU, a graph of one decode step is then recorded and replayed. In
-# longer segments, attention reads more empty columns. With shorter ones, the cache is copied, and a
-# graph recorded, more often.
+# generate works in segments of this many tokens. Before each, it drops the finished rows, and adds
+# empty columns to the cache. In shorter segments, the cache is copied (and a CUDA graph recorded)
+# more often. In longer ones, attention reads more columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
+# Every so many tokens, generate asks whether all rows have finished. A GPU makes it wait for that.
+CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
 @dataclass
 class Decoding:
-    """The state of sampling between two tokens.
+    """What the model needs for the next token: tensors with a row for each unfinished sequence."""
 
-    A CUDA graph replays on the memory that it was recorded on. So decoding writes in place. Only
-    select and grow make new tensors, and after them a new graph is needed.
-    """
-
-    cache: StaticCache  # keys and values, with a row for each sequence that is sampled
+    cache: StaticCache  # keys and values
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): those of the next token
-    token: Tensor  # (rows,): the next token, once it is drawn; a graph reads it from here
-    position: Tensor  # (rows,): its position, padding not counted
+    token: Tensor  # (rows,): the token that was drawn last, and is fed next
+    position: Tensor  # (rows,): the position at which it is fed, padding not counted
+    graph: torch.cuda.CUDAGraph | None = None  # feed_token, recorded on the memory of these tensors
 
     def select(self, rows):
         """Go on with these rows alone. A row may repeat."""
+        self.graph = None
         self.cache.reorder_cache(rows)  # keys[rows] and values[rows] of each layer
         self.mask = self.mask[rows]
         self.logits = self.logits[rows]
@@ -580,6 +574,7 @@ class Decoding:
 
     def grow(self, columns):
         """Append empty columns to the cache."""
+        self.graph = None
         for layer in self.cache.layers:
             # Keys and values are (rows, heads, columns, size). Layers with linear attention or a
             # convolution have a state of fixed size, which needs no columns.
@@ -590,106 +585,107 @@ class Decoding:
         # The mask is True there: transformers itself hides the columns that are still empty.
         self.mask = F.pad(self.mask, (0, columns), value=True)
 
+    def step(self, model, use_graph):
+        """Feed the token, by a replay if possible. Then the logits are those of the next token."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        self.feed_token(model)  # also the warm-up that CUDA needs before it records
+        if use_graph:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):  # records, and computes nothing
+                self.feed_token(model)
+
+    def feed_token(self, model):
+        """What a graph records. It writes in place, because a replay uses the same memory."""
+        token, position = self.token[:, None], self.position[:, None]  # (rows, 1)
+        self.logits.copy_(feed(model, self.cache, token, self.mask, position))
+        self.position.add_(1)
+
 
 @torch.no_grad()
 def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
-    sampled tokens. It samples from the model's whole softmax at this temperature: no top-k, no
-    top-p, no repetition penalty. Temperature 0 is greedy.
+    sampled tokens. It samples from the model's whole softmax at this temperature, whose
+    log-probabilities are in the loss. Top-k, top-p or a repetition penalty would sample from
+    another distribution. Temperature 0 is greedy.
 
-    transformers' own generate would be slower: it computes a prompt again for each sample, and
-    keeps finished responses in the batch.
+    Example, with two prompts, num_samples 1, --max-new-tokens 4 and the EOS token 2:
+
+        prompt_ids [[5, 6, 7],    response_ids [[3, 4, 2, .],    response_mask [[1, 1, 1, 0],
+                    [0, 8, 9]]                  [3, 3, 4, 3]]                   [1, 1, 1, 1]]
     """
     model.eval()
     device = prompt_ids.device
+    use_graph = args.cuda_graph and device.type == "cuda"
+    segment, check_every = SEGMENT[device.type], CHECK_EVERY[device.type]
     N = len(prompt_ids) * num_samples
-    decoding = prefill(model, prompt_ids, prompt_mask)
-    # Which of the N sequences each row samples: at first row i samples sequence i.
-    seq_of_row = torch.arange(N, device=device)  # (rows,)
-    finished = torch.zeros_like(seq_of_row, dtype=torch.bool)  # (rows,)
-    # The rows of `decoding` to go on with: at first each prompt's, for each of its samples.
-    keep = seq_of_row // num_samples  # (rows,)
     shape = (N, args.max_new_tokens)
     response_ids = torch.zeros(shape, dtype=torch.long, device=device)  # (N, R)
     response_mask = torch.zeros(shape, dtype=torch.bool, device=device)  # (N, R)
     sampled_logprobs = torch.zeros(shape, device=device)  # (N, R) float32
-    scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
-    segment = SEGMENT[device.type]
-    for start in range(0, args.max_new_tokens, segment):
-        decoding.select(keep)
-        end = min(start + segment, args.max_new_tokens)
-        decoding.grow(end - start)
-        graph = None
-        for t in range(start, end):
-            logprobs = (decoding.logits.float() / scale).log_softmax(1)  # (rows, V) float32
-            if temperature == 0:
-                token = logprobs.argmax(1)  # (rows,)
-            else:
-                # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
-                # torch.multinomial would wait for the GPU.
-                noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
-                token = (logprobs + noise).argmax(1)  # (rows,)
-            response_ids[seq_of_row, t] = token
-            sampled_logprobs[seq_of_row, t] = logprobs.gather(1, token[:, None])[:, 0]
-            # `finished` doesn't know this token yet. So EOS counts, and what follows it doesn't.
-            response_mask[seq_of_row, t] = ~finished
-            finished |= torch.isin(token, eos_ids)
-            # After the last token, or when all rows have finished, there is nothing to decode.
-            # Looking at `finished` waits for the device, so on a GPU it's done every 16 tokens.
-            may_look = device.type != "cuda" or t % 16 == 0
-            if t + 1 == args.max_new_tokens or (may_look and finished.all()):
-                break
 
-            decoding.token.copy_(token)
-            if graph is not None:
-                graph.replay()
-            else:
-                decode(model, decoding)
-                if args.cuda_graph and device.type == "cuda":
-                    # The call above was the warm-up that a graph needs. Recording computes nothing.
-                    graph = torch.cuda.CUDAGraph()
-                    with torch.cuda.graph(graph):
-                        decode(model, decoding)
-        keep = (~finished).nonzero().squeeze(1)  # (unfinished rows,)
-        if len(keep) == 0:
+    decoding = prefill(model, prompt_ids, prompt_mask)  # a row for each prompt
+    sequences = torch.arange(N, device=device)  # (rows,): the sequence that each row samples
+    decoding.select(sequences // num_samples)  # now a row for each sequence
+    finished = torch.zeros_like(sequences, dtype=torch.bool)  # (rows,): EOS was drawn
+    for t in range(args.max_new_tokens):
+        if t % check_every == 0 and finished.all():
             break
-        seq_of_row, finished = seq_of_row[keep], finished[keep]
-
+        if t % segment == 0:
+            unfinished = (~finished).nonzero().squeeze(1)  # row indices
+            decoding.select(unfinished)
+            sequences, finished = sequences[unfinished], finished[unfinished]
+            decoding.grow(min(segment, args.max_new_tokens - t))
+        if t > 0:  # the logits of the first token come from the prompt
+            decoding.step(model, use_graph)
+        token, logprobs = draw(decoding.logits, temperature)  # (rows,) each
+        decoding.token.copy_(token)
+        response_ids[sequences, t] = token
+        sampled_logprobs[sequences, t] = logprobs
+        response_mask[sequences, t] = ~finished  # not updated yet, so EOS itself counts
+        finished |= torch.isin(token, eos_ids)
     return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
+
+
+def draw(logits, temperature):
+    """Draw a token from each row of logits (rows, V): tokens and their logprobs, (rows,) each."""
+    scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
+    logprobs = (logits.float() / scale).log_softmax(1)  # (rows, V) float32
+    if temperature == 0:
+        token = logprobs.argmax(1)  # (rows,)
+    else:
+        # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
+        # torch.multinomial would wait for the GPU. Neither ever draws a token whose probability is
+        # below some 1e-7, because the noise is in float32.
+        noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
+        token = (logprobs + noise).argmax(1)  # (rows,)
+    return token, logprobs.gather(1, token[:, None]).squeeze(1)
 
 
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each of them."""
-    # A StaticLayer writes keys and values in place, and its count of filled columns is a tensor, so
-    # that the replay of a CUDA graph goes on to the next column.
+    # A StaticCache is written in place, as a CUDA graph requires. Its layers for a sliding window
+    # can't grow, so ordinary ones replace them. The model's own mask still hides what is outside of
+    # the window.
     cache = StaticCache(model.config, max_cache_len=prompt_ids.shape[1])
     for i, is_sliding in enumerate(cache.is_sliding):
         if is_sliding:
-            # transformers' layer for a sliding window holds the window alone, in columns that move,
-            # so it couldn't grow. A StaticLayer holds all columns, and transformers' own mask hides
-            # those outside of the window.
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
     return Decoding(
         cache=cache,
         mask=prompt_mask,  # (B, P)
         logits=feed(model, cache, prompt_ids, prompt_mask, positions),  # (B, V)
-        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), none is drawn yet
+        token=prompt_ids[:, -1].clone(),  # (B,): memory for the token that is drawn first
         position=prompt_mask.sum(1),  # (B,)
     )
 
 
-def decode(model, decoding):
-    """Feed the drawn tokens to the model, and write the logits of the next ones."""
-    token, position = decoding.token[:, None], decoding.position[:, None]  # (rows, 1)
-    decoding.logits.copy_(feed(model, decoding.cache, token, decoding.mask, position))
-    decoding.position.add_(1)
-
-
 def feed(model, cache, ids, mask, positions):
-    """Feed tokens (rows, tokens) to the model: the logits (rows, V) after the last ones."""
+    """Feed tokens (rows, tokens) to the model: the logits (rows, V) after the last of each row."""
     outputs = model(
         ids,
         attention_mask=mask,
@@ -718,9 +714,9 @@ def compute_logprobs(model, rollout, temperature):
     # All logits at once would be the largest tensor. So they are computed for one chunk of tokens
     # at a time, and again in the backward pass.
     vocabulary_size = model.get_output_embeddings().weight.shape[0]
-    chunk_size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
+    size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
     logprobs = []
-    for chunk in zip(states.split(chunk_size), targets.split(chunk_size), strict=True):
+    for chunk in zip(states.split(size), targets.split(size), strict=True):
         part = checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
         logprobs.append(part)  # (chunk,)
     # masked_scatter fills row by row, in the order of targets.
@@ -732,31 +728,41 @@ def response_states(model, rollout):
     """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
 
     The order is that of rollout.response_ids[rollout.response_mask].
+
+    Example: the prompt [5, 6, 7] has the response [3, 2], and [8] has [3, 4, 2]. Then T is 5, for
+    the states of 7 and 3, and of 8, 3 and 4:
+
+        rows [[5, 6, 7, 3, 2],    predicts [[0, 0, 1, 1, 0],
+              [8, 3, 4, 2, 0]]              [1, 1, 1, 0, 0]]
     """
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # n lists
+    device = rollout.response_ids.device
+    rows, predicts = [], []
     responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
-    rows = []
-    predicts = []
-    for prompt, response in zip(prompts, responses, strict=True):
+    for prompt, response in zip(rollout.prompts, responses, strict=True):
         rows.append(torch.tensor(prompt + response))
         # The state at a token predicts the next one. So the last token of the prompt predicts the
         # first of the response, and the last of the response predicts none of it.
         flags = [False] * (len(prompt) - 1) + [True] * len(response) + [False]
         predicts.append(torch.tensor(flags))
-    # Padding is on the right: no token sees a later one, so a mask isn't needed.
-    device = rollout.prompt_ids.device
+    # Padding is on the right: no token sees a later one, so an attention mask isn't needed.
     rows = pad_sequence(rows, batch_first=True).to(device)  # (n, length)
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # without the head, and without a vision part
-    common = shared_tokens(prompts, rows.shape[1]) if can_share(model) else 0
+    common = common_tokens(model, rollout.prompts)
     # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
         if common == 0:
-            states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
+            outputs = decoder(rows, use_cache=False)
         else:
-            states = states_after(decoder, rows, common)  # (n, length - common, D)
-    return states[predicts[:, common:]]  # the first `common` flags are all False
+            # Feed the common tokens once, as one row. Copy their keys and values for each row, and
+            # feed the rest of each row after them. The gradients of all copies add up.
+            cache = DynamicCache()
+            decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
+            cache.batch_repeat_interleave(len(rows))
+            outputs = decoder(rows[:, common:], past_key_values=cache, use_cache=True)
+        states = outputs.last_hidden_state  # (n, length - common, D)
+    return states[predicts[:, common:]]  # no common token predicts a response
 
 
 def unpadded(values, mask):
@@ -765,189 +771,138 @@ def unpadded(values, mask):
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states, and None in each other field that the code of a model may read."""
+    """Hidden states, and None for any other field, because some models read fields of their own."""
 
     def __getattr__(self, name):
         return None
 
 
 def compute_logits(model, states):
-    """The logits (chunk, V) float32 of hidden states (chunk, D)."""
-    # Families of models differ in what follows the head: some scale or cap the logits. So the
-    # model's own forward is called, but with a decoder that ignores its input and returns these
-    # states. The head is in float32 (TF32 on a GPU), so that no logit is rounded to bf16.
-    states = states.float()[None]  # (1, chunk, D)
-    output = DecoderOutput(last_hidden_state=states)
-    decoder = model.base_model.get_decoder()
-    with mock.patch.object(decoder, "forward", lambda *_, **__: output):
+    """The logits (chunk, V) float32 of hidden states (chunk, D).
+
+    Families differ in what follows the decoder: some scale or cap the logits. So the model's own
+    forward is called, but what it calls to get hidden states returns these.
+    """
+    states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
+
+    def return_states(*inputs, **options):
+        return DecoderOutput(last_hidden_state=states)
+
+    # Most heads call the base model. OPT's calls the decoder inside of it.
+    base_model, decoder = model.base_model, model.base_model.get_decoder()
+    with (
+        mock.patch.object(base_model, "forward", return_states),
+        mock.patch.object(decoder, "forward", return_states),
+    ):
         logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
     return logits.squeeze(0)
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, update_batches):
-    """compute_logprobs (N, R) of these updates' sequences, without gradient; 0 for all others.
+def rollout_logprobs(args, model, rollout, batches):
+    """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
-    update_batches is a list of minibatches, each a tensor of sequence indices (m,). Each one is
-    split into the same micro-batches as in its update.
+    The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
+    So the micro-batches are those of the updates: if the weights are equal, the log-probabilities
+    are exactly equal, too.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in update_batches:
+    for minibatch in batches:
         for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, micro_batch, args.temperature)
     return logprobs
 
 
 def micro_batches(args, model, rollout, sequences):
-    """Split sequence indices (m,) into micro-batches: pairs of indices and their rollout.
+    """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. Tokens that all of a micro-batch share count once.
+    longer than the maximum is alone. Tokens that all N prompts share, and that are computed once,
+    aren't counted.
     """
-    lengths = (rollout.prompt_mask.sum(1) + rollout.response_mask.sum(1)).tolist()  # N
+    response_lengths = rollout.response_mask.sum(1).tolist()  # N
+    common = common_tokens(model, rollout.prompts)
 
-    def padded_tokens(batch):
-        return len(batch) * max(lengths[i] for i in batch)
+    def length(i):
+        return len(rollout.prompts[i]) - common + response_lengths[i]
 
-    if can_share(model):
-        batches = sharing_batches(args, rollout, lengths, sequences.tolist())
-    else:
-        batches = fill_batches(args, lengths, sequences.tolist(), padded_tokens)
-    return [(batch, rollout.select(batch)) for batch in batches]
+    # From the longest to the shortest, because neighbours of similar length need little padding.
+    remaining = sorted(sequences.tolist(), key=length, reverse=True)
+    while remaining:
+        # The first one is the longest of its micro-batch. The others are padded to its length.
+        num_seqs = max(1, args.micro_batch_tokens // length(remaining[0]))
+        indices, remaining = remaining[:num_seqs], remaining[num_seqs:]
+        yield indices, rollout.select(indices)
 
 
-def fill_batches(args, lengths, indices, num_tokens):
-    """Fill one micro-batch after another. Sorted by length, neighbours need little padding.
+def common_tokens(model, prompts):
+    """How many first tokens of all prompts to compute once, and not in every row; 0: none.
 
-    num_tokens gives the number of tokens of a micro-batch, a list of sequence indices.
+    Equal first tokens have equal keys and values, because a token sees none after it. This only
+    saves time: if it always returned 0, the numbers would be the same up to rounding.
     """
-    batches = []
-    for i in sorted(indices, key=lambda i: lengths[i], reverse=True):
-        if batches and num_tokens([*batches[-1], i]) <= args.micro_batch_tokens:
-            batches[-1].append(i)
-        else:
-            batches.append([i])
-    return batches
-
-
-# ---- what all prompts of a micro-batch begin with
-# A token sees none after it. So the keys and values of the tokens with which all rows begin are the
-# same in every row, and can be computed once. This is done on a CPU only, if gradient checkpointing
-# is off. It saves time: if can_share always returned False, the numbers would be the same up to
-# rounding.
-
-
-def can_share(model):
-    """Whether the model computes once what all prompts of a micro-batch begin with."""
-    # On a GPU, a pass for the beginning takes longer than the tokens that it saves (docs/speed.md).
+    # On a GPU, the extra pass takes longer than it saves (docs/speed.md).
     if model.device.type != "cpu":
-        return False
+        return 0
     # With gradient checkpointing, transformers' layers ignore a cache.
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return False
-    # A layer with linear attention or a convolution passes on more than keys and values. Without
-    # layer_types, all layers have full attention.
+        return 0
+    # Linear attention and convolutions pass on more than keys and values. Without layer_types, all
+    # layers have full attention.
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    return set(layer_types) <= {"full_attention", "sliding_attention"}
-
-
-def shared_tokens(prompts, longest):
-    """The number of tokens with which all n prompts begin; 0 if it doesn't pay to share them.
-
-    longest is the number of tokens of the longest prompt with its response.
-    """
+    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
+        return 0
     # The last token of a prompt isn't shared, because it predicts the first of each response.
-    common = len(os.path.commonprefix([prompt[:-1] for prompt in prompts]))  # takes lists, too
-    # With a cache, attention needs a mask and is slower. So a fifth of the tokens must be saved.
-    saved = (len(prompts) - 1) * common
-    total = len(prompts) * longest
-    return common if saved > total / 5 else 0
-
-
-def states_after(decoder, rows, common):
-    """The hidden states (n, length - common, D) of rows (n, length) after their common tokens."""
-    cache = DynamicCache()
-    decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
-    # The gradients of all rows flow back through these keys and values.
-    cache.batch_repeat_interleave(len(rows))
-    return decoder(rows[:, common:], past_key_values=cache, use_cache=True).last_hidden_state
-
-
-def sharing_batches(args, rollout, lengths, sequences):
-    """The micro-batches, lists of sequence indices, for a model that shares: see micro_batches.
-
-    lengths has the tokens of each of the N sequences, prompt and response together.
-    """
-    prompts = unpadded(rollout.prompt_ids, rollout.prompt_mask)  # N lists
-
-    def num_tokens(batch):
-        """The tokens that response_states computes for these sequences, padding included."""
-        longest = max(lengths[i] for i in batch)
-        common = shared_tokens([prompts[i] for i in batch], longest)
-        return common + len(batch) * (longest - common)
-
-    def cost(batches):
-        """Tokens, and for each pass a fixed cost, as of 1/32 of a full micro-batch."""
-        return sum(map(num_tokens, batches)) + len(batches) * args.micro_batch_tokens / 32
-
-    # The cheaper one of two: all sequences by length, which pads least, or each prompt's alone,
-    # which shares most.
-    by_length = fill_batches(args, lengths, sequences, num_tokens)
-    groups = defaultdict(list)  # prompt -> its sequences
-    for i in sequences:
-        groups[tuple(prompts[i])].append(i)
-    by_prompt = []
-    for group in groups.values():
-        by_prompt += fill_batches(args, lengths, group, num_tokens)
-    return min(by_length, by_prompt, key=cost)
+    shareable = [prompt[:-1] for prompt in prompts]
+    return len(os.path.commonprefix(shareable))  # takes lists, too
 
 
 # ==== evaluation and rewards ====
-def evaluate(args, model, tokenizer, examples, eos_ids):
-    """Metrics of greedy responses to held-out examples."""
+def evaluate(args, model, tokenizer, problems, eos_ids):
+    """Metrics of greedy responses to held-out problems."""
     rollout = sample_responses(
-        args, model, examples, num_samples=1, temperature=0.0, eos_ids=eos_ids
+        args, model, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-    scores = apply_rewards(completions, examples, model.device)  # name -> (N,) float32
+    scores = apply_rewards(completions, problems, model.device)  # name -> (N,) float32
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": means[REWARDS[0].__name__],
-        "eval/response_len": rollout.response_mask.sum().item() / len(examples),
+        "eval/response_len": rollout.response_mask.sum().item() / len(problems),
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
         # far above the accuracy, the policy computes well and misses the format.
-        answers = [example["answer"] for example in examples]
+        answers = [problem["columns"]["answer"] for problem in problems]
         lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
     return metrics
 
 
-def apply_rewards(completions, examples, device):
+def apply_rewards(completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. `answer`
     is the data set's answer as a text.
     """
-    samples_per_example = len(completions) // len(examples)
-    rows = [example for example in examples for _ in range(samples_per_example)]  # N
-    columns = {name: [row["columns"][name] for row in rows] for name in rows[0]["columns"]}
+    samples_per_problem = len(completions) // len(problems)
+    repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
+    columns = {name: [row["columns"][name] for row in repeated] for name in repeated[0]["columns"]}
     texts = []
-    for row, completion in zip(rows, completions, strict=True):
-        # A reasoning model's chat template may open the <think> that the completion closes.
-        opened = row["prompt"].rstrip().endswith("<think>")
-        texts.append("<think>" + completion if opened else completion)
+    for problem, completion in zip(repeated, completions, strict=True):
+        if problem["prompt"].rstrip().endswith("<think>"):  # so the response only closes it
+            completion = "<think>" + completion
+        texts.append(completion)
     scores = {}
     for reward in REWARDS:
         values = [float(score) for score in reward(completions=texts, **columns)]
-        if len(values) != len(texts):
+        if len(values) != len(texts) or not all(map(math.isfinite, values)):
             raise ValueError(
-                f"{reward.__name__} returned {len(values)} scores for {len(texts)} completions"
+                f"{reward.__name__} must return a number for each completion: {values}"
             )
         scores[reward.__name__] = torch.tensor(values, device=device)
     return scores
@@ -958,12 +913,17 @@ def load_splits(args):
     """The splits of --dataset, a DatasetDict. A validation split stands in for a missing test."""
     path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
     if path.is_file():
-        splits = datasets.load_dataset(str(path.parent), data_files=path.name)
+        # Escaped, because "data[1].jsonl" is a pattern that stands for data1.jsonl.
+        splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
     elif path.is_dir():
+        if any(symbol in str(path) for symbol in "*?["):
+            raise ValueError(f"--dataset {path}: a path with *, ? or [ is a pattern; rename it")
         splits = datasets.load_dataset(str(path))
     else:  # id or id:config of the hub
         splits = datasets.load_dataset(*args.dataset.split(":"))
-    # The result isn't used. If a column is missing, this raises an error that names the columns.
+    if "train" not in splits:
+        raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
+    # Only for its error, which names all columns if one is missing.
     splits.select_columns([args.question_column, args.answer_column])
     splits["train"].select_columns([args.context_column])  # a test split needs no context
     if "test" not in splits and "validation" in splits:
@@ -972,79 +932,79 @@ def load_splits(args):
 
 
 def load_data(args, tokenizer):
-    """The train and the test split, each a list of examples."""
+    """The train and the test split, each a list of problems.
+
+    A problem is a dict of prompt and context (texts), prompt_ids (the prompt's tokens, a list),
+    chat (a list of messages) and columns: the row of the data set, with the answer as a text, for
+    the rewards.
+    """
     splits = load_splits(args)
-    train_data = read_examples(args, tokenizer, splits, "train")
+    train_data = read_problems(args, tokenizer, splits, "train")
     if "test" in splits:
-        test_data = read_examples(args, tokenizer, splits, "test")
-        train_prompts = {example["prompt"] for example in train_data}
-        num_shared = sum(example["prompt"] in train_prompts for example in test_data)
+        test_data = read_problems(args, tokenizer, splits, "test")
+        train_prompts = {problem["prompt"] for problem in train_data}
+        num_shared = sum(problem["prompt"] in train_prompts for problem in test_data)
         print(f"test data: {num_shared} of its problems are also in the train data")
     else:
-        prompts = list(dict.fromkeys(example["prompt"] for example in train_data))
-        held_out = set(prompts[len(prompts) * 9 // 10 :])  # equal questions stay in one split
-        test_data = [example for example in train_data if example["prompt"] in held_out]
-        train_data = [example for example in train_data if example["prompt"] not in held_out]
-        print(
-            f"{args.dataset} has no test split: the last tenth of its questions is held out, "
-            f"{len(test_data)} problems"
-        )
-    contexts = [example["context"] for example in train_data if example["context"].strip()]
+        train_data, test_data = hold_out(args, train_data)
+    contexts = [problem["context"] for problem in train_data if problem["context"].strip()]
     if not contexts:
         raise ValueError(f"--context-column {args.context_column}: no cell holds a text")
     print(f"{len(contexts)} problems have a context; the first: {contexts[0]!r}")
-    print(f"first prompt: {train_data[0]['prompt']!r}, answer {train_data[0]['answer']!r}")
+    first = train_data[0]
+    print(f"first prompt: {first['prompt']!r}, answer {first['columns']['answer']!r}")
     return train_data, test_data[: args.eval_size]
 
 
-def read_examples(args, tokenizer, splits, split):
-    """The examples of a split. Prints how many rows are skipped, and raises an error if all are.
+def hold_out(args, problems):
+    """Split the problems: the last tenth of the questions, with all rows of each, is for tests."""
+    prompts = list(dict.fromkeys(problem["prompt"] for problem in problems))  # each one once
+    if len(prompts) == 1:
+        raise ValueError(f"--dataset {args.dataset}: one question alone, so none can be held out")
+    train_prompts = set(prompts[: len(prompts) * 9 // 10])
+    train_data = [problem for problem in problems if problem["prompt"] in train_prompts]
+    test_data = [problem for problem in problems if problem["prompt"] not in train_prompts]
+    print(f"no test split: the last tenth of the questions is held out, {len(test_data)} problems")
+    return train_data, test_data
 
-    An example is a dict of prompt, answer and context (texts), chat and prompt_ids (lists) and
-    columns: the row of the data set, for the rewards. Only training needs a context.
-    """
-    examples = []
-    num_too_long = num_unreadable = num_empty = 0
+
+def read_problems(args, tokenizer, splits, split):
+    """The problems of a split. Prints how many rows are skipped, and raises an error if all are."""
+    problems = []
+    skipped = Counter()  # reason -> number of rows
     for row in splits[split]:
         chat = read_chat(args, row[args.question_column])
-        if chat is None:
-            num_empty += 1
-            continue
-        prompt = render(args, tokenizer, chat)
-        ids = tokenize(tokenizer, prompt)
-        if len(ids) > args.max_prompt_tokens:
-            num_too_long += 1
+        if not chat:
+            skipped[f"without a {args.question_column}"] += 1
             continue
         answer = row[args.answer_column]
-        if answer is None or not has_gold(str(answer), REWARDS):
-            num_unreadable += 1  # no reward could judge a response
+        answer = "" if answer is None else str(answer)
+        if not answer.strip() or not has_gold(answer, REWARDS):  # no reward could judge it
+            skipped[f"without a readable {args.answer_column}"] += 1
             continue
-        answer = str(answer)
+        prompt = render(args, tokenizer, chat)
+        prompt_ids = tokenize(tokenizer, prompt)
+        if len(prompt_ids) > args.max_prompt_tokens:
+            skipped["longer than --max-prompt-tokens"] += 1
+            continue
         columns = row | {"answer": answer}
-        context = row.get(args.context_column)
-        example = {"prompt": prompt, "prompt_ids": ids, "answer": answer, "columns": columns}
-        example |= {"context": "" if context is None else str(context), "chat": chat}
-        examples.append(example)
-    counts = (
-        f"{split} data: {len(examples)} problems; skipped: {num_too_long} longer than "
-        f"--max-prompt-tokens, {num_unreadable} without a readable {args.answer_column}, "
-        f"{num_empty} without a {args.question_column}"
-    )
-    if not examples:
-        raise ValueError(f"--dataset {args.dataset}: {counts}")
-    print(counts)
-    return examples
+        context = row.get(args.context_column)  # only training needs one
+        problem = {"prompt": prompt, "prompt_ids": prompt_ids, "columns": columns}
+        problem |= {"context": "" if context is None else str(context), "chat": chat}
+        problems.append(problem)
+    counts = "".join(f", {count} skipped: {reason}" for reason, count in skipped.items())
+    print(f"{split} data: {len(problems)} problems{counts}")
+    if not problems:
+        raise ValueError(f"--dataset {args.dataset}: no problem is left{counts}")
+    return problems
 
 
 def read_chat(args, question):
-    """The question, a text or a chat, as a list of messages.
-
-    None if there is no message, if the last one is blank, or if any content is None.
-    """
+    """The question, a text or a chat, as a list of messages; [] if its text is missing or blank."""
     chat = question if isinstance(question, list) else [{"role": "user", "content": question}]
-    contents = [message["content"] for message in chat]
-    if not chat or None in contents or not contents[-1].strip():
-        return None
+    texts = [message["content"] for message in chat]
+    if not texts or None in texts or not texts[-1].strip():
+        return []
     if chat[-1]["role"] != "user":
         raise ValueError(
             f"--question-column {args.question_column}: the last message of a chat must be from "
@@ -1054,50 +1014,52 @@ def read_chat(args, question):
 
 
 def render(args, tokenizer, chat):
-    """The text that the policy continues: the chat in the model's template, or a plain text."""
+    """The text that the policy continues: the EXAMPLES, and the chat with the instructions."""
     *earlier, last = chat
-    if args.instructions:
-        # The instructions stand in the user's message, because some templates refuse a system
-        # message.
+    if args.instructions:  # in the user's message, because some templates refuse a system message
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
-    shown = EXAMPLES if args.examples else []
-    # Without a template, a single message becomes a plain text. Earlier messages can't be shown in
-    # this way: apply_chat_template, below, then raises its own error.
-    if not tokenizer.chat_template and not earlier:
-        if not shown:
-            return last["content"]  # to be continued as it is, such as "12+7="
-        text = ""
-        for question, answer in shown:
-            # With the EOS token after each answer, the model ends its own answer, too.
-            text += f"{question}\n{answer}{tokenizer.eos_token or ''}\n"
-        return text + last["content"] + "\n"
-    turns = []
-    for question, answer in shown:
-        turns.append({"role": "user", "content": question})
-        turns.append({"role": "assistant", "content": answer})
-    num_system = 1 if chat[0]["role"] == "system" else 0  # a system message has to stay the first
-    messages = [*earlier[:num_system], *turns, *earlier[num_system:], last]
-    return fill_template(tokenizer, messages, add_generation_prompt=True)
+    examples = []
+    if args.examples:
+        for question, answer in EXAMPLES:
+            examples.append({"role": "user", "content": question})
+            examples.append({"role": "assistant", "content": answer})
+    if tokenizer.chat_template:
+        system = [message for message in earlier if message["role"] == "system"]  # stays the first
+        turns = [message for message in earlier if message["role"] != "system"]
+        messages = [*system, *examples, *turns, last]
+        return fill_template(tokenizer, messages, add_generation_prompt=True)
+    if earlier:
+        raise ValueError(f"--model {args.model}: a chat needs a model with a chat template")
+    if not examples:
+        return last["content"]  # to be continued as it is, such as "12+7="
+    # With the EOS token after each answer, the model ends its own answer, too.
+    ends = {"user": "\n", "assistant": f"{tokenizer.eos_token or ''}\n"}
+    return "".join(message["content"] + ends[message["role"]] for message in [*examples, last])
 
 
 def fill_template(tokenizer, chat, **options):
     """The chat as a text, in the model's template, with each message word for word.
 
-    Some templates change the messages: they delete the thoughts of earlier turns. So the template
-    is filled with placeholders, which the messages replace afterwards.
+    Some templates change messages: they delete the thoughts of earlier turns. Such a template is
+    filled with placeholders, which the messages then replace.
     """
-    texts = {}  # placeholder -> the message's content
-    marked = []
-    for i, message in enumerate(chat):
-        mark = f"[[[message {i}]]]"
-        texts[mark] = message["content"]
-        marked.append(message | {"content": mark})
-    filled = tokenizer.apply_chat_template(marked, tokenize=False, **options)
-    for mark, text in texts.items():
+    options["tokenize"] = False
+    contents = [message["content"] for message in chat]
+    # An empty message stays empty, because some templates leave it out.
+    marks = [f"[[[message {i}]]]" if content else "" for i, content in enumerate(contents)]
+    marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
+    filled = tokenizer.apply_chat_template(marked, **options)
+    for mark, content in zip(marks, contents, strict=True):
         if mark not in filled:
-            raise ValueError(f"--model: its chat template drops the message {text!r}")
-    # All in one pass: a message may contain what looks like a placeholder.
-    return re.sub(r"\[\[\[message \d+\]\]\]", lambda found: texts[found[0]], filled)
+            raise ValueError(f"--model: its chat template drops the message {content!r}")
+    text = tokenizer.apply_chat_template(chat, **options)
+    if all(content in text for content in contents):
+        return text
+    if chat[0]["role"] == "system":
+        # It goes in as it is: the template may look for a switch in it, such as /no_think.
+        filled = tokenizer.apply_chat_template([chat[0], *marked[1:]], **options)
+    # All in one pass, because a message may contain what looks like a placeholder.
+    return re.sub(r"\[\[\[message (\d+)\]\]\]", lambda found: contents[int(found[1])], filled)
 
 
 def tokenize(tokenizer, prompt):
@@ -1112,11 +1074,11 @@ def tokenize(tokenizer, prompt):
     return ids
 
 
-def shuffled_batches(args, num_examples):
-    """The indices (B,) of each step's examples; every epoch shuffles all of them anew."""
+def shuffled_batches(args, num_problems):
+    """The indices (B,) of each step's problems; every epoch shuffles all of them anew."""
     generator = torch.Generator().manual_seed(args.seed)
-    num_epochs = 1 + args.num_steps * args.num_prompts // num_examples
-    epochs = [torch.randperm(num_examples, generator=generator) for _ in range(num_epochs)]
+    num_epochs = 1 + args.num_steps * args.num_prompts // num_problems
+    epochs = [torch.randperm(num_problems, generator=generator) for _ in range(num_epochs)]
     # A batch may hold the end of one epoch and the start of the next.
     return torch.cat(epochs).split(args.num_prompts)
 
@@ -1134,6 +1096,34 @@ def load_model(args, tokenizer):
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
     """
+    # transformers 5.24 warns of names that 5.19 needs, such as past_key_values.
+    warnings.simplefilter("ignore", FutureWarning)
+    name = find_model(args)
+    config = load_config(args, name)
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        auto_class = AutoModelForCausalLM
+    else:  # a model with a vision part, such as Ministral 3; a run doesn't use or train that part
+        auto_class = AutoModelForImageTextToText
+    model, info = auto_class.from_pretrained(
+        name, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"--model {name}: its files have no weights for {missing}")
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    eos_ids = find_eos_ids(model, tokenizer)
+    # Saved with the model, so that other programs end a response as here, and sample as here: from
+    # the whole softmax, even if the model came with a top-k or a repetition penalty.
+    model.generation_config = GenerationConfig(
+        eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
+    )
+    device = find_device(args)
+    return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
+
+
+def find_device(args):
+    """The device of --device, with the settings of a GPU."""
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1141,27 +1131,7 @@ def load_model(args, tokenizer):
         # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
-    name = find_model(args)
-    config = load_config(args, name)
-    # Ministral 3 and others are published with a vision part, which a run neither uses nor trains.
-    is_text_model = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    auto_class = AutoModelForCausalLM if is_text_model else AutoModelForImageTextToText
-    model, info = auto_class.from_pretrained(
-        name, config=config, dtype=torch.float32, output_loading_info=True
-    )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"]))
-        raise ValueError(f"--model {name}: its files have no weights for {missing}")
-    model.to(device)
-    if args.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    eos_ids = find_eos_ids(model, tokenizer)  # a list
-    # They are saved with the model, so that other programs also end a response there. No other
-    # setting for sampling is kept: the policy is trained without top-k and repetition penalty.
-    model.generation_config = GenerationConfig(
-        eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
-    )
-    return model, torch.tensor(eos_ids, dtype=torch.long, device=device)
+    return device
 
 
 def load_config(args, name):
@@ -1184,22 +1154,22 @@ def load_config(args, name):
 
 
 def find_eos_ids(model, tokenizer):
-    """The ids of all tokens that end a response, sorted.
+    """The ids of all tokens that end a response, a sorted list.
 
     These are the EOS tokens of the tokenizer and of the model's generation config, and the token
     with which the chat template ends a turn, if it is an added token. All three may differ.
     """
-    eos_ids = {tokenizer.eos_token_id}
-    model_eos = model.generation_config.eos_token_id
-    eos_ids |= set(model_eos) if isinstance(model_eos, list) else {model_eos}
+    eos_ids = [tokenizer.eos_token_id]  # an id or None
+    model_eos = model.generation_config.eos_token_id  # a list of ids, an id or None
+    eos_ids += model_eos if isinstance(model_eos, list) else [model_eos]
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "answer"}]
-        rendered = fill_template(tokenizer, turns)  # after the answer, it may have "<|im_end|>\n"
-        end_of_turn = rendered.rpartition("answer")[2].strip()
+        text = fill_template(tokenizer, turns)  # ends with "answer<|im_end|>\n", for example
+        end_of_turn = text.rpartition("answer")[2].strip()
         first = tokenizer(end_of_turn, add_special_tokens=False).input_ids[:1]
-        # Ordinary text after an answer, such as a line break, must not end a response.
-        eos_ids |= set(first) & set(tokenizer.added_tokens_decoder)
-    return sorted(eos_ids - {None})
+        # Only if it's an added token: ordinary text after an answer must not end a response.
+        eos_ids += [token for token in first if token in tokenizer.added_tokens_decoder]
+    return sorted(set(eos_ids) - {None})
 
 
 def inference_copy(model):
@@ -1209,19 +1179,28 @@ def inference_copy(model):
     weights, keys and values, and in bf16 they have half as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
-    if model.device.type == "cuda":
-        # Buffers are left alone: the rotary frequencies stay in float32.
-        for parameter in copied.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        # The copied head is bf16 by now, like the embedding whose weight it may share. So it's
-        # replaced by a copy of the original head, in float32, and the hook converts its input.
-        head = copy.deepcopy(model.get_output_embeddings()).requires_grad_(False)
-        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
-        copied.set_output_embeddings(head)
+    if model.device.type != "cuda":
+        return copied
+
+    def float_states(module, inputs, output):
+        output.last_hidden_state = output.last_hidden_state.float()
+        return output
+
+    # The head stays in float32, and so do its inputs. It gets a weight of its own, because many
+    # models use that of the embedding.
+    copied.base_model.get_decoder().register_forward_hook(float_states)
+    head = copied.get_output_embeddings()
+    head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
+    for parameter in copied.base_model.parameters():  # not the buffers, the rotary frequencies
+        parameter.data = parameter.data.to(torch.bfloat16)
     return copied
 
 
 # ==== runs ====
+# A run appends a line to metrics.jsonl for each step, and to samples.jsonl for each prompt.
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
+
 def check_args(args):
     """Raise an error for values that would silently train something else."""
     for name in ("temperature", "clip_eps", "max_grad_norm"):
@@ -1259,61 +1238,77 @@ def name_run(args):
     return Path(args.runs_dir, name)
 
 
-def open_run(args, run_dir):
+def open_run(args, run_dir, problems):
     """Create or reopen the run's folder, and return the open metrics.jsonl and samples.jsonl.
 
-    If the command of a run with a name is repeated, that run goes on from its checkpoint. Without a
-    checkpoint it begins again, with empty log files. With --track, this also starts W&B.
+    If a command with --run-name is repeated, its run goes on from its checkpoint. If it has none
+    yet, it begins again with empty log files. With --track, this also starts W&B.
     """
-    is_repeated = args.run_name is not None and run_dir.exists()
+    run = describe_run(args, problems)
+    is_repeated = args.run_name is not None and (run_dir / "args.json").exists()
     if is_repeated:
-        check_same_run(args, run_dir)
+        check_same_run(args, run_dir, run)
     if args.track:  # before the folder is made: if W&B fails, there is no run yet
-        import wandb  # here, so that only a tracked run needs it
-
-        Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
-        wandb.init(
-            id=run_dir.name,
-            name=run_dir.name,
-            dir=args.runs_dir,
-            config=vars(args),
-            resume="allow" if is_repeated else "never",  # never into another run of the same name
-            reinit="finish_previous",  # a run that failed in the same process may still be open
-        )
-    run_dir.mkdir(parents=True, exist_ok=is_repeated)  # an error if another run has this name
-    # Written again for a repeated command, because --num-steps may have grown.
-    content = vars(args) | {"rewards": [reward.__name__ for reward in REWARDS]}
-    (run_dir / "args.tmp").write_text(json.dumps(content, indent=2))
-    os.replace(run_dir / "args.tmp", run_dir / "args.json")
+        start_wandb(args, run_dir, run, is_repeated)
     if not is_repeated:
-        shutil.copy(SCRIPT, run_dir)
+        # A named folder without args.json is from a command that was killed here: it's used again.
+        run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
+        (run_dir / "utils").mkdir(exist_ok=True)
+        for path in code_files():
+            shutil.copy(path, run_dir / path.relative_to(SCRIPT.parent))
+    # Written again for a repeated command, because --num-steps may have grown.
+    (run_dir / "args.tmp").write_text(json.dumps(run, indent=2))
+    os.replace(run_dir / "args.tmp", run_dir / "args.json")
     mode = "a" if (run_dir / "checkpoint.pt").exists() else "w"
-    names = ("metrics.jsonl", "samples.jsonl")
-    return [open(run_dir / name, mode, buffering=1) for name in names]
+    return [open(run_dir / name, mode, buffering=1) for name in LOGS]
 
 
-def check_same_run(args, run_dir):
-    """Raise an error if the folder's run began with another script or with other flags."""
-    flag = f"--run-name {args.run_name}"
-    copied = run_dir / SCRIPT.name
-    if not copied.exists() or copied.read_bytes() != SCRIPT.read_bytes():
-        raise ValueError(
-            f"{flag}: {run_dir} has no copy of this {SCRIPT.name}, so its run began with another "
-            "script, or with another version of it; choose another name"
-        )
+def code_files():
+    """The files of a run's code: this script and utils."""
+    return [SCRIPT, *sorted((SCRIPT.parent / "utils").glob("*.py"))]
+
+
+def describe_run(args, problems):
+    """The content of args.json: all that makes a run. The code and the data have a digest each."""
+    code = [path.read_text(encoding="utf-8") for path in code_files()]
+    rows = [problem["columns"] for problem in problems]
+    # Of an image or another object, only the type counts.
+    data = json.dumps(rows, default=lambda value: str(type(value)))
+    return vars(args) | {
+        "rewards": [reward.__name__ for reward in REWARDS],
+        "code": hashlib.sha256(repr(code).encode()).hexdigest(),
+        "data": hashlib.sha256(data.encode()).hexdigest(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+    }
+
+
+def check_same_run(args, run_dir, run):
+    """Raise an error if the folder's run began with other flags, code or data."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name"]
+    may_differ = ["runs_dir", "run_name", "versions"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
-    changed = []
-    for name, value in vars(args).items():
-        if name not in may_differ and value != saved.get(name):
-            changed.append("--" + name.replace("_", "-"))
+    changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]
     if changed:
         raise ValueError(
-            f"{flag}: this run began with other values of {', '.join(changed)}; repeat its command "
-            "to go on with it, or choose another name for a new run"
+            f"{run_dir} began with another {', '.join(changed)}; repeat its command to go on with "
+            "it, or choose another --run-name"
         )
+
+
+def start_wandb(args, run_dir, run, is_repeated):
+    """Start the run's log at W&B."""
+    import wandb  # here, so that only a tracked run needs it
+
+    Path(args.runs_dir).mkdir(parents=True, exist_ok=True)
+    wandb.init(
+        id=run_dir.name,
+        name=run_dir.name,
+        dir=args.runs_dir,
+        config=run,
+        resume="allow" if is_repeated else "never",  # never into another run of the same name
+        reinit="finish_previous",  # a run that failed in the same process may still be open
+    )
 
 
 def log_metrics(args, file, metrics):
@@ -1325,22 +1320,24 @@ def log_metrics(args, file, metrics):
         wandb.log(metrics, step=metrics["step"])
 
 
-def show_progress(args, progress, metrics, samples):
-    """Put metrics beside the bar, and about ten times a run print them and the first sample."""
+def show_progress(args, progress, metrics, sample):
+    """Put metrics beside the bar, and about ten times a run print them and a sample."""
     names = {"reward": "reward_mean", "acc": "accuracy", "len": "response_len", "eos": "eos_frac"}
     progress.set_postfix({word: metrics[f"rollout/{name}"] for word, name in names.items()})
     step = metrics["step"]
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
-        prompt, completion = samples["prompt"][-60:], samples["completions"][0]
-        progress.write(f"step {step}: {progress.postfix}")
-        progress.write(f"    {prompt!r} -> {completion!r}, reward {samples['rewards'][0]:.2f}")
+        seconds = metrics["time/rollout_s"] + metrics["time/update_s"]
+        left = seconds * (args.num_steps - step) / 60
+        progress.write(f"step {step}: {progress.postfix}, {seconds:.2g} s, {left:.0f} min left")
+        prompt, completion = sample["prompt"][-60:], sample["completions"][0]
+        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
 
 
 def save_checkpoint(run_dir, trained, state, metrics):
     """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
     content = {name: part.state_dict() for name, part in trained.items()}
     content |= {"state": state, "metrics": metrics}
-    content["log_sizes"] = {path.name: path.stat().st_size for path in run_dir.glob("*.jsonl")}
+    content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}
     torch.save(content, run_dir / "checkpoint.tmp")
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
@@ -1360,6 +1357,6 @@ def load_checkpoint(args, run_dir, trained):
 
 
 if __name__ == "__main__":
-    has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
+    has_model = any(flag.startswith("--model") for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
     main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))

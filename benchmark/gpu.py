@@ -66,7 +66,7 @@ STEPS = {
     "lora": ("grpo_lora", {"micro_batch_tokens": 8192}),
 }
 # This many scripts run at a time. Each needs 3 to 8 GB.
-AT_A_TIME = 6
+AT_A_TIME = 9
 # The settings of `sampler`: graph, columns of a segment, and --sampling-tokens.
 SAMPLING = [(True, segment, 131072) for segment in (128, 64, 256)]
 SAMPLING += [(True, 128, 49152), (False, 128, 131072)]

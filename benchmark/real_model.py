@@ -31,7 +31,7 @@ PAGE = ROOT / "docs" / "real-model.md"
 PICTURES = ROOT / "docs" / "real-model"
 RUNS_DIR = ROOT / "runs" / "real-model"
 
-ON_CPU = "--no-gradient-checkpointing --device cpu"
+ON_CPU = "--no-gradient-checkpointing --micro-batch-tokens 2048 --device cpu"
 # Arithmetic in words. The only reward is 1 if the last number of a response is right.
 REWARD = "REWARDS = [lenient_accuracy_reward]\n"
 ARITHMETIC = (

@@ -49,13 +49,10 @@ def ragged_rollout(seed=0):
         # Pad, BOS and EOS have the same id, so the script can't compute masks from ids.
         ids[0] = ids[-1] = 0
         pairs.append((ids[:P], ids[P:]))
-    prompts = [[0] * (7 - len(prompt)) + prompt for prompt, _ in pairs]
     responses = [response + [0] * (6 - len(response)) for _, response in pairs]
-    prompt_mask = torch.arange(7) >= 7 - torch.tensor([[len(prompt)] for prompt, _ in pairs])
     response_mask = torch.arange(6) < torch.tensor([[len(response)] for _, response in pairs])
     rollout = ppo_rlhf.Rollout(
-        prompt_ids=torch.tensor(prompts),
-        prompt_mask=prompt_mask,
+        prompts=[prompt for prompt, _ in pairs],
         response_ids=torch.tensor(responses),
         response_mask=response_mask,
         sampled_logprobs=torch.zeros(5, 6),
@@ -122,11 +119,13 @@ def test_a_value_network_of_another_family_has_rows_of_its_own(tmp_path, monkeyp
     shape |= dict(linear_num_key_heads=2, linear_num_value_heads=2)
     network = Qwen3_5TextForSequenceClassification(Qwen3_5TextConfig(**shape, num_labels=1))
     network.save_pretrained(judge)
+    alike = [[3, 4, 5]] * 2
+    assert ppo_rlhf.common_tokens(tiny_classifier(), alike) == 2
     values = []
     compute_values = ppo_rlhf.compute_values
 
     def recorded_values(network, rollout):
-        assert not ppo_rlhf.can_share(network)
+        assert ppo_rlhf.common_tokens(network, alike) == 0
         values.append((rollout, compute_values(network, rollout)))
         return values[-1][1]
 
@@ -135,7 +134,7 @@ def test_a_value_network_of_another_family_has_rows_of_its_own(tmp_path, monkeyp
     run(tmp_path, reward_model=str(judge), **given)
     rollout, found = values[0]
     for i, row in enumerate(found.tolist()):
-        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
+        prompt = rollout.prompts[i]
         response = rollout.response_ids[i][rollout.response_mask[i]].tolist()
         expected = plain_outputs(network, (prompt, response))[len(prompt) - 1 : -1]
         assert row[: len(response)] == pytest.approx(expected, abs=1e-5)

@@ -76,11 +76,11 @@ torch.manual_seed(0)
 prompt, response = torch.randint(3, 20, (2, 4, 8))
 prompt[1:, :7] = prompt[0, :7]
 mask, zeros = torch.ones_like(prompt, dtype=torch.bool), torch.zeros(4, 8)
-tensors = [prompt, mask, response, mask, zeros]
+tensors = [response, mask, zeros]
 with torch.no_grad():
-    exact = grpo.compute_logprobs(model, grpo.Rollout(*tensors), 1.0)
+    exact = grpo.compute_logprobs(model, grpo.Rollout(prompt.tolist(), *tensors), 1.0)
     model.cuda()
-    rollout = grpo.Rollout(*[x.cuda() for x in tensors])
+    rollout = grpo.Rollout(prompt.tolist(), *[x.cuda() for x in tensors])
     rounded = grpo.compute_logprobs(model, rollout, 1.0)
 copied = grpo.inference_copy(model)
 assert {{x.dtype for x in copied.get_output_embeddings().parameters()}} == {{torch.float32}}
@@ -117,7 +117,7 @@ for x in trained:
 prompt = torch.randint(3, 20, (4, 8)).cuda()
 mask = torch.ones_like(prompt, dtype=torch.bool)
 ids, counts, sampled = grpo_lora.generate(args, model, prompt, mask, 1, 1.0, torch.tensor([2]).cuda())
-rollout = grpo_lora.Rollout(prompt, mask, ids, counts, sampled)
+rollout = grpo_lora.Rollout(prompt.tolist(), ids, counts, sampled)
 logprobs = grpo_lora.compute_logprobs(model, rollout, 1.0)
 without = grpo_lora.compute_logprobs(ref_model, rollout, 1.0)
 assert logprobs.dtype == torch.float32 and (logprobs - sampled).abs()[counts].mean() < 0.02
@@ -152,7 +152,7 @@ grpo.SEGMENT["cuda"] = 4
 args = grpo.Args(max_prompt_tokens=9, max_new_tokens=10)
 never = torch.tensor([V]).cuda()  # no row ends
 families = ["Llama", "OPT, positions from 2", "Mixtral", "DeepSeek V2", "Mistral, short window"]
-families += ["Cohere 2", "Gemma 2", "Gemma 4", "gpt-oss", "LFM3"]
+families += ["Cohere 2", "Gemma 2", "Gemma 4 as published", "gpt-oss", "LFM3", "Ettin"]
 families += ["Falcon-H1", "Granite 4 H", "Nemotron-H", "Qwen3.5"]
 for family in families:
     with tempfile.TemporaryDirectory() as folder:
@@ -163,9 +163,11 @@ for family in families:
     for sampler, tolerance in ((model, 1e-4), (grpo.inference_copy(model), 0.1)):
         torch.manual_seed(4)
         ids, counts, sampled = grpo.generate(args, sampler, prompt, mask, 2, 1.0, never)
-        prompts = prompt.repeat_interleave(2, 0), mask.repeat_interleave(2, 0)
-        rollout = grpo.Rollout(*prompts, ids, counts, sampled)
-        expected = exact_logprobs(host_model, grpo.Rollout(*[x.cpu() for x in rollout[:5]]))
+        tensors = ids, counts, sampled
+        prompts = [tokens for tokens in PROMPTS[:2] for _ in range(2)]
+        rollout = grpo.Rollout(prompts, *tensors)
+        on_host = grpo.Rollout(prompts, *[x.cpu() for x in tensors])
+        expected = exact_logprobs(host_model, on_host)
         with torch.no_grad():
             trained = grpo.compute_logprobs(model, rollout, 1.0)
         for found, limit in ((sampled, tolerance), (trained, 0.1)):
@@ -218,7 +220,7 @@ for config, script in cases:
     allocated = held() - start - ids.nbytes - mask.nbytes
     for _ in range(2):  # in the second, gradients are there already
         before = held()
-        rollout = script.Rollout(ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:], None)
+        rollout = script.Rollout(ids[:, :1].tolist(), ids[:, 1:], mask[:, 1:], None)
         logprobs = script.compute_logprobs(model, rollout, 1.0)
         logprobs.sum().backward()
         del logprobs

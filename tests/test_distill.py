@@ -32,13 +32,10 @@ ADDER, TEACHER = ROOT / "assets" / "addition" / "adder", ROOT / "assets" / "addi
 def make_rollout(prompts, responses):
     """A rollout of these lists of ids. The tests here don't read its log-probabilities."""
 
-    def padded(rows, side):
-        ids = [torch.tensor(row) for row in rows]
-        mask = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-        return [pad_sequence(x, batch_first=True, padding_side=side) for x in (ids, mask)]
-
-    ids, mask = padded(responses, "right")
-    return distill.Rollout(*padded(prompts, "left"), ids, mask, torch.zeros(ids.shape))
+    ids = [torch.tensor(response) for response in responses]
+    mask = [torch.ones(len(response), dtype=torch.bool) for response in responses]
+    ids, mask = [pad_sequence(rows, batch_first=True) for rows in (ids, mask)]
+    return distill.Rollout(prompts, ids, mask, torch.zeros(ids.shape))
 
 
 def random_logits(seed, *shape):

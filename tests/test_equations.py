@@ -154,25 +154,26 @@ def test_mixed_groups_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("num_right", "max_resample", "num_batches", "kept"),
+    ("num_right", "max_resample", "num_batches", "mixed"),
     [
         # Each number says how many of a group's two responses are right. A batch has two groups.
         ([1, 1, 1, 1], 3, 1, [0, 1]),
         ([0, 1, 1, 1], 3, 2, [1, 2]),  # one more than it needs: the last is dropped
         ([0, 1, 2, 0, 0, 1], 3, 3, [1, 5]),
         ([0, 1, 2, 0, 0, 0, 1, 0], 2, 3, [1]),  # no batch is left to sample
-        ([0, 2, 2, 0, 1, 1], 1, 2, [0, 1]),  # no group is mixed: the first ones
+        ([0, 2, 2, 0, 1, 1], 1, 2, []),  # test_whole_step.py has what main then trains on
         ([0, 1, 1, 1], 0, 1, [1]),
     ],
 )
-def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batches, kept):
-    """It samples batches until two groups are mixed, and trains on the first two."""
+def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batches, mixed):
+    """It samples batches until two groups are mixed. It returns all batches, and which groups are mixed."""
 
     def sample(args, model, batch, G, temperature, eos_ids):
-        ids = torch.tensor([x for x in batch for _ in range(G)])[:, None]
-        # Each batch has longer prompts than the last one, so that the prompts have to be padded.
-        prompts = ids.expand(-1, 1 + batch[0])
-        return dapo.Rollout(prompts, prompts >= 0, ids, ids >= 0, ids.double())
+        of_each = [x for x in batch for _ in range(G)]
+        ids = torch.tensor(of_each)[:, None]
+        # Each batch has longer prompts than the last one.
+        prompts = [[x] * (1 + batch[0]) for x in of_each]
+        return dapo.Rollout(prompts, ids, ids % 3 > 0, ids.double() / 2)
 
     def rewards(completions, batch, device):
         values = [float(j < num_right[x]) for x in batch for j in range(2)]
@@ -188,14 +189,16 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
     data = list(range(len(num_right)))
     batches, model = torch.tensor(data).split(2), SimpleNamespace(device="cpu")
     found = dapo.sample_mixed_groups(args, model, None, data, batches, None)
-    assert found.examples == data[: 2 * num_batches]
-    assert found.kept.tolist() == [2 * k + j for k in kept for j in range(2)]
-    of_each = [k for k in found.examples for _ in range(2)]
+    assert found.problems == data[: 2 * num_batches]
+    assert found.mixed.tolist() == mixed
+    of_each = [k for k in found.problems for _ in range(2)]
+    assert found.rollout.prompts == [[k] * (1 + k - k % 2) for k in of_each]
     assert found.rollout.response_ids[:, 0].tolist() == of_each
-    assert found.rollout.prompt_ids[:, -1].tolist() == of_each
-    assert found.rollout.prompt_mask.sum(1).tolist() == [1 + k - k % 2 for k in of_each]
+    assert found.rollout.response_mask[:, 0].tolist() == [k % 3 > 0 for k in of_each]
+    assert found.rollout.sampled_logprobs[:, 0].tolist() == [k / 2 for k in of_each]
     assert found.completions == ["x"] * len(of_each)
-    expected = rewards(None, found.examples, "cpu")["accuracy_reward"]
+    expected = rewards(None, found.problems, "cpu")["accuracy_reward"]
+    assert found.scores.keys() == {"accuracy_reward"}
     assert torch.equal(found.scores["accuracy_reward"], expected)
 
 
@@ -227,19 +230,25 @@ def test_overlong_penalty_by_hand():
         # Between 1.2 and 1.28 a token of dapo.py still learns. Both have the lower bound 0.8.
         (1.25, 2.0, (-2.4, 0.0), (-2.5, -2.5)),
         (0.75, -2.0, (1.6, 0.0), (1.6, 0.0)),
+        (1.25, -2.0, (2.5, 2.5), (2.5, 2.5)),
+        (0.75, 2.0, (-1.5, -1.5), (-1.5, -1.5)),
         # just inside
         (1.2 - 1e-9, 2.0, (-2.4, -2.4), (-2.4, -2.4)),
+        (0.8 + 1e-9, -2.0, (1.6, 1.6), (1.6, 1.6)),
     ],
 )
 def test_clipping_by_hand(ratio, advantage, symmetric, clip_higher):
+    """The clip fractions count the tokens without a gradient: those at which the clip acts."""
     bounds = {grpo: 1.2, dr_grpo: 1.2, ppo_rlhf: 1.2, dapo: 1.28, vapo: 1.28}
     for script, bound in bounds.items():
         args = make_args(script, max_new_tokens=1)
         loss, gradient, stats = token_loss(script, args, ratio, advantage)
         expected = symmetric if bound == 1.2 else clip_higher
         assert (loss, gradient) == pytest.approx(expected, abs=1e-7)
-        assert stats["policy/clip_frac_high"] == (ratio > bound)
-        assert stats["policy/clip_frac_low"] == (ratio < 0.8)
+        is_clipped = expected[1] == 0.0
+        assert stats["policy/clip_frac"] == is_clipped
+        assert stats["policy/clip_frac_high"] == (is_clipped and ratio > 1)
+        assert stats["policy/clip_frac_low"] == (is_clipped and ratio < 1)
 
 
 @pytest.mark.parametrize(
@@ -280,30 +289,34 @@ def test_reinforce_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "advantage", "loss", "gradient"),
+    ("ratios", "low", "high", "advantage", "loss", "gradient", "clipped"),
     [
-        # The two tokens have ratios 1.2 and 0.9, so s = sqrt(1.08) = 1.03923. Each token's gradient
-        # is -s A / 2.
-        (0.1, 0.1, 2.0, -2 * 1.08**0.5, -(1.08**0.5)),
-        (0.1, 0.1, -2.0, 2 * 1.08**0.5, 1.08**0.5),
+        # s = sqrt(1.2 * 0.9) = sqrt(1.08) = 1.03923. Each token's gradient is -s A / 2.
+        ((1.2, 0.9), 0.1, 0.1, 2.0, -2 * 1.08**0.5, -(1.08**0.5), None),
+        ((1.2, 0.9), 0.1, 0.1, -2.0, 2 * 1.08**0.5, 1.08**0.5, None),
         # The ratio is above the clip range, so the gradient is 0.
-        (0.1, 0.02, 2.0, -2 * 1.02, 0.0),
+        ((1.2, 0.9), 0.1, 0.02, 2.0, -2 * 1.02, 0.0, "high"),
         # With a negative advantage only the lower bound clips.
-        (0.1, 0.02, -2.0, 2 * 1.08**0.5, 1.08**0.5),
+        ((1.2, 0.9), 0.1, 0.02, -2.0, 2 * 1.08**0.5, 1.08**0.5, None),
+        # s = sqrt(0.8 * 1.1) = sqrt(0.88) = 0.93808, below the clip range, and then inside of it.
+        ((0.8, 1.1), 0.05, 0.1, -2.0, 2 * 0.95, 0.0, "low"),
+        ((0.8, 1.1), 0.05, 0.1, 2.0, -2 * 0.88**0.5, -(0.88**0.5), None),
+        ((0.8, 1.1), 0.07, 0.1, -2.0, 2 * 0.88**0.5, 0.88**0.5, None),
     ],
 )
-def test_gspo_by_hand(low, high, advantage, loss, gradient):
+def test_gspo_by_hand(ratios, low, high, advantage, loss, gradient, clipped):
     old = double([[-1.0, -2.0, 5.0]])
-    logprobs = (old + double([[1.2, 0.9, 1.0]]).log()).requires_grad_()
+    logprobs = (old + double([[*ratios, 1.0]]).log()).requires_grad_()
     mask = torch.tensor([[True, True, False]])
     args = make_args(gspo, clip_eps_low=low, clip_eps_high=high)
     value, stats = loss_of(gspo, args, logprobs, old, None, double([[advantage]]), mask, 1, 2)
     (slope,) = torch.autograd.grad(value, logprobs)
     assert value.item() == pytest.approx(loss, abs=1e-12)
     assert slope.tolist()[0] == pytest.approx([gradient, gradient, 0.0], abs=1e-12)
-    # There is one sequence, so clip_frac is 1 or 0.
-    assert stats["policy/clip_frac"] == stats["policy/clip_frac_high"] == (high < 0.039)
-    assert stats["policy/clip_frac_low"] == 0
+    # There is one sequence, so the fractions are 1 or 0.
+    assert stats["policy/clip_frac"] == (clipped is not None)
+    assert stats["policy/clip_frac_high"] == (clipped == "high")
+    assert stats["policy/clip_frac_low"] == (clipped == "low")
 
 
 @pytest.mark.parametrize(
@@ -331,7 +344,13 @@ def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
         expected = (weight * loss, weight * gradient)
         assert (value.item(), slope.item()) == pytest.approx(expected, abs=1e-12)
         # Whatever its weight, the token counts.
-        assert stats["policy/dual_clip_frac"] == (advantage < 0 and ratio > dual_clip)
+        is_dual_clipped = advantage < 0 and ratio > dual_clip
+        assert stats["policy/dual_clip_frac"] == is_dual_clipped
+        # The dual clip isn't one of the clip fractions.
+        is_clipped = gradient == 0.0 and not is_dual_clipped
+        assert stats["policy/clip_frac"] == is_clipped
+        assert stats["policy/clip_frac_high"] == (is_clipped and ratio > 1)
+        assert stats["policy/clip_frac_low"] == (is_clipped and ratio < 1)
 
 
 def test_sampler_weights_by_hand():
@@ -479,21 +498,31 @@ def test_slices_add_up_to_the_minibatch(script):
 
 @pytest.mark.scripts(*LOSSES)
 def test_stats_are_sums_over_tokens_that_count(script):
-    logprobs = double([[0.5, -0.5, 0.1, 9.0], [-0.1, 0.05, 7.0, 9.0]])
-    mask = torch.tensor([[True, True, True, False], [True, True, False, False]])
-    old, ones = torch.zeros_like(logprobs), torch.ones(2, 1)
-    _, stats = loss_of(script, make_args(script), logprobs, old, None, ones, mask, 2, 5)
-    # exp(0.5) is above 1.2 and exp(-0.5) is below 0.8. In gspo.py the first sequence's ratio is above
-    # the range and the second sequence's ratio is below the range.
-    assert stats["policy/clip_frac_high"] == 1
-    assert stats["policy/clip_frac_low"] == 1
-    logratios = ratio_logs = [0.5, -0.5, 0.1, -0.1, 0.05]
+    logprobs = double([[0.5, -0.5, 0.1, 0.4, 9.0], [-0.5, 0.5, -0.4, -9.0, 9.0]])
+    mask = torch.tensor([[True] * 4 + [False], [True] * 3 + [False] * 2])
+    old = torch.zeros_like(logprobs)
+    # exp(0.5) and exp(0.4) are above 1.28, and exp(-0.5) and exp(-0.4) below 0.8. So the first sequence has two tokens
+    # above the range and one below it, and the second one has one and two. The clip acts above the range if the
+    # advantage is positive, and below it if the advantage is negative. In gspo.py the first sequence's ratio is above
+    # the range, and the second one's below it.
+    of_tokens = {(1.0, -1.0): (2, 2), (-1.0, 1.0): (1, 1), (1.0, 1.0): (3, 0), (-1.0, -1.0): (0, 3)}
+    of_seqs = {(1.0, -1.0): (1, 1), (-1.0, 1.0): (0, 0), (1.0, 1.0): (1, 0), (-1.0, -1.0): (0, 1)}
+    for signs, expected in (of_seqs if script is gspo else of_tokens).items():
+        advantages = double([[sign] for sign in signs])
+        given = logprobs, old, None, advantages, mask, 2, 7
+        _, stats = loss_of(script, make_args(script), *given)
+        found = stats["policy/clip_frac_high"], stats["policy/clip_frac_low"]
+        assert found == expected and stats["policy/clip_frac"] == sum(expected)
+    _, stats = loss_of(script, make_args(script), logprobs, old, None, 0 * advantages, mask, 2, 7)
+    for name in ("clip_frac", "clip_frac_high", "clip_frac_low"):
+        assert stats[f"policy/{name}"] == 0
+    logratios = ratio_logs = [0.5, -0.5, 0.1, 0.4, -0.5, 0.5, -0.4]
     if script is gspo:
-        ratio_logs = [0.1 / 3] * 3 + [-0.05 / 2] * 2
+        ratio_logs = [0.5 / 4] * 4 + [-0.4 / 3] * 3
     approx_kl = 0.5 * sum(x**2 for x in logratios)
     assert stats["policy/approx_kl"].item() == pytest.approx(approx_kl)
     assert stats["policy/ratio_mean"].item() == pytest.approx(sum(map(math.exp, ratio_logs)))
-    assert stats["policy/entropy"].item() == pytest.approx(-0.05)
+    assert stats["policy/entropy"].item() == pytest.approx(-0.1)
 
 
 def of_a_full_group(script, advantages, logprobs, old, **fields):
@@ -540,6 +569,21 @@ def test_minibatches_are_even_shares_of_what_was_sampled(script, count, sizes):
     shares = list(script.minibatches(make_args(script, num_minibatches=count), 7))
     assert [len(share) for share in shares] == sizes
     assert sorted(torch.cat(shares).tolist()) == list(range(7))
+
+
+@pytest.mark.scripts("grpo", "grpo_tools")
+def test_select_by_hand(script):
+    """A rollout's select takes a list or a tensor of indices, in any order, and selects from each field."""
+    tensors = torch.arange(3 * 2).view(3, 2)
+    names = [name for name in script.Rollout._fields if name != "prompts"]
+    fields = {name: tensors + 10 * k for k, name in enumerate(names)}
+    rollout = script.Rollout(prompts=[[5], [6, 7], [8]], **fields)
+    for indices in ([2, 0], torch.tensor([2, 0])):
+        selected = rollout.select(indices)
+        assert selected.prompts == [[8], [5]]
+        for k, name in enumerate(names):
+            expected = [[10 * k + 4, 10 * k + 5], [10 * k, 10 * k + 1]]
+            assert getattr(selected, name).tolist() == expected, name
 
 
 # ---- the rewards, advantages and values of tokens: ppo_rlhf.py and vapo.py
@@ -651,10 +695,10 @@ def test_adaptive_lambda_by_hand():
     ],
 )
 def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
-    """The second slot of the minibatch of four tokens is masked and holds garbage."""
-    values = double([[value, NAN]]).requires_grad_()
+    """The minibatch has four tokens. The second slot here is masked, and its numbers don't count."""
+    values = double([[value, 9.0]]).requires_grad_()
     mask, args = torch.tensor([[True, False]]), ppo_rlhf.Args(value_clip_eps=0.2)
-    given = double([[old, INF]]), double([[target, -INF]]), mask, 4
+    given = double([[old, 7.0]]), double([[target, -5.0]]), mask, 4
     result, stats = ppo_rlhf.value_loss(args, values, *given)
     (slope,) = torch.autograd.grad(result, values)
     assert result.item() == pytest.approx(loss / 4)

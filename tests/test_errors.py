@@ -1,11 +1,13 @@
 """Wrong flags, models, data, rewards and folders of runs: each ends in an error that says why, and no run is lost.
 
 The last line of the traceback has the words of the table. It may be the script's, a library's or Python's. Also:
-unreadable gold answers are skipped and counted, a checkpoint runs no code, and --help shows the values in use.
+unreadable gold answers are skipped and counted, a run goes on only with its own flags, code and data, a checkpoint runs
+no code, and --help shows the values in use.
 """
 
 import dataclasses
 import json
+import os
 import pickle
 import re
 import runpy
@@ -17,6 +19,7 @@ import torch
 import transformers
 from conftest import ROOT, SMALL_MODEL, skip_without_engine, small_recipe
 from safetensors.torch import load_file, save_file
+from test_runs import FORK, ended, write_to
 
 import grpo
 
@@ -228,23 +231,48 @@ def one_in_a_list(completions, **columns):
     return [1.0]
 
 
+def one_too_many(completions, **columns):
+    return [1.0] * (len(completions) + 1)
+
+
 def words(completions, **columns):
     return ["good"] * len(completions)
 
 
+def none_at_the_end(completions, **columns):
+    return [1.0] * (len(completions) - 1) + [None]
+
+
+def nan_at_the_end(completions, **columns):
+    return [1.0] * (len(completions) - 1) + [float("nan")]
+
+
+def infinite_at_first(completions, **columns):
+    return [-float("inf")] + [1.0] * (len(completions) - 1)
+
+
+NUMBERS = "must return a number for each completion:"
+
+
 @pytest.mark.parametrize(
-    "reward, line",
+    "reward, kind, line",
     [
-        (too_few, "too_few returned [13] scores for [24] completions"),
-        (one_in_a_list, "one_in_a_list returned 1 scores"),
-        (words, "could not convert string to float"),
+        (too_few, ValueError, rf"too_few {NUMBERS} \[1.0\]"),
+        (one_in_a_list, ValueError, rf"one_in_a_list {NUMBERS} \[1.0\]"),
+        (one_too_many, ValueError, rf"one_too_many {NUMBERS} \[1.0, 1.0, 1.0\]"),
+        (nan_at_the_end, ValueError, rf"nan_at_the_end {NUMBERS} \[1.0, nan\]"),
+        (infinite_at_first, ValueError, rf"infinite_at_first {NUMBERS} \[-inf, 1.0\]"),
+        (words, ValueError, "could not convert string to float"),
+        (none_at_the_end, TypeError, "float.*NoneType"),
     ],
 )
-def test_wrong_reward(tmp_path, monkeypatch, reward, line):
-    """A score that isn't one number per completion must not be broadcast."""
+def test_wrong_reward(tmp_path, monkeypatch, reward, kind, line):
+    """A score that isn't one number per completion must not be broadcast. One NaN would make a whole group NaN."""
     monkeypatch.setattr(grpo, "REWARDS", [grpo.accuracy_reward, reward])
-    with pytest.raises(ValueError, match=line):
+    with pytest.raises(kind, match=line):
         grpo.main(tiny_args(grpo, tmp_path))
+    metrics = (tmp_path / "runs").glob("*/metrics.jsonl")
+    assert [path.read_text() for path in metrics] == [""]
 
 
 # ---- data
@@ -256,25 +284,24 @@ def test_gold_answers_that_are_no_numbers_are_skipped_and_counted(tmp_path, caps
     args = tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data.jsonl"), max_prompt_tokens=20)
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
     train, test = grpo.load_data(args, tokenizer)
-    found = {example["answer"] for example in train + test}
+    found = {problem["columns"]["answer"] for problem in train + test}
     assert found == {"4", "1.5", "#### 7", "10,000"}
-    line = "0 longer than --max-prompt-tokens, 15 without a readable answer"
+    line = "train data: 12 problems, 15 skipped: without a readable answer\n"
     assert line in capsys.readouterr().out
 
 
-def test_no_problem_is_left(tmp_path):
-    """The error has the counts."""
+def test_no_problem_is_left(tmp_path, capsys):
+    """The error has the counts, and the line before it names the split."""
     for split in ("train", "test"):
         folder = tmp_path / split
         folder.mkdir()
         for name in ("train", "test"):
             row = {"question": "2+2=", "answer": "four" if name == split else "4"}
             (folder / f"{name}.jsonl").write_text(json.dumps(row) * 3)
-        line = (
-            f"--dataset {folder}: {split} data: 0 problems; skipped: .* 3 without a readable answer"
-        )
-        with pytest.raises(ValueError, match=line):
+        counts = ", 3 skipped: without a readable answer"
+        with pytest.raises(ValueError, match=f"--dataset {folder}: no problem is left{counts}$"):
             grpo.main(tiny_args(grpo, tmp_path, dataset=str(folder)))
+        assert capsys.readouterr().out.endswith(f"{split} data: 0 problems{counts}\n")
     assert not (tmp_path / "runs").exists()
 
 
@@ -292,7 +319,7 @@ def test_two_runs_of_the_same_second(tmp_path, monkeypatch):
     args = tiny_args(grpo, tmp_path)
     folder = grpo.name_run(args)
     assert folder == tmp_path / "runs" / "grpo__small__1__now"
-    grpo.open_run(args, folder)
+    grpo.open_run(args, folder, [])
     before = contents(tmp_path)
     with pytest.raises(FileExistsError):
         grpo.main(args)
@@ -307,25 +334,28 @@ def test_a_run_refuses_other_flags(finished, tmp_path, has_checkpoint):
         (run / "checkpoint.pt").unlink()
     before = contents(tmp_path)
     args = tiny_args(grpo, tmp_path, run_name="a", num_steps=9, track=True, beta=0.0)
-    line = "--run-name a: this run began with other values of --track, --num-steps, --beta; repeat"
-    with pytest.raises(ValueError, match=line):
+    line = f"{run} began with another track, num_steps, beta; repeat its command to go on with it"
+    with pytest.raises(ValueError, match=f"{line}, or choose another --run-name"):
         grpo.main(args)
     assert contents(tmp_path) == before
 
 
-def test_every_flag_is_compared(tmp_path):
-    """Only a run's folder may change: --runs-dir and --run-name."""
+def test_everything_is_compared(tmp_path):
+    """All flags, rewards, code and data. Only a run's folder and the versions may change."""
     args = tiny_args(grpo, tmp_path, run_name="a")
-    shutil.copy(grpo.SCRIPT, tmp_path)
-    fields = [name for name in vars(args) if name not in ("runs_dir", "run_name")]
-    for changed in (fields[:1], fields[1:4], fields[::2], fields):
-        saved = {name: "another" if name in changed else x for name, x in vars(args).items()}
-        saved |= dict(runs_dir="elsewhere", run_name=None)
+    run = grpo.describe_run(args, [])
+    assert run.keys() == vars(args).keys() | {"rewards", "code", "data", "versions"}
+    names = [name for name in run if name not in ("runs_dir", "run_name", "versions")]
+    for changed in (names[:1], names[1:4], names[::2], ["rewards"], ["code", "data"], names):
+        saved = {name: "another" if name in changed else x for name, x in run.items()}
+        saved |= dict(runs_dir="elsewhere", run_name=None, versions="others")
         (tmp_path / "args.json").write_text(json.dumps(saved))
         with pytest.raises(ValueError) as caught:
-            grpo.check_same_run(args, tmp_path)
-        flags = [f"--{name.replace('_', '-')}" for name in changed]
-        assert re.findall(r"--[\w-]+", str(caught.value)) == ["--run-name", *flags]
+            grpo.check_same_run(args, tmp_path, run)
+        (found,) = re.findall(r" began with another (.*); repeat its command", str(caught.value))
+        assert found.split(", ") == changed
+    (tmp_path / "args.json").write_text(json.dumps(run | {"versions": "others"}))
+    grpo.check_same_run(args, tmp_path, run)
 
 
 def test_a_run_without_a_name_goes_on_under_the_name_of_its_folder(tmp_path, capsys):
@@ -339,22 +369,129 @@ def test_a_run_without_a_name_goes_on_under_the_name_of_its_folder(tmp_path, cap
     assert contents(folder) == before | {folder / "args.json": json.dumps(flags, indent=2).encode()}
 
 
-def test_a_run_of_another_script_is_refused(tmp_path):
-    """Its checkpoint has other parts, or was trained by another loss, other rewards or other examples."""
+def refused(args, run, changed):
+    """The run's command ends in the error that names what has changed, and all files stay as they are."""
+    before = contents(run)
+    line = f"{run} began with another {changed}; repeat its command to go on with it"
+    with pytest.raises(ValueError, match=line):
+        grpo.main(args)
+    assert contents(run) == before
+
+
+# What to change in a file of the code, and what is refused then. A comment may not matter, but nobody can tell.
+CHANGES = {
+    "the strict reward": ("utils/rewards.py", "number == gold)", "number != gold)"),
+    "a file that no reward reads": ("utils/masking.py", "import torch", "import torch  # so"),
+    "the loss": ("grpo.py", "token_loss = -surrogate", "token_loss = surrogate"),
+    "an example": ("grpo.py", "Tom has 12 apples", "Tom has 13 apples"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_run_of_other_code_is_refused(finished, tmp_path, monkeypatch, change):
+    """Of the script or of utils: the run began with another loss, other rewards or other examples."""
+    run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
+    code = tmp_path / "code"
+    for path in grpo.code_files():
+        (code / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, code / path.relative_to(ROOT))
+    monkeypatch.setattr(grpo, "SCRIPT", code / "grpo.py")
     args = tiny_args(grpo, tmp_path, run_name="a")
+    grpo.main(args)  # the same code in another folder
+    name, old, new = CHANGES[change]
+    text = (code / name).read_text(encoding="utf-8")
+    assert old in text
+    (code / name).write_text(text.replace(old, new), encoding="utf-8")
+    refused(args, run, "code")
+    # The rewards of a script have names, too.
+    monkeypatch.setattr(grpo, "REWARDS", [grpo.lenient_accuracy_reward])
+    refused(args, run, "rewards, code")
+
+
+def test_a_run_of_another_script_is_refused(tmp_path):
+    """Its checkpoint has other parts, or was trained by another loss."""
+    script = __import__("dr_grpo")
+    script.main(tiny_args(script, tmp_path, run_name="a", num_steps=1))
     run = tmp_path / "runs" / "a"
-    run.mkdir(parents=True)
-    (run / "args.json").write_text(json.dumps(vars(args)))
-    (run / "another.py").touch()
-    text = grpo.SCRIPT.read_text(encoding="utf-8")
-    edited = re.sub(r"^REWARDS = .*", "REWARDS = [lenient_accuracy_reward]", text, flags=re.M)
-    assert edited != text
-    for _ in range(2):
-        before = contents(run)
-        with pytest.raises(ValueError, match="--run-name a: .* has no copy of this grpo.py"):
-            grpo.main(args)
-        assert contents(run) == before
-        (run / "grpo.py").write_text(edited, encoding="utf-8")
+    args = tiny_args(grpo, tmp_path, run_name="a", num_steps=1, beta=script.BUNDLED.beta)
+    refused(args, run, "code")
+
+
+@pytest.mark.parametrize(
+    "split, column", [("train", "answer"), ("train", "level"), ("test", "level")]
+)
+def test_a_run_of_other_data_is_refused(tmp_path, split, column):
+    """Also if the change is in a row that no step has drawn yet, or in a column that only rewards read."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, digit in (("train", 1), ("test", 2)):
+        rows = [{"question": f"{i}+{digit}=", "answer": i, "level": 1} for i in range(9)]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = tiny_args(grpo, tmp_path, run_name="a", dataset=str(data), eval_size=9)
+    grpo.main(args)
+    path = data / f"{split}.jsonl"
+    *rows, last = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*rows, json.dumps(json.loads(last) | {column: 3})]))
+    refused(args, tmp_path / "runs" / "a", "data")
+
+
+def test_a_template_that_writes_the_time(tmp_path, capsys):
+    """Such a run goes on, although its prompts differ from those with which it began."""
+    model = shutil.copytree(SMALL_MODEL, tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    now = "{{ strftime_now('%S.%f') }}"
+    tokenizer.chat_template = now + "{% for m in messages %}:{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(model)
+    given = dict(model=str(model), run_name="a", lr_schedule="constant_with_warmup")
+    prompts = []
+    for num_steps in (2, 3):
+        grpo.main(tiny_args(grpo, tmp_path, **given, num_steps=num_steps))
+        (line,) = re.findall(r"^first prompt: .*$", capsys.readouterr().out, re.MULTILINE)
+        prompts.append(line)
+    assert prompts[0] != prompts[1]
+    metrics = (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("left", [[], ["utils/rewards.py", "grpo.py", "args.tmp"]])
+def test_a_folder_without_flags_is_used_again(finished, tmp_path, left):
+    """A command that was killed at its start leaves such a folder. The copies in it may be cut."""
+    run = tmp_path / "runs" / "a"
+    (run / "utils").mkdir(parents=True)
+    for name in left:
+        (run / name).write_text("cut")
+    grpo.main(tiny_args(grpo, tmp_path, run_name="a"))
+    expected = finished / "runs" / "a"
+    names = {path.relative_to(expected) for path in contents(expected)}
+    assert {path.relative_to(run) for path in contents(run)} == names
+    for name in ("grpo.py", "utils/rewards.py", "samples.jsonl"):
+        assert (run / name).read_bytes() == (expected / name).read_bytes()
+
+
+def run_own_copy(run, flags, log):
+    """The body of a forked process: the run's own copy of the script, as `python runs/a/grpo.py FLAGS` starts it."""
+    write_to(os.open(log, os.O_WRONLY | os.O_CREAT))
+    for name in [x for x in sys.modules if x.split(".")[0] in ("grpo", "utils")]:
+        del sys.modules[name]
+    sys.path = [str(run), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    sys.argv = [str(run / "grpo.py"), *flags]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    assert sys.modules["utils.rewards"].__file__ == str(run / "utils" / "rewards.py")
+
+
+def test_the_own_copy_of_a_run_goes_on_with_it(finished, tmp_path):
+    """The copy has all that it needs but model and data, and counts as the same code."""
+    run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
+    flags = []
+    for name, value in vars(tiny_args(grpo, tmp_path, run_name="a")).items():
+        flag = name.replace("_", "-")
+        is_switch = isinstance(value, bool)
+        flags += [f"--{'' if value else 'no-'}{flag}"] if is_switch else [f"--{flag}", str(value)]
+    log = tmp_path / "log"
+    process = FORK.Process(target=run_own_copy, args=(run, flags, str(log)), daemon=True)
+    process.start()
+    assert ended(process) == 0, log.read_text()
+    assert f"{run} goes on after 2 of 2 steps" in log.read_text()
 
 
 @pytest.mark.parametrize("content", [b"", b"PK"], ids=["empty", "cut"])

@@ -89,8 +89,8 @@ def test_the_problems_of_the_example(tmp_path, monkeypatch):
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     train, test = grpo.load_data(args, tokenizer)
     assert [len(train), len(test)] == [72, 8]
-    for example in train + test:
-        assert eval(example["prompt"].removesuffix("=")) == int(example["answer"])
+    for problem in train + test:
+        assert eval(problem["prompt"].removesuffix("=")) == int(problem["columns"]["answer"])
 
 
 def test_the_entropy_bonus(monkeypatch):
@@ -136,7 +136,7 @@ def test_the_judge_behind_http(monkeypatch):
     judged.JUDGE = f"http://localhost:{server.server_port}/grade"
     judged.time = types.SimpleNamespace(sleep=lambda seconds: None)
     columns = [{"question": name, "answer": "1"} for name in "pq"]
-    batch = [{"prompt": "", "answer": "1", "columns": row} for row in columns]
+    batch = [{"prompt": "", "columns": row} for row in columns]
     assert judged.apply_rewards(["a", "b"], batch, "cpu")["judge_reward"].tolist() == [0.25, 0.5]
     assert calls == {"a": 1, "b": 2}
     server.shutdown()
@@ -173,7 +173,7 @@ def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
         monkeypatch, tmp_path, grpo_with(BLOCKS[name]), rows, **given
     )
     out = capsys.readouterr().out
-    assert "18 problems; skipped: 0 longer than --max-prompt-tokens, 0 without" in out
+    assert "train data: 18 problems\n" in out
     for record in (metrics[0], metrics[-1]):
         means = [record[f"eval/{reward.__name__}"] for reward in script.REWARDS]
         assert record["eval/reward_mean"] == pytest.approx(sum(means))
@@ -218,7 +218,7 @@ def test_the_run_on_math(monkeypatch, tmp_path, capsys):
     given = dict(question_column="problem", answer_column="solution")
     run_copy(monkeypatch, tmp_path, grpo_with(block), rows, **given)
     out = capsys.readouterr().out
-    assert "train data: 18 problems; skipped: 0 longer than --max-prompt-tokens, 18 without" in out
+    assert "train data: 18 problems, 18 skipped: without a readable solution\n" in out
     assert r"\\frac{\\sqrt{2}}{2}" in out
 
 

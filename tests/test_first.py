@@ -73,7 +73,8 @@ def test_a_sampled_batch_has_the_gradient_of_grpo(first):
 
     args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
     is_response = response_mask.bool()
-    rollout = grpo.Rollout(ids[:, :P], mask[:, :P].bool(), ids[:, P:], is_response, None)
+    prompts = grpo.unpadded(ids[:, :P], mask[:, :P].bool())
+    rollout = grpo.Rollout(prompts, ids[:, P:], is_response, None)
     expected_logprobs = grpo.compute_logprobs(model, rollout, temperature)
     logprobs = first.compute_logprobs(model, ids, mask, response_mask)
     torch.testing.assert_close(

@@ -24,9 +24,9 @@ def test_beyond_its_window_gemma_samples_and_trains_what_a_plain_forward_compute
     assert model.config.sliding_window == 512
     ids = tokenizer((ROOT / "docs" / "train.md").read_text(encoding="utf-8")).input_ids
     # The window of the first prompt ends within the prompt. That of the second one ends within the response.
-    examples = [{"prompt_ids": ids[:560]}, {"prompt_ids": ids[:500]}]
+    problems = [{"prompt_ids": ids[:560]}, {"prompt_ids": ids[:500]}]
     torch.manual_seed(1)
-    rollout = grpo.sample_responses(args, model, examples, 1, 1.0, eos_ids)
+    rollout = grpo.sample_responses(args, model, problems, 1, 1.0, eos_ids)
     assert rollout.response_mask.sum() > 40
     with torch.no_grad():
         recomputed = grpo.compute_logprobs(model, rollout, 1.0)
@@ -36,7 +36,7 @@ def test_beyond_its_window_gemma_samples_and_trains_what_a_plain_forward_compute
         model.config.sliding_window = window
         model.set_attn_implementation("eager")
         for i in range(2):
-            prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
+            prompt = torch.tensor(rollout.prompts[i])
             response = rollout.response_ids[i][rollout.response_mask[i]]
             text = torch.cat([prompt, response])[None]
             logits = model(text, use_cache=False, logits_to_keep=len(response) + 1).logits[0, :-1]

@@ -168,10 +168,10 @@ def respond(policy, tokenizer, prompts, num_samples=1, **given):
     """Greedy responses of the policy: the rollout, the tool's answers, and the texts."""
     sizes = dict(max_new_tokens=40, max_prompt_tokens=64, sampling_tokens=49152)
     args = grpo_tools.Args(**sizes | given)
-    examples = [{"prompt_ids": prompt} for prompt in prompts]
+    problems = [{"prompt_ids": prompt} for prompt in prompts]
     eos_ids = torch.tensor([policy.eos])
     rollout, answers = grpo_tools.sample_responses(
-        args, policy, tokenizer, examples, num_samples, 0.0, eos_ids
+        args, policy, tokenizer, problems, num_samples, 0.0, eos_ids
     )
     return rollout, answers, grpo_tools.response_texts(tokenizer, rollout, eos_ids)
 
@@ -314,7 +314,7 @@ def test_responses_of_a_batch_are_separate(segment, tokenizer, policy, monkeypat
         )
         for i in range(6):
             assert_response(policy, rollout, i, *responses[i // 2])
-            assert rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist() == prompts[i // 2]
+            assert rollout.prompts[i] == prompts[i // 2]
         assert answers == [["=2"], ["=2"], [], [], ["=2", "=4.5"], ["=2", "=4.5"]]
         assert completions == [text for text in expected for _ in range(2)]
         if sampling_tokens == 1:
@@ -342,13 +342,12 @@ def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch, token
     """The policy has ended one of two responses. In the other one, only the tool has written an EOS token."""
     ids = torch.tensor([[5, EOS], [5, EOS]])  # (N, R)
     policy_mask = torch.tensor([[True, True], [True, False]])  # (N, R)
-    nothing = torch.zeros(2, 1)
-    rollout = grpo_tools.Rollout(nothing, nothing, ids, policy_mask, ids > 0, nothing)
+    rollout = grpo_tools.Rollout([[3], [3]], ids, policy_mask, ids > 0, torch.zeros(2, 2))
     sampled = rollout, [[], []]
     monkeypatch.setattr(grpo_tools, "sample_responses", lambda *args, **given: sampled)
-    examples = [{"prompt": "8+77=", "answer": "85", "columns": {"answer": "85"}}] * 2
+    problems = [{"prompt": "8+77=", "columns": {"answer": "85"}}] * 2
     model = SimpleNamespace(device="cpu")
-    found = grpo_tools.evaluate(grpo_tools.Args(), model, tokenizer, examples, EOS_IDS)
+    found = grpo_tools.evaluate(grpo_tools.Args(), model, tokenizer, problems, EOS_IDS)
     assert found["eval/eos_frac"] == 0.5 and found["eval/response_len"] == 1.5
     assert grpo_tools.response_texts(tokenizer, rollout, EOS_IDS) == ["<answer>", "<answer></s>"]
 
@@ -452,11 +451,11 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     model = in_float64(random_model(small_config(family, vocab_size=len(tokenizer))))
     args = grpo_tools.Args(max_new_tokens=40, max_calls=3, temperature=0.8)
     prompts = [encode(tokenizer, text) for text in ("1+1=", "2", "47+38=", "</s>5")]
-    examples = [{"prompt_ids": prompt} for prompt in prompts]
+    problems = [{"prompt_ids": prompt} for prompt in prompts]
     eos_ids = torch.tensor([EOS, 20, 21])
     torch.manual_seed(0)
     rollout, answers = grpo_tools.sample_responses(
-        args, model, tokenizer, examples, 12, args.temperature, eos_ids
+        args, model, tokenizer, problems, 12, args.temperature, eos_ids
     )
     with torch.no_grad():
         expected = slow_logprobs(model, rollout, args.temperature)
@@ -553,8 +552,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
         pairs, wrote = [], []
         for i in range(N):
             seen = rollout.context_mask[i]
-            prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
-            pairs.append((prompt, rollout.response_ids[i][seen].tolist()))
+            pairs.append((rollout.prompts[i], rollout.response_ids[i][seen].tolist()))
             wrote.append(rollout.response_mask[i][seen].tolist())
         with torch.no_grad():
             old = [logprobs_of(model, pair, args.temperature).tolist() for pair in pairs]
@@ -570,7 +568,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
             mean = math.fsum(group) / 4
             std = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / 3)
             advantages += [(x - mean) / (std + 1e-4) for x in group]
-        clipped, k3s, entropy, count = 0, 0.0, 0.0, 0
+        low, high, k3s, entropy, count = 0, 0, 0.0, 0.0, 0
         for part in parts:
             total = torch.zeros(())
             for i in part:
@@ -583,7 +581,8 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
                     upside = ref[i][t] - logprobs[t]
                     kl = upside.exp() - upside - 1
                     total = total - (surrogate - args.beta * kl) / len(own) / len(part)
-                    clipped += not 0.9 <= ratio.item() <= 1.1
+                    low += ratio.item() < 0.9 and advantages[i] < 0
+                    high += ratio.item() > 1.1 and advantages[i] > 0
                     k3s += k3(ref[i][t], logprobs[t].item())
                     entropy -= logprobs[t].item()
                     count += 1
@@ -604,12 +603,14 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
             "tool/calls": sum(calls) / N,
             "tool/error_frac": errors / sum(calls),
             "tool/call_accuracy": sum(with_calls) / len(with_calls),
-            "policy/clip_frac": clipped / count,
+            "policy/clip_frac": (low + high) / count,
+            "policy/clip_frac_low": low / count,
+            "policy/clip_frac_high": high / count,
             "policy/entropy": entropy / count,
             "kl/ref": k3s / count,
         }
         assert {k: metrics[k] for k in expected} == pytest.approx(expected, rel=1e-6, abs=1e-9)
-        assert 0 < sum(ends) < N and 0 < len(with_calls) < N and clipped > 0
+        assert 0 < sum(ends) < N and 0 < len(with_calls) < N and low > 0 < high
     assert records[-1]["tokens"] == sum(int(x.response_mask.sum()) for x, _ in rollouts)
     saved = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
     for name, weights in model.state_dict().items():

@@ -3,7 +3,6 @@
 Also: imports have no side effect, and every flag is read.
 """
 
-import argparse
 import ast
 import dataclasses
 import json
@@ -57,6 +56,10 @@ def load(dataset, **given):
     return grpo.load_data(grpo.Args(dataset=str(dataset), examples=False, **given), tokenizer)
 
 
+def answers_of(problems):
+    return [problem["columns"]["answer"] for problem in problems]
+
+
 # ---- models and recipes
 
 
@@ -94,7 +97,7 @@ def test_hub_data_sets(monkeypatch):
 
     monkeypatch.setattr(grpo.datasets, "load_dataset", from_hub)
     for name in ("openai/gsm8k:main", "owner/other"):
-        found = [[x["answer"] for x in split] for split in load(name, max_prompt_tokens=9)]
+        found = [answers_of(split) for split in load(name, max_prompt_tokens=9)]
         assert found == [["34"], ["56"]]
     assert asked == [("openai/gsm8k", "main"), ("owner/other",)]
 
@@ -125,13 +128,13 @@ FORMATS = ["jsonl", "json", "csv", "parquet"]
 
 @pytest.mark.parametrize("suffix", FORMATS)
 def test_formats(tmp_path, suffix):
-    """All formats load the same examples, under any column names. The last tenth is held out."""
+    """All formats load the same problems, under any column names. The last tenth is held out."""
     rows = datasets.Dataset.from_list([{"q": f"{i}+1=", "a": i + 1} for i in range(20)])
     path = tmp_path / f"data.{suffix}"
     write = dict(jsonl=rows.to_json, json=rows.to_json, csv=rows.to_csv, parquet=rows.to_parquet)
     write[suffix](path)
     train, test = load(path, question_column="q", answer_column="a")
-    pairs = [(x["prompt"], x["answer"]) for x in train + test]
+    pairs = list(zip([x["prompt"] for x in train + test], answers_of(train + test), strict=True))
     assert pairs == [(f"{i}+1=", str(i + 1)) for i in range(20)] and len(test) == 2
 
 
@@ -142,7 +145,7 @@ def test_a_folder_with_two_splits(tmp_path):
         lines = [line.replace('"t"', str(count)) for line in lines]
         (tmp_path / f"{split}.jsonl").write_text("\n".join(lines))
     train, test = load(tmp_path, eval_size=3)
-    assert [x["answer"] for x in train] == ["7"] * 7 and [x["answer"] for x in test] == ["5"] * 3
+    assert answers_of(train) == ["7"] * 7 and answers_of(test) == ["5"] * 3
 
 
 def test_long_prompts_are_skipped_and_counted(tmp_path, capsys):
@@ -151,7 +154,8 @@ def test_long_prompts_are_skipped_and_counted(tmp_path, capsys):
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     train, test = load(tmp_path / "data.jsonl", max_prompt_tokens=11)
     assert [len(x["prompt_ids"]) for x in train] == list(range(2, 12)) and len(test) == 2
-    assert "8 longer than --max-prompt-tokens, 0 without" in capsys.readouterr().out
+    line = "train data: 12 problems, 8 skipped: longer than --max-prompt-tokens"
+    assert capsys.readouterr().out.splitlines()[0] == line
 
 
 def write_splits(folder, **questions):
@@ -172,7 +176,7 @@ def test_no_question_is_in_both_parts_of_a_file(tmp_path, capsys):
         train, test = load(folder)
         assert [x["prompt"] for x in train] == questions[:18] * 10
         assert [x["prompt"] for x in test] == questions[18:] * 10
-        assert "tenth of its questions is held out, 20 problems" in capsys.readouterr().out
+        assert "tenth of the questions is held out, 20 problems" in capsys.readouterr().out
 
 
 def test_test_problems_that_are_trained_on_are_counted(tmp_path, capsys):
@@ -208,19 +212,77 @@ def test_rows_without_a_question_are_skipped_and_counted(tmp_path, capsys, form)
     prompts = [x["prompt"].removeprefix("![").removesuffix("][assistant:") for x in train]
     more = ["system:][user:1+1="] if form == "chat" else []
     assert prompts == ["user:1+1=", "user:2+1=", "user:3+1=", *more]
-    num_skipped = 5 if form == "chat" else 3
-    assert f"{num_skipped} without a question" in capsys.readouterr().out.splitlines()[0]
+    num_problems, num_skipped = (4, 5) if form == "chat" else (3, 3)
+    line = f"train data: {num_problems} problems, {num_skipped} skipped: without a question"
+    assert capsys.readouterr().out.splitlines()[0] == line
 
 
 def test_rows_without_an_answer_are_skipped_and_counted(tmp_path, capsys, monkeypatch):
-    """A reward of one's own would get the word None. At the end of a file, such rows aren't the held-out part."""
-    lines = [{"question": f"{i}+1=", "answer": "x" if i < 20 else None} for i in range(25)]
+    """A reward of one's own would get the word None, or an empty text, which is in every completion.
+
+    At the end of a file, such rows aren't the held-out part.
+    """
+    answers = ["x"] * 20 + [None, "", " \n", None, ""]
+    lines = [{"question": f"{i}+1=", "answer": answer} for i, answer in enumerate(answers)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(grpo, "REWARDS", [lambda completions, **columns: [0.0] * len(completions)])
     train, test = load(tmp_path / "data.jsonl")
     assert [x["prompt"] for x in test] == ["18+1=", "19+1="] and len(train) == 18
-    line = "20 problems; skipped: 0 longer than --max-prompt-tokens, 5 without a readable answer"
-    assert line in capsys.readouterr().out
+    line = "train data: 20 problems, 5 skipped: without a readable answer"
+    assert capsys.readouterr().out.splitlines()[0] == line
+
+
+def test_every_reason_is_counted_once(tmp_path, capsys):
+    """A row with several faults counts for the first of them: question, answer, length."""
+    long = "1" * 30 + "="
+    rows = [("1+1=", 2), ("", None), (long, 1), ("", 1), (long, "x"), (long, 2), ("2+1=", 3)]
+    lines = [{"question": question, "answer": str(answer)} for question, answer in rows]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load(tmp_path / "data.jsonl", max_prompt_tokens=20)
+    counts = "2 skipped: without a question, 2 skipped: longer than --max-prompt-tokens"
+    counts += ", 1 skipped: without a readable answer"
+    assert capsys.readouterr().out.splitlines()[0] == f"train data: 2 problems, {counts}"
+
+
+# ---- data that can't be split or found
+
+
+def test_one_question_alone(tmp_path):
+    """Nothing would be left to train on. With a test split, one question is enough."""
+    folder = write_splits(tmp_path / "one", train=["1+1="] * 3)
+    with pytest.raises(ValueError, match=f"--dataset {folder}: one question alone, so none can"):
+        load(folder)
+    folder = write_splits(tmp_path / "two", train=["1+1=", "2+1="])
+    assert [len(split) for split in load(folder)] == [1, 1]
+    folder = write_splits(tmp_path / "both", train=["1+1="] * 3, test=["2+1="])
+    assert [len(split) for split in load(folder)] == [3, 1]
+
+
+def test_a_test_split_alone(tmp_path):
+    folder = write_splits(tmp_path / "data", test=["1+1=", "2+1="])
+    with pytest.raises(ValueError, match=f"--dataset {folder}: no train split, only test"):
+        load(folder)
+
+
+def test_a_path_that_looks_like_a_pattern(tmp_path):
+    """datasets takes such a path as a pattern, which stands for other files."""
+    folder = tmp_path / "x [1]"
+    folder.mkdir()
+    names = {"data1": "1", "data[12]": "2", "data?": "3", "data*": "4"}
+    for name, digit in names.items():
+        rows = [{"question": f"{i}+{digit}=", "answer": i} for i in range(10)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        for place in (tmp_path, folder):
+            (place / f"{name}.jsonl").write_text(text)
+    for name, digit in names.items():
+        for place in (tmp_path, folder):
+            train, test = load(place / f"{name}.jsonl")
+            assert [x["prompt"] for x in train + test] == [f"{i}+{digit}=" for i in range(10)]
+    for name in ("x [1]", "x*", "x?"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        with pytest.raises(ValueError, match="a path with .* is a pattern; rename it") as caught:
+            load(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
 
 
 # ---- prompts
@@ -262,7 +324,7 @@ USER = {"role": "user"}
 
 @pytest.fixture
 def first_prompt(script, tmp_path):
-    """The first training example of load_data. Its question is "12+34=" until a test writes other rows."""
+    """The first training problem of load_data. Its question is "12+34=" until a test writes other rows."""
     write_rows(tmp_path / "rows.jsonl", {"question": "12+34=", "answer": 46})
 
     def call(tokenizer, **given):
@@ -278,24 +340,24 @@ def first_prompt(script, tmp_path):
 def test_chat_template(first_prompt, tmp_path, instructions):
     """The instructions stand in the user's message, because some templates take no system message."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
-    example = first_prompt(tokenizer, instructions=instructions)
+    problem = first_prompt(tokenizer, instructions=instructions)
     question = f"{instructions}\n\n12+34=" if instructions else "12+34="
-    assert example["prompt"] == f"![user:{question}][assistant:"
+    assert problem["prompt"] == f"![user:{question}][assistant:"
     # The template already writes BOS. Tokenizing with special tokens would add a second BOS.
-    assert example["prompt_ids"] == tokenizer(example["prompt"], add_special_tokens=False).input_ids
-    assert example["prompt_ids"].count(tokenizer.bos_token_id) == 1
-    assert tokenizer.eos_token_id not in example["prompt_ids"]
+    assert problem["prompt_ids"] == tokenizer(problem["prompt"], add_special_tokens=False).input_ids
+    assert problem["prompt_ids"].count(tokenizer.bos_token_id) == 1
+    assert tokenizer.eos_token_id not in problem["prompt_ids"]
 
 
 @pytest.mark.scripts("grpo")
 @pytest.mark.parametrize("instructions", ["", "think first"])
 def test_no_chat_template(first_prompt, tmp_path, instructions):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    example = first_prompt(tokenizer, instructions=instructions)
-    assert example["prompt"] == (f"{instructions}\n\n12+34=" if instructions else "12+34=")
+    problem = first_prompt(tokenizer, instructions=instructions)
+    assert problem["prompt"] == (f"{instructions}\n\n12+34=" if instructions else "12+34=")
     # The prompt starts with exactly one BOS.
-    assert tokenizer.decode(example["prompt_ids"]) == "!" + example["prompt"]
-    assert tokenizer.eos_token_id not in example["prompt_ids"]
+    assert tokenizer.decode(problem["prompt_ids"]) == "!" + problem["prompt"]
+    assert tokenizer.eos_token_id not in problem["prompt_ids"]
 
 
 def test_the_examples_earn_every_reward(script):
@@ -331,10 +393,10 @@ def test_examples_are_turns_of_the_chat(script, first_prompt, tmp_path):
 def test_examples_of_a_base_model_end_with_eos(first_prompt, tmp_path):
     """A model without a chat template gets a plain text. After each example stands the token that ends a response."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
-    example = first_prompt(tokenizer, examples=True, max_prompt_tokens=2000)
+    problem = first_prompt(tokenizer, examples=True, max_prompt_tokens=2000)
     shown = "".join(f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in grpo.EXAMPLES)
-    assert example["prompt"] == f"{shown}12+34=\n"
-    num_eos = example["prompt_ids"].count(tokenizer.eos_token_id)
+    assert problem["prompt"] == f"{shown}12+34=\n"
+    num_eos = problem["prompt_ids"].count(tokenizer.eos_token_id)
     assert num_eos == len(grpo.EXAMPLES), "the tokenizer reads the EOS token as one token"
 
 
@@ -363,7 +425,7 @@ def test_a_column_of_chat_messages(first_prompt, tmp_path):
     expected = "![system:add][user:12+34=][assistant:?][user:think\n\n12+34=][assistant:"
     assert first_prompt(tokenizer, instructions="think")["prompt"] == expected
     # A model without a template can't continue a chat of several messages.
-    with pytest.raises(ValueError, match="chat_template"):
+    with pytest.raises(ValueError, match="--model .*: a chat needs a model with a chat template"):
         first_prompt(make_tokenizer(tmp_path / "plain"))
 
 
@@ -415,11 +477,13 @@ def test_a_prompt_does_not_end_with_eos(script, first_prompt, tmp_path, examples
     assert tokenizer("1").input_ids[-1] == tokenizer.eos_token_id
     assert first_prompt(tokenizer, **given)["prompt_ids"] == expected
     if script.__name__ == "self_distill":
-        example = first_prompt(tokenizer, **given) | {"context": "46"}
-        rollout = argparse.Namespace(prompt_ids=torch.zeros(1, 1), completions=[""], _replace=dict)
+        problem = first_prompt(tokenizer, **given) | {"context": "46"}
+        nothing = torch.zeros(1, 1)
+        rollout = script.Rollout([problem["prompt_ids"]], nothing, nothing, nothing)
         args = script.Args(examples=examples, max_teacher_tokens=2000)
-        teacher, _ = script.add_contexts(args, tokenizer, rollout, [example])
-        assert teacher["prompt_ids"][0, -1] != tokenizer.eos_token_id
+        teacher, has_context = script.add_contexts(args, tokenizer, rollout, [problem])
+        assert has_context.tolist() == [True] and teacher.prompts != rollout.prompts
+        assert teacher.prompts[0][-1] != tokenizer.eos_token_id
 
 
 @pytest.mark.scripts("grpo")
@@ -532,7 +596,7 @@ def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     assert script.Args().max_prompt_tokens == 512
     # A problem of 985 characters fits, too.
     out = capsys.readouterr().out
-    assert "train data: 40 problems; skipped: 0 longer" in out
+    assert "train data: 40 problems\n" in out
     sample = read_jsonl(tmp_path / "run" / "samples.jsonl")[0]
     assert sample["prompt"].count("<|im_start|>system") == 1
     assert sample["prompt"].count("<|im_start|>user") == 1 + len(script.EXAMPLES)
@@ -598,4 +662,4 @@ def test_an_answer_of_zero_is_an_answer(script, tmp_path):
         args = dataclasses.replace(args, reward_model=None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     train_data, test_data = script.load_data(args, tokenizer)
-    assert [example["answer"] for example in train_data + test_data] == ["0"] * 20
+    assert answers_of(train_data + test_data) == ["0"] * 20

@@ -83,12 +83,12 @@ def given_rollouts(path: str, gradients: str | None) -> None:
     grpo_multigpu.AutoModelForCausalLM = SimpleNamespace(from_pretrained=load_double)
     saved = []
 
-    def recorded(args, model, examples, num_samples, temperature, eos_ids):
+    def recorded(args, model, problems, num_samples, temperature, eos_ids):
         if temperature == 0:
-            return sample_responses(args, model, examples, num_samples, temperature, eos_ids)
-        *tensors, logprobs = rollouts[len(saved)]
+            return sample_responses(args, model, problems, num_samples, temperature, eos_ids)
+        *fields, logprobs = rollouts[len(saved)]
         saved.append(1)
-        return grpo_multigpu.Rollout(*tensors, logprobs.double())
+        return grpo_multigpu.Rollout(*fields, logprobs.double())
 
     def clip_and_save(parameters, limit):
         parameters = list(parameters)
@@ -187,15 +187,15 @@ def rollouts(tmp_path, data):
     args = make_args(grpo, dataset=data, **given)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
-    examples, steps = grpo.load_data(args, tokenizer)[0], []
+    problems, steps = grpo.load_data(args, tokenizer)[0], []
     torch.manual_seed(args.seed)
-    order = torch.randperm(len(examples)).tolist()  # main's
+    order = torch.randperm(len(problems)).tolist()  # main's
     torch.manual_seed(4)
     for step in range(2):
-        batch = [examples[i] for i in order[4 * step : 4 * step + 4]]
+        batch = [problems[i] for i in order[4 * step : 4 * step + 4]]
         rollout = grpo.sample_responses(args, model, batch, 3, 1.5, torch.tensor([EOS]))
         steps.append(tuple(rollout))
-    lengths = torch.stack([step[3].sum(1) for step in steps])
+    lengths = torch.stack([response_mask.sum(1) for _, _, response_mask, _ in steps])
     assert lengths.unique().numel() > 5
     torch.save(steps, tmp_path / "rollouts.pt")
     return str(tmp_path / "rollouts.pt")
@@ -208,29 +208,39 @@ GIVEN = dict(num_prompts=4, num_generations=3, num_steps=2, temperature=1.5, lea
 UPDATES = {
     "one": dict(num_iterations=1, num_minibatches=1, beta=0.0),
     "four": dict(num_iterations=2, num_minibatches=2, beta=0.1, gradient_checkpointing=True),
-    # The second process only repeats the first process's micro-batch.
-    "one micro-batch": dict(
-        num_iterations=1, num_minibatches=1, beta=0.1, micro_batch_tokens=10**6
-    ),
+    # Each update has one sequence, so the second process only repeats the first process's micro-batch.
+    "twelve": dict(num_iterations=1, num_minibatches=12, beta=0.1),
 }
+
+
+def numbers_of_repeats(monkeypatch, world, tokens, rollout):
+    """How many micro-batches of an update with all sequences each process repeats."""
+    args, numbers = grpo_multigpu.Args(micro_batch_tokens=tokens), []
+    for rank in range(world):
+        with monkeypatch.context() as patch:
+            patch.setenv("WORLD_SIZE", str(world))
+            patch.setenv("RANK", str(rank))
+            own = grpo_multigpu.own_micro_batches(args, rollout, torch.arange(12))
+        assert not own[0][2]  # it also has some of its own
+        numbers.append(sum(is_repeat for _, _, is_repeat in own))
+    return numbers
 
 
 @pytest.mark.parametrize("updates", UPDATES)
 def test_the_update_does_not_depend_on_the_number_of_processes(
-    several, rollouts, tmp_path, updates
+    several, rollouts, tmp_path, monkeypatch, updates
 ):
     """In float64, 1, 2 and 4 processes compute the same results from one rollout.
 
     The test compares gradients, weights after two steps, metrics, samples and the evaluation.
     """
-    runs, gradients, rollout = [], [], torch.load(rollouts)[0]
-    shares = {}
-    for n in range(60, 200):
-        args, first = grpo_multigpu.Args(micro_batch_tokens=n), grpo_multigpu.Rollout(*rollout)
-        shares[n] = len(grpo_multigpu.micro_batches(args, first, torch.arange(12)))
-    # The number of micro-batches is odd, so some processes have one less than the others.
-    tokens = next(n for n, number in shares.items() if number % 2 == 1)
-    for world in (1, 4) if updates == "one" else (1, 2):
+    runs, gradients, rollout = [], [], grpo_multigpu.Rollout(*torch.load(rollouts)[0])
+    worlds = (1, 4) if updates == "one" else (1, 2)
+    # Some processes have a micro-batch less than the others, and repeat one.
+    tokens = next(
+        n for n in range(30, 200) if any(numbers_of_repeats(monkeypatch, worlds[1], n, rollout))
+    )
+    for world in worlds:
         how = {"rollouts": rollouts, "gradients": str(tmp_path / f"gradients{world}.pt")}
         given = GIVEN | dict(micro_batch_tokens=tokens) | UPDATES[updates]
         runs.append(several(world, f"run{world}", how=how, **given))
@@ -246,7 +256,7 @@ def test_the_update_does_not_depend_on_the_number_of_processes(
         for one, other in zip(*records, strict=True):
             assert one == pytest.approx(other, rel=1e-7, abs=1e-10)
         assert (runs[0] / "samples.jsonl").read_text() == (run / "samples.jsonl").read_text()
-    assert (records[0][1]["policy/clip_frac"] > 0) == (updates == "four")
+    assert (records[0][1]["policy/clip_frac"] > 0) == (updates != "one")
 
 
 def test_one_process_samples_and_updates_as_grpo_does(several, tmp_path, data):
@@ -304,7 +314,7 @@ def test_other_flags_end_all_processes(several, start, tmp_path):
         assert ended(process) == 1
     for rank in (0, 1):
         text = (tmp_path / f"run.log.{rank}").read_text()
-        assert "this run began with other values of --seed, --beta; repeat its command" in text
+        assert f"{folder} began with another seed, beta; repeat its command" in text
     assert {path: path.read_bytes() for path in folder.rglob("*.*")} == before
 
 

@@ -134,14 +134,15 @@ def test_the_counts_are_those_of_the_samples():
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
     counts = passk.count_right(args, 12, seed=3)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
-    _, examples = grpo.load_data(args, tokenizer)
+    _, problems = grpo.load_data(args, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     eos_ids = torch.tensor([tokenizer.eos_token_id])
-    for number, (example, count) in enumerate(zip(examples, counts, strict=True)):
+    for number, (problem, count) in enumerate(zip(problems, counts, strict=True)):
         torch.manual_seed(3_000_009 + number)
-        rollout = grpo.sample_responses(args, model, [example], 12, 1.0, eos_ids)
+        rollout = grpo.sample_responses(args, model, [problem], 12, 1.0, eos_ids)
         texts = grpo.response_texts(tokenizer, rollout, eos_ids)
-        right = [f"<answer>{example['answer']}</answer>" in text for text in texts]
+        gold = f"<answer>{problem['columns']['answer']}</answer>"
+        right = [gold in text for text in texts]
         assert sum(right) == count
     # At a temperature near 0 all responses are the greedy one.
     args.temperature = 1e-4

@@ -22,6 +22,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import wandb
 from conftest import ROOT, SMALL_TASK, skip_without_engine, small_recipe
 from scripts import CRITICS, SCRIPTS
@@ -167,16 +168,21 @@ def finished(script, finished_runs):
 
 
 def test_files(script, finished):
-    expected = {f"{script.__name__}.py", "args.json", "checkpoint.pt", "model"}
+    expected = {f"{script.__name__}.py", "utils", "args.json", "checkpoint.pt", "model"}
     expected |= {"metrics.jsonl", "samples.jsonl"}
     expected |= {"adapter"} if script.__name__ == "grpo_lora" else set()
     assert {path.name for path in finished.iterdir()} == expected
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
+    utils = {path.name: path.read_text() for path in (ROOT / "utils").glob("*.py")}
+    assert {path.name: path.read_text() for path in (finished / "utils").iterdir()} == utils
 
     args = json.loads((finished / "args.json").read_text())
     fields = {field.name for field in dataclasses.fields(script.Args)}
-    assert set(args) == fields | {"rewards"}
+    assert set(args) == fields | {"rewards", "code", "data", "versions"}
     assert args["rewards"] == [reward.__name__ for reward in script.REWARDS]
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    assert args["versions"] == versions
+    assert re.fullmatch("[0-9a-f]{64} [0-9a-f]{64}", f"{args['code']} {args['data']}")
     assert args["num_prompts"] == 4
 
     metrics = read_jsonl(finished / "metrics.jsonl")
@@ -318,6 +324,30 @@ def test_nothing_has_changed_that_nobody_expected(script, finished, request):
         assert mine[name] == pytest.approx(golden[script.__name__][name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.scripts("grpo")
+def test_the_lines_that_a_run_prints(run, capsys):
+    """About ten times a run, it prints metrics, the seconds of a step, the minutes that are left, and a sample."""
+    folder = run(num_steps=20)
+    out = capsys.readouterr().out.splitlines()
+    records, samples = [read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "samples")]
+    start = out.index("evaluating the model on 8 held-out problems, greedy")
+    assert out[start + 1] == f"before: accuracy {records[0]['eval/accuracy']:.3f}"
+    number = r"[-+.e\d]+"
+    pattern = rf"step (\d+): reward={number}, acc={number}, len={number}, eos={number}, "
+    for i, step in enumerate([1, *range(2, 21, 2)]):
+        line, sample_line = out[start + 2 + 2 * i : start + 4 + 2 * i]
+        found = re.fullmatch(rf"{pattern}({number}) s, (\d+) min left", line)
+        assert found and int(found[1]) == step
+        seconds = records[step]["time/rollout_s"] + records[step]["time/update_s"]
+        assert float(found[2]) == pytest.approx(seconds, rel=0.06)  # two digits
+        assert int(found[3]) == round(seconds * (20 - step) / 60)
+        sample = [x for x in samples if x["step"] == step][-1]
+        shown = f"{sample['prompt']!r} -> {sample['completions'][0]!r}"
+        assert sample_line == f"    {shown}, reward {sample['rewards'][0]:.2f}"
+    assert out[-1].startswith(f"after: accuracy {records[-1]['eval/accuracy']:.3f}; model, ")
+    assert out[-1].endswith(f" are in {folder}")
+
+
 # ---- the same again
 
 
@@ -421,6 +451,8 @@ KILL = [signal.SIGKILL]
 # Each entry: a trap that kills the run, and the step of the newest checkpoint. The run saves after steps 2, 4, 5.
 # Before the first checkpoint the run begins again.
 KILLS = [
+    # The folder was just made and has the code, but no args.json.
+    (dict(where="replace", call=1, signals=KILL, match="args"), None),
     # After the logs are opened.
     (dict(where="open_run", call=1, signals=KILL, after=True), None),
     # Halfway through writing the first checkpoint.
@@ -454,10 +486,13 @@ def test_killed_and_started_again_is_never_killed(script, spawn, finished, tmp_p
     """
     folder, log = tmp_path / "run", tmp_path / "run.log"
     thorough = script.__name__ == "grpo"
-    first = 1 if script.__name__ == "grpo_multigpu" else 2
-    for kill, step in KILLS if thorough else KILLS[first:3]:
+    kills = KILLS if thorough else KILLS[3:4]
+    if script.__name__ == "grpo_multigpu":
+        kills = [KILLS[0], *KILLS[2:4]]
+    for kill, step in kills:
         status = ended(spawn(**kill))
         assert status in (-signal.SIGKILL, -signal.SIGXFSZ), (kill, log.read_text())
+        assert (folder / "args.json").exists() == (kill is not KILLS[0][0])
         has_checkpoint = (folder / "checkpoint.pt").exists()
         assert (read_checkpoint(folder)["metrics"]["step"] if has_checkpoint else None) == step
         with (
@@ -537,12 +572,34 @@ def test_a_longer_run(run):
         assert (part / name).read_bytes() == (whole / name).read_bytes()
     steps = [record["step"] for record in read_jsonl(part / "metrics.jsonl")]
     assert steps == list(range(6))
-    with pytest.raises(ValueError, match="other values of --num-steps; repeat"):
+    line = "began with another num_steps; repeat its command"
+    with pytest.raises(ValueError, match=f"{part} {line}"):
         run("part", num_steps=4, **given)
     given["lr_schedule"] = "linear"
     run("linear", num_steps=2, **given)
-    with pytest.raises(ValueError, match="other values of --num-steps; repeat"):
+    with pytest.raises(ValueError, match=f"linear {line}"):
         run("linear", num_steps=3, **given)
+
+
+@pytest.mark.scripts("grpo")
+def test_a_file_of_the_user_is_left_alone(run, watch, tmp_path):
+    """A run that goes on shortens only its own logs, and not every .jsonl file in its folder."""
+    mine, stops = tmp_path / "run" / "mine.jsonl", [4]
+
+    def write(folder, trained, state, metrics):
+        with open(mine, "a") as file:
+            file.write(f"{state['step']}\n")
+        if state["step"] in stops:
+            stops.clear()
+            raise KeyboardInterrupt
+
+    watch("save_checkpoint", write)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    folder = run()
+    # Step 4 is repeated, because its checkpoint is missing.
+    assert mine.read_text() == "2\n4\n4\n5\n"
+    assert [line["step"] for line in read_jsonl(folder / "metrics.jsonl")] == list(range(6))
 
 
 # ---- failures during a run
@@ -701,13 +758,17 @@ def test_a_run_after_a_tracked_run_that_failed(run, watch, offline, track):
 # ---- ratios
 
 
-@pytest.mark.scripts("grpo")
-@pytest.mark.parametrize("num_minibatches, passes_before", [(1, 0), (4, 4)])
+@pytest.mark.scripts("grpo", "rloo")
+@pytest.mark.parametrize("num_minibatches", [1, 4])
 def test_the_ratio_of_the_first_update_is_exactly_1(
-    script, run, watch, monkeypatch, num_minibatches, passes_before
+    script, run, watch, monkeypatch, num_minibatches
 ):
-    """A single update takes its own log-probabilities as the old ones, and needs no other forward pass."""
+    """The first update takes its own log-probabilities as the old ones, and needs no other forward pass.
+
+    rloo.py needs them before it, for the KL in the return.
+    """
     same, passes, exact = [], [], script.compute_logprobs
+    passes_before = num_minibatches - (script.__name__ == "grpo")
 
     def counted(*args):
         passes.append(torch.is_grad_enabled())
@@ -814,19 +875,18 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     mask = torch.arange(6) < torch.tensor([[5], [2], [6], [3]])  # (N, R)
     ids = torch.zeros(4, 6, dtype=torch.long)  # (N, R)
     ids[0, 4], ids[1, 1] = 2, 2  # the EOS token
-    nothing = torch.zeros(4, 1)
-    rollout = script.Rollout(nothing, nothing, ids, mask, nothing)
+    rollout = script.Rollout([[8]] * 4, ids, mask, torch.zeros(4, 6))
     asked = []
 
-    def sampled(args, model, examples, num_samples, temperature, eos_ids):
+    def sampled(args, model, problems, num_samples, temperature, eos_ids):
         asked.append((num_samples, temperature))
         return rollout
 
     monkeypatch.setattr(script, "sample_responses", sampled)
     monkeypatch.setattr(script, "response_texts", lambda *args: completions)
-    example = {"prompt": "8+77=", "answer": "85", "columns": {"answer": "85"}}
+    problem = {"prompt": "8+77=", "columns": {"answer": "85"}}
     model = SimpleNamespace(device="cpu")
-    found = script.evaluate(script.Args(), model, None, [example] * 4, torch.tensor([2]))
+    found = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
     assert asked == [(1, 0.0)]  # one response, greedy
     assert found == {
         "eval/reward_mean": pytest.approx(0.25 + 0.35),

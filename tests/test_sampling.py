@@ -79,10 +79,10 @@ def roll_out(
 ):
     """Sample like main: return the Rollout in group order and its sampled log-probabilities."""
     args = make_args(new_tokens, temperature, samples, **given)
-    examples = [{"prompt_ids": prompt} for prompt in prompts]
+    problems = [{"prompt_ids": prompt} for prompt in prompts]
     torch.manual_seed(seed)
     eos_ids = torch.tensor(eos_ids)
-    rollout = grpo.sample_responses(args, model, examples, samples, temperature, eos_ids)
+    rollout = grpo.sample_responses(args, model, problems, samples, temperature, eos_ids)
     logprobs, mask = rollout.sampled_logprobs, rollout.response_mask
     shape = (len(prompts) * samples, new_tokens)
     assert rollout.response_ids.shape == mask.shape == logprobs.shape == shape
@@ -100,42 +100,37 @@ def random_rollout(script, groups, beginning=0, vocabulary=V):
     All prompts begin with the same tokens, as many as beginning says.
     """
     generator = torch.Generator().manual_seed(0)
-    N, P = sum(len(lengths) for _, lengths in groups), max(length for length, _ in groups)
-    R = max(max(lengths) for _, lengths in groups)
-    # Padding has any ids.
-    tokens = torch.randint(0, vocabulary, (N, P + R), generator=generator)
-    prompt_ids, response_ids = tokens[:, :P], tokens[:, P:]
-    first = torch.randint(0, vocabulary, (beginning,), generator=generator)
-    prompt_lengths, lengths = [], []
+    first = torch.randint(0, vocabulary, (beginning,), generator=generator).tolist()
+    prompts, lengths = [], []
     for length, of_group in groups:
-        rows = slice(len(lengths), len(lengths) + len(of_group))
-        prompt_ids[rows, P - length :] = prompt_ids[rows.start, P - length :].clone()
-        prompt_ids[rows, P - length : P - length + beginning] = first
-        prompt_lengths += [length] * len(of_group)
+        rest = torch.randint(0, vocabulary, (length - beginning,), generator=generator).tolist()
+        prompts += [first + rest] * len(of_group)
         lengths += of_group
-    prompt_mask = torch.arange(P) >= P - torch.tensor(prompt_lengths)[:, None]
+    N, R = len(lengths), max(lengths)
+    response_ids = torch.randint(0, vocabulary, (N, R), generator=generator)  # padding has any ids
     mask = torch.arange(R) < torch.tensor(lengths)[:, None]
     masks = [mask]
     if "context_mask" in script.Rollout._fields:
         # The policy wrote three of four tokens, and all first ones.
         masks = [mask & (torch.arange(R) % 4 != 2), mask]
-    return script.Rollout(prompt_ids, prompt_mask, response_ids, *masks, torch.zeros(N, R))
+    return script.Rollout(prompts, response_ids, *masks, torch.zeros(N, R))
 
 
 def as_main(model, rollout, temperature):
     """The log-probabilities as main computes them, in micro-batches that compute a common beginning once."""
     args = make_args(14, temperature)
-    return grpo.rollout_logprobs(args, model, rollout, [torch.arange(len(rollout.prompt_ids))])
+    return grpo.rollout_logprobs(args, model, rollout, [torch.arange(len(rollout.prompts))])
 
 
 def slow_logprobs(model, rollout, temperature):
     """(n, R) float64: one forward pass per sequence, without padding, mask, position ids or cache."""
-    prompt_ids, prompt_mask, response_ids, response_mask, *_ = rollout
+    prompts, response_ids, response_mask, *_ = rollout
     # In grpo_tools.py a response also has tokens of the tool.
     is_token = getattr(rollout, "context_mask", response_mask)
     table = []
     for i in range(len(response_ids)):
-        prompt, response = prompt_ids[i][prompt_mask[i]], response_ids[i][is_token[i]]
+        prompt = torch.tensor(prompts[i], device=response_ids.device)
+        response = response_ids[i][is_token[i]]
         logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0]
         logprobs = (logits.double() / temperature).log_softmax(1)[len(prompt) - 1 : -1]
         logprobs = logprobs.gather(1, response[:, None])[:, 0]
@@ -302,7 +297,7 @@ def test_temperature_0_is_greedy(segment, family):
 
 def test_samples_of_a_prompt_differ():
     """Samples differ within a group, and between two groups with the same prompt."""
-    (_, _, ids, mask, *_), _ = roll_out(build("Llama"), [[7, 8, 9], [7, 8, 9]], samples=6)
+    (_, ids, mask, _), _ = roll_out(build("Llama"), [[7, 8, 9], [7, 8, 9]], samples=6)
     assert len({tuple(row[counts].tolist()) for row, counts in zip(ids, mask, strict=True)}) == 12
     assert len(set(ids[:, 0].tolist())) > 3
 
@@ -342,11 +337,11 @@ def test_responses_end_with_any_eos_token_and_count_it(segment, steps):
     prompts, samples = [list(prompt) for prompt in expected], 3
     rollout, sampled = roll_out(counting(), prompts, samples, 5, eos_ids=eos_ids)
     recomputed = grpo.compute_logprobs(counting(), rollout, 1.0)
-    prompt_ids, prompt_mask, ids, mask, *_ = rollout
+    rollout_prompts, ids, mask, _ = rollout
     assert ids.shape == (len(prompts) * samples, 5)
     for i in range(len(ids)):
         prompt = prompts[i // samples]  # group order
-        assert prompt_ids[i][prompt_mask[i]].tolist() == prompt
+        assert rollout_prompts[i] == prompt
         response = expected[tuple(prompt)]
         assert mask[i].tolist() == [True] * len(response) + [False] * (5 - len(response))
         assert ids[i][mask[i]].tolist() == response
@@ -371,8 +366,10 @@ def test_sampling_in_parts_changes_nothing(monkeypatch):
     # A row has at most 9 prompt tokens and 14 new ones.
     for budget in (1, 2 * 2 * (9 + 14), 4 * 2 * (9 + 14)):
         parts, part_logprobs = roll_out(model, samples=2, temperature=0.0, sampling_tokens=budget)
-        assert all(map(torch.equal, parts[:2], whole[:2])) and torch.equal(parts[3], whole[3])
-        assert torch.equal(parts[2][parts[3]], whole[2][whole[3]])
+        assert parts.prompts == whole.prompts
+        mask = parts.response_mask
+        assert torch.equal(mask, whole.response_mask)
+        assert torch.equal(parts.response_ids[mask], whole.response_ids[mask])
         assert_near(part_logprobs, logprobs)
     assert sizes == [1] * 5 + [2, 2, 1] + [4, 1]
 
@@ -415,7 +412,6 @@ def test_every_family_trains_exactly(double, tmp_path, family):
     model = double(load_family(family, tmp_path))
     model.set_experts_implementation("eager")
     rollout = random_rollout(grpo, [(9, [8, 1, 5]), (7, [12, 3])], beginning=6)
-    prompts = grpo.unpadded(rollout.prompt_ids, rollout.prompt_mask)
     weights = torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(0))
     expected = exact_logprobs(model, rollout, 0.7)
     slow = gradients(model, (expected * weights).sum())
@@ -430,10 +426,10 @@ def test_every_family_trains_exactly(double, tmp_path, family):
         splits = []
         for budget in (50, 10**6):
             args = make_args(12, micro_batch_tokens=budget)
-            splits.append(grpo.micro_batches(args, model, rollout, torch.arange(5)))
+            splits.append(list(grpo.micro_batches(args, model, rollout, torch.arange(5))))
         assert len(splits[0]) > 1 == len(splits[1])
         common = 6 if is_attention and not checkpointing else 0
-        assert (grpo.shared_tokens(prompts, 19) if grpo.can_share(model) else 0) == common
+        assert grpo.common_tokens(model, rollout.prompts) == common
         for batches in splits:
             model.zero_grad(set_to_none=False)
             for rows, part in batches:

@@ -55,7 +55,7 @@ def test_the_teachers_prompts_by_hand():
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     given = dict(context_template=TEMPLATE, max_teacher_tokens=8)
     args = self_distill.Args(**given, examples=False)
-    examples, read, used, prompts = [], [], [], []
+    problems, read, used, prompts = [], [], [], []
     # The teacher's prompts would have 6, 6, 8 and 10 tokens.
     for question, context, is_used in (
         ("1+2=", "3", True),
@@ -64,17 +64,15 @@ def test_the_teachers_prompts_by_hand():
         ("30+4=", "{x}+", False),
     ):
         messages = [{"role": "user", "content": question}]
-        examples.append({"chat": messages, "prompt_ids": tokens(question), "context": context})
+        problems.append({"chat": messages, "prompt_ids": tokens(question), "context": context})
         prompts += [tokens(question)] * 2
         read += [tokens(f"{context}\n{question}" if is_used else question)] * 2
         used += [is_used] * 2
     rollout = make_rollout(prompts, [[5, 2]] * 8)
-    told, has_context = self_distill.add_contexts(args, tokenizer, rollout, examples)
+    told, has_context = self_distill.add_contexts(args, tokenizer, rollout, problems)
     assert has_context.tolist() == used
-    rows = zip(told.prompt_ids, told.prompt_mask, strict=True)
-    assert [ids[mask].tolist() for ids, mask in rows] == read
-    assert told.prompt_mask[:, -1].all(), "padding stands on the left"
-    assert told.response_ids is rollout.response_ids
+    assert told.prompts == read and rollout.prompts == prompts
+    assert all(x is y for x, y in zip(told[1:], rollout[1:], strict=True))
 
 
 def test_a_template_with_a_chat_changes_only_the_last_message():
@@ -101,8 +99,8 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
         max_teacher_tokens=99,
     )
     rollout = make_rollout([[1]], [[5, 2]])
-    examples = [{"chat": messages, "prompt_ids": [1], "context": "{question}"}]
-    self_distill.add_contexts(args, Tokenizer(), rollout, examples)
+    problems = [{"chat": messages, "prompt_ids": [1], "context": "{question}"}]
+    self_distill.add_contexts(args, Tokenizer(), rollout, problems)
     assert seen == ["a|b|think\n\n{context}? {{question}}"]
 
 

@@ -4,6 +4,7 @@ The reference is a forward pass of each sequence alone. What a micro-batch holds
 test_sampling.py has the model families, and test_whole_step.py the steps of all scripts.
 """
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -31,18 +32,14 @@ N, BEGINNING = 18, 11
 def micro_batches(script, model, rollout, sequences, budget):
     args = SimpleNamespace(micro_batch_tokens=budget)
     models = [] if script is grpo_multigpu else [model]  # it shares nothing
-    batches = script.micro_batches(args, *models, rollout, sequences)
+    batches = list(script.micro_batches(args, *models, rollout, sequences))
     assert sorted(sum([rows for rows, _ in batches], [])) == sorted(sequences.tolist())
     return batches
 
 
-def common_tokens(script, model, part):
-    """How many tokens at the beginning of its rows a micro-batch computes once."""
-    if script is grpo_multigpu or not script.can_share(model):
-        return 0
-    mask = getattr(part, "context_mask", part.response_mask)
-    longest = (part.prompt_mask.sum(1) + mask.sum(1)).max().item()
-    return script.shared_tokens(script.unpadded(part.prompt_ids, part.prompt_mask), longest)
+def common_tokens(script, model, rollout):
+    """How many tokens at the beginning of the rows of a rollout, or a micro-batch, are computed once."""
+    return 0 if script is grpo_multigpu else script.common_tokens(model, rollout.prompts)
 
 
 def gradients_of(model):
@@ -95,7 +92,7 @@ def test_values_scores_and_gradients_are_those_of_single_sequences(double, modul
     rollout = random_rollout(module, GROUPS, beginning=BEGINNING, vocabulary=30)
     texts, values = [], []
     for i in range(N):
-        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]]
+        prompt = torch.tensor(rollout.prompts[i])
         response = rollout.response_ids[i][rollout.response_mask[i]]
         texts.append(torch.cat([prompt, response])[None])
         states = network.base_model(texts[-1]).last_hidden_state[0, len(prompt) - 1 : -1]
@@ -112,50 +109,50 @@ def test_values_scores_and_gradients_are_those_of_single_sequences(double, modul
 def test_micro_batches_keep_to_the_budget(module, beginning):
     """A micro-batch has at most --micro-batch-tokens tokens, padding included, unless it has one sequence."""
     rollout, model = random_rollout(module, GROUPS, beginning), build("Llama")
+    common = common_tokens(module, model, rollout)
+    assert common == (0 if module is grpo_multigpu else beginning)
     # A tool's tokens take memory, too.
     mask = getattr(rollout, "context_mask", rollout.response_mask)
-    lengths = (rollout.prompt_mask.sum(1) + mask.sum(1)).tolist()
+    prompt_lengths = torch.tensor([len(prompt) for prompt in rollout.prompts])
+    lengths = (prompt_lengths + mask.sum(1)).tolist()
     for budget in (1, 30, 40, 99, 10**6):
         batches = micro_batches(module, model, rollout, torch.arange(N), budget)
         for rows, part in batches:
-            longest, common = max(lengths[i] for i in rows), common_tokens(module, model, part)
-            assert len(rows) == 1 or common + len(rows) * (longest - common) <= budget
-            assert common == 0 or len(rows) > 1
+            longest = max(lengths[i] for i in rows) - common  # what all share isn't counted
+            assert len(rows) == 1 or len(rows) * longest <= budget
             assert torch.equal(part.response_ids, rollout.response_ids[rows])
+            assert part.prompts == [rollout.prompts[i] for i in rows]
+        # A next sequence wouldn't fit, and neighbours are of similar length.
+        for (rows, _), (following, _) in pairwise(batches):
+            assert (len(rows) + 1) * (max(lengths[i] for i in rows) - common) > budget
+            assert min(lengths[i] for i in rows) >= max(lengths[i] for i in following)
         assert budget > 1 or len(batches) == N
-    # All sequences together.
-    expected = 0 if module is grpo_multigpu else beginning
-    assert [common_tokens(module, model, part) for _, part in batches] == [expected]
+    assert len(batches) == 1
 
 
-# Prompts, the lengths of their responses, and the micro-batches of at most 64 tokens: rows, and common tokens.
+# Prompts, the lengths of their responses, and the micro-batches of at most 64 tokens, with the tokens that each of them
+# computes once.
 CASES = {
-    # By length they'd be [0, 2] and [1, 3], with 2 * 24 + 2 * 22 tokens. By prompt each has 19 + 2 * 5 tokens.
-    "by prompt": ([[1] * 20] * 2 + [[2] * 20] * 2, [4, 2, 4, 2], [([0, 1], 19), ([2, 3], 19)]),
-    # By length they have 2 * 23 + 2 * 5 tokens. By prompt they'd have 2 * 23 tokens twice.
-    "by length": ([[1] * 3] * 2 + [[2] * 3] * 2, [20, 2, 20, 2], [([0, 2], 0), ([1, 3], 0)]),
-    # Together they'd have 2 * 20 tokens. By prompt they have 20 + 3, and a second micro-batch counts as 2 more.
-    "alone": ([[1] * 2, [2] * 2], [18, 1], [([0], 0), ([1], 0)]),
-    # Different prompts that begin alike have 12 + 4 * 5 tokens. The last token of a prompt isn't shared.
+    # 2 * 24 and 2 * 22 tokens.
+    "by length": ([[1] * 20] * 2 + [[2] * 20] * 2, [4, 2, 4, 2], [([0, 2], 0), ([1, 3], 0)]),
+    # The second micro-batch happens to have one prompt.
+    "a group": ([[1] * 20, [2] * 20, [2] * 20], [30, 4, 2], [([0], 19), ([1, 2], 19)]),
+    # All begin with 12 tokens: each has 5 to compute besides. The last token of a prompt isn't shared.
     "a beginning": ([[1] * 12 + [k] for k in range(4)], [4, 4, 4, 4], [([0, 1, 2, 3], 12)]),
-    "a part of another": ([[1] * 16, [1] * 14], [3, 5], [([0, 1], 13)]),
-    # Of 2 * 10 tokens, 4 are saved. More than a fifth is needed.
-    "too little": ([[1] * 5] * 2, [5, 5], [([0, 1], 0)]),
-    "just enough": ([[1] * 6] * 2, [5, 5], [([0, 1], 5)]),
+    # 13 of the 60 tokens of the first aren't counted, so both have room.
+    "a part of another": ([[1] * 16, [1] * 14], [29, 5], [([0, 1], 13)]),
+    "not counted": ([[1] * 41 + [k] for k in (2, 3)], [22, 1], [([0, 1], 41)]),
+    "too long": ([[1] * 3, [2] * 3], [80, 4], [([0], 2), ([1], 2)]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_by_hand(case):
     prompts, lengths, expected = CASES[case]
-    P, R = max(map(len, prompts)), max(lengths)
-    ids = torch.tensor([[0] * (P - len(prompt)) + prompt for prompt in prompts])
-    prompt_mask = torch.arange(P) >= P - torch.tensor([[len(prompt)] for prompt in prompts])
-    mask = torch.arange(R) < torch.tensor(lengths)[:, None]
-    rollout = grpo.Rollout(ids, prompt_mask, mask.long(), mask, mask.float())
-    sequences = torch.arange(len(prompts))
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    rollout = grpo.Rollout(prompts, mask.long(), mask, mask.float())
     model = build("Llama")
-    batches = micro_batches(grpo, model, rollout, sequences, 64)
+    batches = micro_batches(grpo, model, rollout, torch.arange(len(prompts)), 64)
     found = [(sorted(rows), common_tokens(grpo, model, part)) for rows, part in batches]
     assert sorted(found) == expected
 
@@ -174,12 +171,12 @@ def test_what_the_model_is_called_with():
     grpo.compute_logprobs(model.eval(), rollout, 1.0)
     assert shapes[3:] == [(4, 22)]
     model = build("Llama")
-    assert grpo.can_share(model)
+    assert grpo.common_tokens(model, rollout.prompts) == 12
     for kind in ("linear_attention", "conv", "hybrid", "chunked_attention"):
         model.config.layer_types = ["full_attention", kind]
-        assert not grpo.can_share(model)
+        assert grpo.common_tokens(model, rollout.prompts) == 0
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert not grpo.can_share(on_gpu)
+    assert grpo.common_tokens(on_gpu, rollout.prompts) == 0
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -189,21 +186,21 @@ def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module
 
     All prompts begin with the instructions. Both networks share them, or neither does.
     """
-    policy_loss, shared_tokens, found, shared = module.policy_loss, module.shared_tokens, [], []
+    policy_loss, common_tokens, found, shared = module.policy_loss, module.common_tokens, [], []
 
     def recorded_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named):
         found.append(torch.equal(logprobs, ref_logprobs))
         return policy_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named)
 
     def recorded_shared(*call):
-        shared.append(shared_tokens(*call))
+        shared.append(common_tokens(*call))
         return shared[-1]
 
     monkeypatch.setattr(module, "policy_loss", recorded_loss)
-    monkeypatch.setattr(module, "shared_tokens", recorded_shared)
+    monkeypatch.setattr(module, "common_tokens", recorded_shared)
     given = dict(instructions="1+2=3 " * 8, beta=0.1, gradient_checkpointing=checkpointing)
     # In a smaller model the bits would be equal by chance.
     given |= dict(model=module.BUNDLED.model, dataset=module.BUNDLED.dataset, num_prompts=4)
     module.main(tiny_args(module, tmp_path, max_prompt_tokens=128, num_steps=1, **given))
     assert found and all(found)
-    assert not shared if checkpointing else max(shared) >= 48
+    assert max(shared) == 0 if checkpointing else max(shared) >= 48

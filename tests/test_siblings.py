@@ -1,11 +1,13 @@
 """The scripts are siblings: shared parts have the same text, and docs/diffs/ shows or names all other parts.
 
-Also that the help of a flag is one line.
+Also that the help of a flag is one line, and that each script names the version.
 """
 
 import ast
+import re
 
 import pytest
+from carry import patched
 from conftest import ROOT
 from scripts import SCRIPTS, parent_of, read_script
 from siblings import CHILDREN, body, diff_page, parts
@@ -43,6 +45,20 @@ def test_the_help_of_a_flag_is_one_line(name):
     assert len(texts) == len(fields)
     for text in texts:
         assert "\n" not in text
+
+
+def test_every_script_names_the_version_of_the_citation():
+    """A script that was copied away says what it came from. Its first line is the same in all, and in patched ones."""
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
+    texts = {name: read_script(name) for name in SCRIPTS}
+    for path in sorted((ROOT / "variants").glob("*.diff")):
+        parent = re.match(r"--- (\w+)\.py\n", path.read_text(encoding="utf-8"))[1]
+        texts[path.stem] = patched(path, read_script(parent))
+    assert len(texts) > len(SCRIPTS)
+    for name, text in texts.items():
+        assert text is not None, f"{name}: run tools/siblings.py --write"
+        assert text.split("\n")[0] == f"# PlainRL {version}, Apache-2.0", name
 
 
 def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):

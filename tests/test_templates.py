@@ -53,9 +53,52 @@ def test_a_response_like_the_examples_has_all_tags(template):
     given = "<think>3 + 4 = 7</think><answer>7</answer>"
     if prompt.rstrip().endswith("<think>"):
         given = given.removeprefix("<think>")
-    example = {"prompt": prompt, "answer": "7", "columns": {"answer": "7"}}
-    scores = grpo.apply_rewards([given], [example], "cpu")
+    problem = {"prompt": prompt, "columns": {"answer": "7"}}
+    scores = grpo.apply_rewards([given], [problem], "cpu")
     assert scores["accuracy_reward"] == 1 and scores["format_reward"] == pytest.approx(0.4)
+
+
+# Like SmolLM3's: it reads a switch in the system message and doesn't write it, and deletes the thoughts of earlier
+# turns. It also leaves out empty messages.
+SWITCH = """{% set mode = "think" -%}
+{% for m in messages %}{% if m.role == "system" %}
+{%- if "/no_think" in m.content %}{% set mode = "no_think" %}[mode {{ mode }}]{% endif -%}
+{% if m.content %}[system {{ m.content.replace("/no_think", "").strip() }}]{% endif %}
+{%- elif m.content %}[{{ m.role }} {{ m.content.split("</think>")[-1] }}]{% endif %}{% endfor -%}
+{% if add_generation_prompt %}[assistant {% endif %}
+{%- if "/no_think" in messages[0].content %}<think></think>{% endif %}"""
+
+
+@pytest.mark.parametrize(
+    ("system", "written"),
+    [
+        ("Count. /no_think", "[mode no_think][system Count.]"),
+        ("/no_think", "[mode no_think][system ]"),
+        ("Count.", "[system Count.]"),
+        ("", ""),
+    ],
+)
+def test_a_switch_in_the_system_message_works(system, written):
+    """The template reads it, although the examples and the question stand in the prompt with their thoughts."""
+    TOKENIZER.chat_template = SWITCH
+    turns = [("system", system), ("user", "Hello"), ("assistant", "<think>so</think>Hi")]
+    turns += [("user", ""), ("user", QUESTION)]
+    chat = [{"role": role, "content": text} for role, text in turns]
+    for examples in (grpo.EXAMPLES, []):
+        prompt = grpo.render(grpo.Args(examples=bool(examples)), TOKENIZER, chat)
+        shown = "".join(f"[user {text}][assistant {answer}]" for text, answer in examples)
+        shown += f"[user Hello][assistant <think>so</think>Hi][user {QUESTION}]"
+        end = "[assistant <think></think>" if "/no_think" in system else "[assistant "
+        assert prompt == written + shown + end
+
+
+def test_a_template_that_changes_no_message_reads_all_of_them():
+    """No placeholder takes the place of a message: the template may look for a switch in any of them."""
+    TOKENIZER.chat_template = """{% for m in messages %}[{{ m.content }}]{% endfor -%}
+{% if "/no_think" in messages[-1].content %}<think></think>{% endif %}"""
+    chat = [{"role": "user", "content": "2 + 2? /no_think"}]
+    prompt = grpo.render(grpo.Args(examples=False), TOKENIZER, chat)
+    assert prompt == "[2 + 2? /no_think]<think></think>"
 
 
 TEXTS_OF_USERS = (

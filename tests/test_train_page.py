@@ -155,7 +155,7 @@ def test_the_data_and_the_reward_train(monkeypatch, tmp_path, problems, capsys):
     shares = metrics["rollout/near_reward"] + metrics["rollout/format_reward"]
     assert metrics["rollout/reward_mean"] == pytest.approx(shares)
     printed = capsys.readouterr().out
-    assert "train data: 3 problems; skipped: 0 longer" in printed
+    assert "train data: 3 problems\n" in printed
     assert "is held out, 1 problems" in printed
     samples = [json.loads(line) for line in (folder / "samples.jsonl").open()]
     assert {sample["answer"] for sample in samples} <= {"3 * 24 #### 72", "1.41"}

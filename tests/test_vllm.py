@@ -115,17 +115,17 @@ def test_whole_steps(given, truncated, in_double, monkeypatch, tmp_path):
     """
     steps, sample, split = [], grpo_vllm.sample_responses, grpo_vllm.minibatches
 
-    def recorded_sample(args, engine, examples, num_samples, temperature, eos_ids):
+    def recorded_sample(args, engine, problems, num_samples, temperature, eos_ids):
         # The trainer's head is in float32. A head in bf16 rounds its logits.
         assert engine.llm_engine.vllm_config.model_config.head_dtype == torch.float32
-        rollout = sample(args, engine, examples, num_samples, temperature, eos_ids)
+        rollout = sample(args, engine, problems, num_samples, temperature, eos_ids)
         rollout = rollout._replace(sampled_logprobs=rollout.sampled_logprobs.double())
         if temperature > 0:
             sequences, sampled = [], []
             for i in range(len(rollout.response_ids)):
                 counts = rollout.response_mask[i]
-                prompt = rollout.prompt_ids[i][rollout.prompt_mask[i]].tolist()
-                assert prompt == examples[i // num_samples]["prompt_ids"]
+                prompt = rollout.prompts[i]
+                assert prompt == problems[i // num_samples]["prompt_ids"]
                 sequences.append((prompt, rollout.response_ids[i][counts].tolist()))
                 sampled.append(rollout.sampled_logprobs[i][counts].tolist())
             new = {"sequences": sequences, "sampled": sampled, "greedy": [], "minibatches": []}
@@ -172,11 +172,11 @@ def test_evaluated_are_the_current_weights(tmp_path):
     known = {field.name for field in dataclasses.fields(grpo.Args)}
     args = grpo.Args(**{name: value for name, value in fields.items() if name in known})
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    examples = grpo.load_data(args, tokenizer)[1]
+    problems = grpo.load_data(args, tokenizer)[1]
     last = read_metrics(folder)[-1]
     for model, same in ((str(folder / "model"), True), (args.model, False)):
         policy = AutoModelForCausalLM.from_pretrained(model)
-        found = grpo.evaluate(args, policy, tokenizer, examples, torch.tensor([2]))
+        found = grpo.evaluate(args, policy, tokenizer, problems, torch.tensor([2]))
         assert (found == {name: last[name] for name in found}) == same
 
 
@@ -185,8 +185,8 @@ def test_a_wrong_temperature_ends_the_run(tmp_path, monkeypatch):
     """Even under bf16, the first step tells a wrong temperature from rounding."""
     whole = grpo_vllm.sample_responses
 
-    def wrong(args, engine, examples, num_samples, temperature, eos_ids):
-        return whole(args, engine, examples, num_samples, 0.9 * temperature, eos_ids)
+    def wrong(args, engine, problems, num_samples, temperature, eos_ids):
+        return whole(args, engine, problems, num_samples, 0.9 * temperature, eos_ids)
 
     given = dict(engine_dtype="bfloat16", num_steps=1, eval_size=4)
     run_main(tmp_path, **given)
@@ -270,15 +270,15 @@ def started(request, tmp_path_factory):
 
 
 def some_prompts(count, length):
-    """Examples with random prompts of this many tokens."""
+    """Problems with random prompts of this many tokens."""
     torch.manual_seed(length)
     return [{"prompt_ids": row} for row in torch.randint(3, 16, (count, length)).tolist()]
 
 
-def sample(started, examples, num_samples=2, temperature=1.0, **given):
+def sample(started, problems, num_samples=2, temperature=1.0, **given):
     args, engine, _, _, eos_ids = started
     args = dataclasses.replace(args, **given)
-    return grpo_vllm.sample_responses(args, engine, examples, num_samples, temperature, eos_ids)
+    return grpo_vllm.sample_responses(args, engine, problems, num_samples, temperature, eos_ids)
 
 
 def largest_gap(started, rollout, temperature=1.0):
@@ -304,9 +304,9 @@ def test_every_parameter_reaches_the_engine(started):
     Prompts of 150 tokens fill a block of 128 keys and values, which the engine would use again.
     """
     _, engine, model, _, _ = started
-    examples = some_prompts(4, 9) + some_prompts(2, 150)
+    problems = some_prompts(4, 9) + some_prompts(2, 150)
     grpo_vllm.refresh_engine(engine, model)
-    rollout = sample(started, examples)
+    rollout = sample(started, problems)
     assert largest_gap(started, rollout) < 1e-5
     for name, parameter in model.named_parameters():
         with torch.no_grad():
@@ -314,7 +314,7 @@ def test_every_parameter_reaches_the_engine(started):
         # Otherwise the engine couldn't be caught with the old parameter.
         assert largest_gap(started, rollout) > 1e-4, name
         grpo_vllm.refresh_engine(engine, model)
-        rollout = sample(started, examples)
+        rollout = sample(started, problems)
         assert largest_gap(started, rollout) < 1e-5, name
 
 
@@ -422,17 +422,17 @@ def test_responses_end_at_each_eos_id_or_at_the_limit(started, uniform):
 
 @one_family
 def test_the_rollout_is_in_group_order_and_padded_as_documented(started):
-    """Sequence i belongs to prompt i // G. Prompts are padded on the left; texts have no EOS token."""
+    """Sequence i belongs to prompt i // G. Responses are padded on the right; texts have no EOS token."""
     tokenizer = started[3]
-    examples = [*some_prompts(2, 9), *some_prompts(1, 3), *some_prompts(2, 6)]
+    problems = [*some_prompts(2, 9), *some_prompts(1, 3), *some_prompts(2, 6)]
     torch.manual_seed(0)
-    rollout = sample(started, examples, num_samples=3)
+    rollout = sample(started, problems, num_samples=3)
     completions = grpo_vllm.response_texts(tokenizer, rollout, started[4])
     for i in range(15):
-        prompt = examples[i // 3]["prompt_ids"]
-        mask = rollout.prompt_mask[i]
-        assert rollout.prompt_ids[i][mask].tolist() == prompt and mask[-len(prompt) :].all()
-        tokens = rollout.response_ids[i][rollout.response_mask[i]].tolist()
+        assert rollout.prompts[i] == problems[i // 3]["prompt_ids"]
+        mask = rollout.response_mask[i]
+        tokens = rollout.response_ids[i][mask].tolist()
+        assert mask[: len(tokens)].all()
         text_ids = tokens[:-1] if tokens[-1] == 2 else tokens
         assert completions[i] == tokenizer.decode(text_ids)
-    assert rollout.prompt_mask.sum(1).tolist() == [9] * 6 + [3] * 3 + [6] * 6
+    assert [len(prompt) for prompt in rollout.prompts] == [9] * 6 + [3] * 3 + [6] * 6

@@ -20,7 +20,9 @@ def parts(text: str) -> dict[str, str]:
     """The text of each function, class and constant of a script, with the comments above it, by its name."""
     lines, found, last = text.splitlines(keepends=True), {}, 0
     for node in ast.parse(text).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        if isinstance(node, ast.Expr) and last == 0:
+            name = "docstring"
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             name = node.name
         elif isinstance(node, ast.Assign | ast.AugAssign):
             name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
@@ -31,50 +33,81 @@ def parts(text: str) -> dict[str, str]:
     return found
 
 
-def merge(child: str, base: str, parent: str) -> tuple[str, bool]:
-    """The child with the changes from base to parent, and whether it has all. Where both changed, it keeps its own."""
+def merge(child: str, base: str, parent: str) -> tuple[str, list[str]]:
+    """The child with the changes from base to parent, and the lines of base that it couldn't find in the child.
+
+    A line that the child has word for word is replaced, also beside lines of the child's own.
+    """
     if base in (child, parent):
-        return parent if child == base else child, True
-    with tempfile.TemporaryDirectory() as folder:
-        for name, text in {"child": child, "base": base, "parent": parent}.items():
-            Path(folder, name).write_text(text, encoding="utf-8")
-        command = ["git", "merge-file", "-p", "child", "base", "parent"]
-        num_conflicts = subprocess.run(command, cwd=folder, capture_output=True).returncode
-        done = subprocess.run([*command, "--ours"], cwd=folder, capture_output=True, text=True, check=True)
-        return done.stdout, num_conflicts == 0
+        return parent if child == base else child, []
+    own, old, new = (text.splitlines(keepends=True) for text in (child, base, parent))
+    place = {}  # line of base -> line of the child
+    for block in difflib.SequenceMatcher(None, old, own, autojunk=False).get_matching_blocks():
+        place |= {block.a + k: block.b + k for k in range(block.size)}
+    edits, missing = [], []  # edits: first line of the child, the line after the last, and the new lines
+    for tag, a1, a2, b1, b2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        places = [place.get(i) for i in range(a1, a2)]
+        if tag == "equal":
+            continue
+        if tag == "insert":
+            before, after = place.get(a1 - 1), place.get(a1)
+            if before is not None or a1 == 0:
+                edits.append((before + 1 if a1 else 0,) * 2 + (new[b1:b2],))
+            elif after is not None:
+                edits.append((after, after, new[b1:b2]))
+            else:
+                missing.append("".join(new[b1:b2]))
+        elif None not in places and places[-1] - places[0] == a2 - a1 - 1:
+            edits.append((places[0], places[-1] + 1, new[b1:b2]))
+        elif a2 - a1 == b2 - b1:  # line by line
+            for i, line in zip(range(a1, a2), new[b1:b2], strict=True):
+                if place.get(i) is not None:
+                    edits.append((place[i], place[i] + 1, [line]))
+                else:
+                    missing.append(old[i])
+        else:
+            missing.append("".join(old[a1:a2]))
+    for first, end, lines in reversed(edits):
+        if first < end or own[first : first + len(lines)] != lines:  # else the child has them already
+            own[first:end] = lines
+    return "".join(own), missing
 
 
-def carry(child: str, base: str, parent: str) -> tuple[str, list[str]]:
-    """The child with the changes from base to parent, and the names of its parts that didn't get all of them."""
+def carry(child: str, base: str, parent: str) -> tuple[str, dict[str, list[str]]]:
+    """The child with the changes from base to parent. Also the lines that it lacks, by the name of their part."""
     old, new, own = parts(base), parts(parent), parts(child)
     order = list(new)
     carried = {name: text for name, text in new.items() if name not in old}
     places = {name: order.index(name) for name in carried}
-    missing, place = [], 0
+    missing, place = {}, 0
     for name, text in own.items():
         if name in old and name not in new and text == old[name]:
             continue  # the parent no longer has it
         if name in new:
             place = order.index(name)  # else the part stays behind the one before it
         carried[name], places[name] = text, place
-        has_all = name not in old and name not in new
         if name in old and name in new:
-            carried[name], has_all = merge(text, old[name], new[name])
-        if not has_all:
-            missing.append(name)
+            carried[name], lines = merge(text, old[name], new[name])
+            if lines and name != "docstring":  # which is each script's own
+                missing[name] = lines
+        elif name in old or name in new:  # one of them has another part of this name, or none
+            missing[name] = text.splitlines(keepends=True)[:3]
     names = sorted([*own, *new], key=lambda name: places.get(name, 0))
     return "".join(carried[name] for name in dict.fromkeys(names) if name in carried), missing
 
 
-def tell(name: str, missing: list[str]) -> None:
-    """Print where a person has to look."""
-    for part in missing:
+def tell(name: str, missing: dict[str, list[str]]) -> None:
+    """Print where a person has to look, with the lines that changed in the parent."""
+    for part, lines in missing.items():
         print(f"{name} has other text, so look whether it needs the change in: {part}")
+        print("".join(f"    {line}" for lines in lines for line in lines.splitlines(keepends=True)), end="")
 
 
 def carry_scripts() -> None:
     """Carry the changes of grpo.py since the last commit into all other scripts."""
     base, parent = last_commit("grpo.py"), (ROOT / "grpo.py").read_text(encoding="utf-8")
+    if base == parent:
+        raise SystemExit("grpo.py has no change since the last commit, so there is nothing to carry")
     for path in [ROOT / f"{name}.py" for name in SCRIPTS if name != "grpo"]:
         child, missing = carry(path.read_text(encoding="utf-8"), base, parent)
         path.write_text(child, encoding="utf-8")
