@@ -117,7 +117,7 @@ Now solve the problem yourself, in the format above."""
 
 @dataclass
 class Args:
-    # These defaults hold for a command with --model. Without it, those of BUNDLED, below, hold.
+    # A command without --model has the defaults of BUNDLED, below, instead of these.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -135,7 +135,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-360M-Instruct"
-    """folder or hub id; X alone is HuggingFaceTB/X; without this flag, BUNDLED's model"""
+    """folder or hub id; X alone is HuggingFaceTB/X"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
@@ -286,7 +286,7 @@ class Rollout(NamedTuple):
     """N prompts with their sampled responses; row i of each tensor belongs to sequence i."""
 
     prompts: list[list[int]]  # N lists of token ids
-    response_ids: Tensor  # (N, R)
+    response_ids: Tensor  # (N, R); any ids where response_mask is False
     response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
 
@@ -353,13 +353,13 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities, and the teacher's
-        # Gradient checkpointing works in training mode only, and sampling leaves evaluation mode.
-        # Both modes compute the same, because load_config sets all dropout to 0.
+        # Sampling has switched to evaluation mode, but gradient checkpointing needs training mode.
+        # Both compute the same, because load_config sets all dropout to 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
-        # pi_old is the policy before the first update, which itself fills in the rows of its own
-        # sequences. The sampler's log-probabilities won't do, because it rounds differently.
+        # pi_old is the policy before any update of this step. The first minibatch is left out: its
+        # update computes these numbers anyway (part 4). The sampler's are rounded differently.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         # The teacher's prompts are longer, so its micro-batches are others than the student's.
         teacher_rollout, has_context = add_contexts(args, tokenizer, rollout, batch)
@@ -381,7 +381,6 @@ def main(args: Args) -> dict:
         for update, minibatch in enumerate(step_minibatches, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
-            # indices: of n of the N sequences; micro_batch: their Rollout
             for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
                 logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
                 if update == first_update:  # pi_theta is still pi_old, so every ratio is 1
@@ -411,7 +410,6 @@ def main(args: Args) -> dict:
                 num_skipped += 1
             optimizer.zero_grad()
         if sampler is not model:
-            # This rounds the new weights to bf16.
             sampler.load_state_dict(model.state_dict())
         move_teacher(teacher, model, args.teacher_rate)
         total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
@@ -548,7 +546,7 @@ def eos_mask(rollout, eos_ids):
 # empty columns to the cache. In shorter segments, the cache is copied (and a CUDA graph recorded)
 # more often. In longer ones, attention reads more columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-# Every so many tokens, generate asks whether all rows have finished. A GPU makes it wait for that.
+# Every so many tokens (a divisor of SEGMENT), generate asks whether all rows have finished.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -556,7 +554,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 class Decoding:
     """What the model needs for the next token: tensors with a row for each unfinished sequence."""
 
-    cache: StaticCache  # keys and values
+    cache: StaticCache  # keys and values; it counts its filled columns itself
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): those of the next token
     token: Tensor  # (rows,): the token that was drawn last, and is fed next
@@ -614,7 +612,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
 
     Example, with two prompts, num_samples 1, --max-new-tokens 4 and the EOS token 2:
 
-        prompt_ids [[5, 6, 7],    response_ids [[3, 4, 2, .],    response_mask [[1, 1, 1, 0],
+        prompt_ids [[5, 6, 7],    response_ids [[3, 4, 2, ?],    response_mask [[1, 1, 1, 0],
                     [0, 8, 9]]                  [3, 3, 4, 3]]                   [1, 1, 1, 1]]
     """
     model.eval()
@@ -659,7 +657,7 @@ def draw(logits, temperature):
     else:
         # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
         # torch.multinomial would wait for the GPU. Neither ever draws a token whose probability is
-        # below some 1e-7, because the noise is in float32.
+        # below about 1e-7, because the noise is in float32.
         noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
         token = (logprobs + noise).argmax(1)  # (rows,)
     return token, logprobs.gather(1, token[:, None]).squeeze(1)
@@ -679,7 +677,7 @@ def prefill(model, prompt_ids, prompt_mask):
         cache=cache,
         mask=prompt_mask,  # (B, P)
         logits=feed(model, cache, prompt_ids, prompt_mask, positions),  # (B, V)
-        token=prompt_ids[:, -1].clone(),  # (B,): memory for the token that is drawn first
+        token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), until one is drawn
         position=prompt_mask.sum(1),  # (B,)
     )
 
@@ -780,12 +778,12 @@ class DecoderOutput(BaseModelOutputWithPast):
 def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D).
 
-    Families differ in what follows the decoder: some scale or cap the logits. So the model's own
-    forward is called, but what it calls to get hidden states returns these.
+    Families differ in what follows the decoder: some scale or cap the logits. So this calls the
+    model's own forward, while a function that returns these states replaces the decoder's.
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
-    def return_states(*inputs, **options):
+    def return_states(*inputs, **options):  # it ignores the input that a forward requires
         return DecoderOutput(last_hidden_state=states)
 
     # Most heads call the base model. OPT's calls the decoder inside of it.
@@ -817,8 +815,8 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. Tokens that all N prompts share, and that are computed once,
-    aren't counted.
+    longer than the maximum is alone. Tokens that all N prompts share and that are computed once
+    aren't counted. (The prompts of a micro-batch may share more, which response_states uses.)
     """
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     common = common_tokens(model, rollout.prompts)
@@ -836,7 +834,7 @@ def micro_batches(args, model, rollout, sequences):
 
 
 def common_tokens(model, prompts):
-    """How many first tokens of all prompts to compute once, and not in every row; 0: none.
+    """The length of what all prompts begin with, if it's computed once and not in every row; or 0.
 
     Equal first tokens have equal keys and values, because a token sees none after it. This only
     saves time: if it always returned 0, the numbers would be the same up to rounding.
@@ -891,7 +889,8 @@ def apply_rewards(completions, problems, device):
     """
     samples_per_problem = len(completions) // len(problems)
     repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
-    columns = {name: [row["columns"][name] for row in repeated] for name in repeated[0]["columns"]}
+    rows = [problem["columns"] for problem in repeated]  # N
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     texts = []
     for problem, completion in zip(repeated, completions, strict=True):
         if problem["prompt"].rstrip().endswith("<think>"):  # so the response only closes it
@@ -1045,7 +1044,8 @@ def fill_template(tokenizer, chat, **options):
     """
     options["tokenize"] = False
     contents = [message["content"] for message in chat]
-    # An empty message stays empty, because some templates leave it out.
+    # Placeholders show whether the template drops a message. An empty one stays empty, because some
+    # templates leave it out.
     marks = [f"[[[message {i}]]]" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
@@ -1053,7 +1053,7 @@ def fill_template(tokenizer, chat, **options):
         if mark not in filled:
             raise ValueError(f"--model: its chat template drops the message {content!r}")
     text = tokenizer.apply_chat_template(chat, **options)
-    if all(content in text for content in contents):
+    if all(content in text for content in contents):  # the usual case: no message is changed
         return text
     if chat[0]["role"] == "system":
         # It goes in as it is: the template may look for a switch in it, such as /no_think.
@@ -1096,7 +1096,7 @@ def load_model(args, tokenizer):
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
     """
-    # transformers 5.24 warns of names that 5.19 needs, such as past_key_values.
+    # transformers 5.24 calls past_key_values and others deprecated, and 5.19 has no other names.
     warnings.simplefilter("ignore", FutureWarning)
     name = find_model(args)
     config = load_config(args, name)
@@ -1186,8 +1186,8 @@ def inference_copy(model):
         output.last_hidden_state = output.last_hidden_state.float()
         return output
 
-    # The head stays in float32, and so do its inputs. It gets a weight of its own, because many
-    # models use that of the embedding.
+    # The head stays in float32, so the states are converted for it. It gets a weight of its own,
+    # because many models use that of the embedding.
     copied.base_model.get_decoder().register_forward_hook(float_states)
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
@@ -1239,10 +1239,10 @@ def name_run(args):
 
 
 def open_run(args, run_dir, problems):
-    """Create or reopen the run's folder, and return the open metrics.jsonl and samples.jsonl.
+    """Open the run's two logs. A new run gets a folder, with a copy of its code.
 
-    If a command with --run-name is repeated, its run goes on from its checkpoint. If it has none
-    yet, it begins again with empty log files. With --track, this also starts W&B.
+    If a command with --run-name is repeated, the run goes on from its checkpoint and appends to its
+    logs. Without a checkpoint, it starts over with empty logs. With --track, this also starts W&B.
     """
     run = describe_run(args, problems)
     is_repeated = args.run_name is not None and (run_dir / "args.json").exists()

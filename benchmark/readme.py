@@ -93,11 +93,11 @@ def record_transcript() -> None:
 
 
 def short_transcript() -> str:
-    """The accuracy before, the first and the last step with a sample each, and the accuracy after."""
+    """The evaluation before, the first and the last step with a sample each, and the accuracy after."""
     lines = TRANSCRIPT.read_text(encoding="utf-8").splitlines()
     steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
     first, last = steps[0], steps[-1]
-    chosen = [*lines[first - 1 : first + 2], "...", *lines[last:]]
+    chosen = [*lines[first - 2 : first + 2], "...", *lines[last:]]
     return "```\n" + "\n".join(chosen) + "\n```\n"
 
 
