@@ -41,8 +41,8 @@ Departures from the paper: those of grpo.py.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P tokens of a padded prompt, R of a padded response (--max-new-tokens), V
-D hidden units. A micro-batch has n sequences, and T response tokens in all. W is the number of
-processes.
+vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all. W is the
+number of processes.
 
     torchrun --nproc-per-node 8 grpo_multigpu.py --model SmolLM2-1.7B-Instruct
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint host:29500 \
@@ -914,28 +914,6 @@ def refresh_sampler(sampler, model):
     # both names are needed: remove_duplicate=False.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         sampler.get_parameter(name).copy_(parameter.full_tensor())
-
-
-def common_tokens(model, prompts):
-    """The length of what all prompts begin with, if it's computed once and not in every row; or 0.
-
-    Equal first tokens have equal keys and values, because a token sees none after it. This only
-    saves time: if it always returned 0, the numbers would be the same up to rounding.
-    """
-    # On a GPU, the extra pass takes longer than it saves (docs/speed.md).
-    if model.device.type != "cpu":
-        return 0
-    # With gradient checkpointing, transformers' layers ignore a cache.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return 0
-    # Linear attention and convolutions pass on more than keys and values. Without layer_types, all
-    # layers have full attention.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        return 0
-    # The last token of a prompt isn't shared, because it predicts the first of each response.
-    shareable = [prompt[:-1] for prompt in prompts]
-    return len(os.path.commonprefix(shareable))  # takes lists, too
 
 
 # ==== evaluation and rewards ====

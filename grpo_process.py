@@ -37,8 +37,8 @@ finds only one step in most responses to GSM8K, because their thoughts have word
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P tokens of a padded prompt, R of a padded response (--max-new-tokens), V
-D hidden units. A micro-batch has n sequences, and T response tokens in all. A group has K steps in
-all.
+vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all. A group has
+K steps in all.
 
     python grpo_process.py                                 the bundled adder, on a CPU
     python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K (most have one step), on one GPU

@@ -46,8 +46,8 @@ added to the std, because equal rewards would give 0/0, and the reference stays 
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P tokens of a padded prompt, R of a padded response (--max-new-tokens), V
-D hidden units. A micro-batch has n sequences, and T tokens of the policy in all. R also counts the
-tool's tokens.
+vocabulary, D hidden units. A micro-batch has n sequences, and T tokens of the policy in all. R also
+counts the tool's tokens.
 
     python grpo_tools.py                                 the bundled caller, on a CPU
     python grpo_tools.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU

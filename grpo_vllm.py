@@ -650,25 +650,6 @@ def eos_mask(rollout, eos_ids):
     return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
 
 
-# Every so many tokens (a divisor of SEGMENT), generate asks whether all rows have finished.
-CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
-
-
-def draw(logits, temperature):
-    """Draw a token from each row of logits (rows, V): tokens and their logprobs, (rows,) each."""
-    scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
-    logprobs = (logits.float() / scale).log_softmax(1)  # (rows, V) float32
-    if temperature == 0:
-        token = logprobs.argmax(1)  # (rows,)
-    else:
-        # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
-        # torch.multinomial would wait for the GPU. Neither ever draws a token whose probability is
-        # below about 1e-7, because the noise is in float32.
-        noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
-        token = (logprobs + noise).argmax(1)  # (rows,)
-    return token, logprobs.gather(1, token[:, None]).squeeze(1)
-
-
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
 # writes a gradient of the whole head. So few large chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26}

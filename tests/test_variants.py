@@ -98,7 +98,7 @@ def test_a_script_gets_what_changed_in_its_parent():
     child = base.replace("    c\n", "    x\n").replace("    d\n", "    y\n")
     found, missing = carry.carry(child, base, parent)
     # A part that the parent no longer has is told by its first lines.
-    assert missing == {"f": ["    c\n"], "g": ["\n", "\n", "def g():\n"]}
+    assert missing == {"f": ["    c\n"], "g": ["def g():\n", "    y\n"]}
     assert "    x\n" in found and "cc" not in found and "    y\n" in found
 
 
@@ -140,6 +140,7 @@ def test_each_line_is_carried_or_told(case):
     )
     missing = {"f": [f"    {word}\n" for word in told.split()]} if told else {}
     assert carry.carry(child, base, parent) == (expected, missing)
+    assert carry.carry(expected, base, parent)[0] == expected  # a second time changes nothing
 
 
 def test_each_script_has_a_docstring_of_its_own():

@@ -38,7 +38,7 @@ def merge(child: str, base: str, parent: str) -> tuple[str, list[str]]:
 
     A line that the child has word for word is replaced, also beside lines of the child's own.
     """
-    if base in (child, parent):
+    if base in (child, parent) or child == parent:
         return parent if child == base else child, []
     own, old, new = (text.splitlines(keepends=True) for text in (child, base, parent))
     place = {}  # line of base -> line of the child
@@ -46,30 +46,29 @@ def merge(child: str, base: str, parent: str) -> tuple[str, list[str]]:
         place |= {block.a + k: block.b + k for k in range(block.size)}
     edits, missing = [], []  # edits: first line of the child, the line after the last, and the new lines
     for tag, a1, a2, b1, b2 in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        places = [place.get(i) for i in range(a1, a2)]
-        if tag == "equal":
-            continue
+        places, lines = [place.get(i) for i in range(a1, a2)], new[b1:b2]
+        if tag == "equal" or lines and "".join(lines) in child and None in places:
+            continue  # the child has this change already
         if tag == "insert":
-            before, after = place.get(a1 - 1), place.get(a1)
-            if before is not None or a1 == 0:
-                edits.append((before + 1 if a1 else 0,) * 2 + (new[b1:b2],))
-            elif after is not None:
-                edits.append((after, after, new[b1:b2]))
-            else:
-                missing.append("".join(new[b1:b2]))
+            before, after = place.get(a1 - 1, -1 if a1 == 0 else None), place.get(a1)
+            if before is not None and own[before + 1 : before + 1 + len(lines)] != lines:
+                edits.append((before + 1, before + 1, lines))
+            elif before is None and after is not None and own[after - len(lines) : after] != lines:
+                edits.append((after, after, lines))
+            elif before is after is None:
+                missing.append("".join(lines))
         elif None not in places and places[-1] - places[0] == a2 - a1 - 1:
-            edits.append((places[0], places[-1] + 1, new[b1:b2]))
+            edits.append((places[0], places[-1] + 1, lines))
         elif a2 - a1 == b2 - b1:  # line by line
-            for i, line in zip(range(a1, a2), new[b1:b2], strict=True):
+            for i, line in zip(range(a1, a2), lines, strict=True):
                 if place.get(i) is not None:
                     edits.append((place[i], place[i] + 1, [line]))
-                else:
+                elif line not in own:
                     missing.append(old[i])
-        else:
+        elif lines or place.get(a1 - 1, -1) + 1 != place.get(a2):  # else the child has deleted them, too
             missing.append("".join(old[a1:a2]))
     for first, end, lines in reversed(edits):
-        if first < end or own[first : first + len(lines)] != lines:  # else the child has them already
-            own[first:end] = lines
+        own[first:end] = lines
     return "".join(own), missing
 
 
@@ -91,7 +90,7 @@ def carry(child: str, base: str, parent: str) -> tuple[str, dict[str, list[str]]
             if lines and name != "docstring":  # which is each script's own
                 missing[name] = lines
         elif name in old or name in new:  # one of them has another part of this name, or none
-            missing[name] = text.splitlines(keepends=True)[:3]
+            missing[name] = f"{text.strip()}\n".splitlines(keepends=True)[:3]
     names = sorted([*own, *new], key=lambda name: places.get(name, 0))
     return "".join(carried[name] for name in dict.fromkeys(names) if name in carried), missing
 

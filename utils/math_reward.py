@@ -7,9 +7,8 @@ the only answer block, or, if the completion has no <answer>, the content of the
 the thought. `math_gold` is None for a gold answer that can't be read: such a row is skipped.
 
 The rule: every number, letter, word, sign, line and step of both texts counts, except for these.
-
-- Layout: spaces, the size of brackets, dollar signs, the font of a letter, commas in 1,450, a full
-  stop at the end, \dfrac for \frac. A word may have capitals.
+- Layout: spaces, dollar signs, sizes, fonts, \dfrac for \frac, capitals of a word, the commas of
+  1,450, and a full stop at the end.
 - "The answer is" and the like before an answer, and the name of a value: x = 5 may be 5. But two
   names have to be the same, and of several names each has its own value.
 - A unit at the very end, and the same unit after each member of a list: 5 \text{ cm} may be 5. But
@@ -17,19 +16,17 @@ The rule: every number, letter, word, sign, line and step of both texts counts, 
   single letter is a unit only in \text or \mathrm: in 5m it is a variable.
 - The order of a list or a set, but not of a pair. A set may be written without its brackets.
 - The steps before the last side, as in x = 5+6 = 11, if the other text has fewer or more of them.
-  The answer stands after \approx. If the gold answer has no \approx, no approximation is right.
+  After \approx stands the answer. But no approximation is right if the gold answer has no \approx.
 - The form of a formula. If the gold answer has a variable, any equal form is right. If it has none,
   no operation may be left that the gold answer doesn't hold: 10! isn't the answer 3628800.
 
 So a text is split into the members of its list, and a member into its sides. A side with words is
-compared as a text. Two plain numbers are compared by the rules of utils/rewards.py. The parser of
-math-verify reads all else. It reads each side as a whole, and two formulas are compared exactly. An
-equation that is to be solved, such as 2x = 6, isn't the answer 6.
+compared as a text, two plain numbers by the rules of utils/rewards.py. math-verify's parser reads
+any other side, as a whole, and sympy compares it exactly.
 
-A policy may write a formula that sympy can't finish. math-verify has a timer, but this timer works
-only in the main thread, and can't stop a computation inside of C code. So formulas are compared in
-separate processes. There, a timer counts processor time, so a busy machine doesn't change a reward.
-A process that doesn't answer is killed. An answer that takes too long counts as wrong.
+A policy may write a formula that takes hours. A timer works only in the main thread, and can't stop
+a computation inside of C code. So separate processes compare the formulas. There, a timer counts
+processor time, so a busy machine doesn't change a reward. A process that doesn't answer is killed.
 """
 
 import json
@@ -41,13 +38,13 @@ import select
 import signal
 import subprocess
 import sys
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
-from typing import NamedTuple
 
 from utils.rewards import GOLD_READERS, MAX_TEXT, answer_block, parse_number
 
@@ -60,10 +57,8 @@ PATIENCE = 60
 # Bytes of memory for a process.
 MEMORY = 4 * 2**30
 # The answer is $\frac{1}{2}$ cm.
-ONE_FORMULA = re.compile(
-    r"(?i:so|thus|hence|the|final|answer|solution|is|are|\b[a-z]\b|[\s:=*])*\$([^$]+)\$"
-    r"(?:[\s*.]|[kcm]?m\b|\(in (?:simplest|lowest) (?:form|terms)\))*"
-)
+BESIDE = r"(?:\b(?:so|the|answer|is|[A-Za-z])\b|[\s:=*])*"
+ONE_FORMULA = re.compile(rf"(?i){BESIDE}\$([^$]+)\$(?:[\s*.]|cm|\(in simplest form\))*")
 # What connects the boxes of one list: \boxed{1} and \boxed{2}
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;&}]|\\[()\[\],;]|\\q?quad|\\(?:text\w*|mbox) ?\{|and|or)*")
 
@@ -104,10 +99,7 @@ def final_answer(completion: str) -> str:
 
 
 def last_boxed(text: str) -> str:
-    r"""The content of the last \boxed{}. Without one, the only formula of the text, or the text.
-
-    \boxed{1} and \boxed{2} are the list 1, 2.
-    """
+    r"""The content of the last \boxed{} or list of them, else of the only formula, else the text."""
     if "\\boxed{" in text:
         # A box that is repeated is one answer.
         return ", ".join(dict.fromkeys(last_boxes(text)))
@@ -122,9 +114,7 @@ def last_boxes(text: str) -> list[str]:
     for rest in reversed(text.split("\\boxed{")[1:]):
         content = before_closing_brace(rest[:MAX_TEXT])
         # Without the brace, the text has been cut off.
-        if content is None:
-            break
-        if boxes and not BETWEEN_BOXES.fullmatch(rest[len(content) + 1 :]):
+        if content is None or boxes and not BETWEEN_BOXES.fullmatch(rest[len(content) + 1 :]):
             break
         boxes.append(content.strip())
     return boxes[::-1]
@@ -142,12 +132,10 @@ def before_closing_brace(text: str) -> str | None:
 
 def is_right(pair: tuple[str, str | None]) -> bool:
     """Whether the text is the gold answer, or without a text whether the gold answer can be read."""
-    for text in pair:
-        # A text has to be short, and its braces have to match.
-        if text is not None and (
-            not 0 < len(text) <= MAX_TEXT or before_closing_brace(text + "}") != text
-        ):
-            return False
+    texts = [x for x in pair if x is not None]
+    # They have to be short, and their braces have to match.
+    if not all(0 < len(x) <= MAX_TEXT and before_closing_brace(x + "}") == x for x in texts):
+        return False
     # A process that is idle answers. Any thread may ask.
     process = IDLE.get()
     try:
@@ -160,8 +148,7 @@ def is_right(pair: tuple[str, str | None]) -> bool:
 class Process:
     """A process that compares answers. It's started when it's needed, and killed when it's late."""
 
-    def __init__(self):
-        self.process = None
+    process = None
 
     def start(self):
         if self.process is not None:
@@ -205,12 +192,16 @@ if __name__ == "__main__":
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
 
-FONT = r"\\(?:text(?:normal|rm|bf|it|sf)?|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox|operatorname(?= ?\{[ei]\}))"
+    CONFIG = ConversionConfig(lowercase_symbols=False)
+
+FONT = r"\\(?:text(?:normal|rm|bf|it|sf)?|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)"
 SHORT_UNIT = r"[kcm]?m/(?:s|h|hr|min)|[kcmnd]m|ft|in|mi|yd|[kcm]g|lbs?|oz|hrs?|mph|[AaPp][Mm]"
-# An argument in braces, and one without them
 BRACES = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
+ENGLISH = r"(?!and\b)(?=[A-Za-z]*[aeiouAEIOU])[A-Za-z]{3,}|(?i:of|at|is|to|on|no|if)"
 BARE = r"(\\[A-Za-z]+|[0-9A-Za-z])"
 ARRAY = r"\\begin\{array\} *\{[lcr ]+\}((?:(?!\\begin).)*?)\\end\{array\}"
+SIGNS = "le leq leqslant ≤ ge geq geqslant ≥ ne neq ≠ lt gt approx in equiv".split()
+SIGNS = dict(zip(SIGNS, "<= <= <= <= >= >= >= >= <> <> <> < > ≈ ∈ =".split(), strict=True))
 # How a text is rewritten before it is read. Layout leaves a space: 1\!2 isn't 12.
 REWRITES = [
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])\.?", " "),
@@ -221,122 +212,84 @@ REWRITES = [
     (r"^\s*(?i:(?:so|thus|hence|therefore|the|final|answer|solutions?|is|are)\b[\s:,=]*)+", ""),
     (r"\b(?:minus|negative) (?=[0-9\\])", "-"),
     (r"\b([AaPp])\. ?([Mm])\b\.?", r"\1\2"),
-    # The mode is 3.
     (r"^([^=<>]*[A-Za-z])\s+(?:is|are) (?=[^=]*$)", r"\1 = "),
-    (r"\\leq?(?:slant|q)?(?![A-Za-z])|<=", "≤"),
-    (r"\\geq?(?:slant|q)?(?![A-Za-z])|>=", "≥"),
-    (r"\\neq?(?![A-Za-z])", "≠"),
-    (r"\\lt(?![A-Za-z])", "<"),
-    (r"\\gt(?![A-Za-z])", ">"),
-    (r"\\approx(?![A-Za-z])", "≈"),
-    (r"\\in(?![A-Za-z])", "∈"),
-    (r"\\equiv(?![A-Za-z])", "="),
+    (rf"\\({'|'.join(SIGNS)})(?![A-Za-z])|[≤≥≠]", lambda x: SIGNS[x[0].strip("\\")]),
     (r"(?<![\\A-Za-z])infinity\b", r"\\infty"),
-    # \mathrm e, {\rm e}, \mathrm{e} and \mathbf{x}
+    (r"\bNo\b", "no"),
     (rf"({FONT}) ([A-Za-z])(?![A-Za-z])", r"\1{\2}"),
-    (r"\{\\rm ([A-Za-z]+)\}", r"\\mathrm{\1}"),
-    (
-        rf"{FONT} ?\{{ *([ei]) *\}}|\\(?:(?:text|math)(?:bf|it)|bm|boldsymbol) ?\{{(\w)\}}",
-        r" \1\2 ",
-    ),
+    (rf"{FONT} ?\{{ *([ei]) *\}}", r" \1 "),
+    (r"\\(?:(?:text|math)(?:bf|it)|bm|boldsymbol) ?\{(\w)\}", r" \1 "),
     (rf"(^[-+0-9.,/ ]*[0-9] ?|(?<=[0-9}})\]] ))({SHORT_UNIT})(?![\w({{])", r"\1\\text{\2}"),
     # \text{square} \text{feet} for \text{square feet}
-    (
-        rf"{FONT} ?\{{([^{{}}]*)\}}",
-        lambda x: re.sub(
-            r"(?!\b(?:and|or)\b)(?<![A-Za-z])[A-Za-z]+", r"\\text{\g<0>}", f" {x[1]} "
-        ),
-    ),
+    (rf"{FONT} ?\{{([^{{}}]*)\}}", lambda x: re.sub("[A-Za-z]+", r" \\text{\g<0>}", f" {x[1]} ")),
+    (r"\\text\{(and|or)\}", r"\1"),
     # Three letters with a vowel are a word, unless they are a product: 2abc, abc + 1
-    (
-        r"(?<![\\\w{}^)+*/-])(?<![-+*/=] )(?=[A-Za-z]*[aeiouAEIOU])(?!and)"
-        r"(?:[A-Za-z]{3,}|of|at|is|to|on|no|if)(?![\w^({]| *[-+*/^])",
-        r"\\text{\g<0>}",
-    ),
+    (rf"(?<![\\\w{{}}^)+*/-])(?<![-+*/=] )({ENGLISH})(?![\w^({{]| *[-+*/^])", r"\\text{\1}"),
     (r"\^ *\{? *\\circ *\}?|\\degree(?![A-Za-z])|°", r" \\text{degrees}"),
     (r"\\?%", r" \\text{percent}"),
     (r"\\text\{(?:square|sq)\}\.? *(\\text\{[a-z]+\})", r"\1^2"),
     (r"\\text\{(?:cubic|cu)\}\.? *(\\text\{[a-z]+\})", r"\1^3"),
     (r"\\[lcd]?dots(?![A-Za-z])|\.\.\.", r" \\text{etc} "),
-    # 1011_2 has a base.
-    (r"\b([0-9][0-9A-F]*) *_ *\{?([0-9]+)\}?", r"\1\\text{base}\2"),
+    (r"\b([0-9][0-9A-F]*) *_ *\{?(\w+)\}?", r"\1\\text{base}\2"),
     ("'", r"^{\\prime}"),
     (r"(?<=[0-9])\^ *\{((?: *\\prime)+) *\}", r" \\text{prime}\1 "),
     (r"\\[dtc]?(frac|binom)(?![A-Za-z])", r"\\\1"),
     (rf"\\(frac|binom) *{BARE}", r"\\\1{\2}"),
     (rf"(\\(?:frac|binom) *{BRACES}) *{BARE}", r"\1{\2}"),
-    (rf"\\sqrt *{BARE}", r"\\sqrt{\1}"),
-    (r"\\?sqrt *\(([^()]*)\)", r"\\sqrt{\1}"),
+    (rf"\\?sqrt *(?:\(([^()]*)\)|{BARE})", r"\\sqrt{\1\2}"),
     (r"\^ *\(([^()]*)\)", r"^{\1}"),
-    # \log_2 3 and \log_23
     (r"\\log_ ?([0-9]) ?([0-9]+)", r"\\log_{\1}{\2}"),
-    # a determinant or a matrix that is written as an array
     (rf"\| *{ARRAY} *\|", r"\\begin{vmatrix}\1\\end{vmatrix}"),
     (rf"[(\[] *{ARRAY} *[)\]]", r"\\begin{bmatrix}\1\\end{bmatrix}"),
     (r"[\s.,;:]+$", ""),
 ]
 REWRITES = [(re.compile(pattern, re.DOTALL), new) for pattern, new in REWRITES]
-THOUSANDS = r"(?<=[0-9])(?<![0-9]{4}),(?=[0-9]{3}(?![0-9]))"
+# A member of a list, such as x = 5+6 = 11 cm
+Member = namedtuple("Member", "sides signs unit", defaults=[[], ""])
 # What separates the members of a list, and the sides of a member
 BORDER = r"[,;\n]|\\\\|\b(?:and|or)\b"
-RELATION = "[=≈∈<>≤≥≠]"
-INEQUALITY = set("<>≤≥≠")
+RELATION = "<=|>=|<>|[<>=≈∈]"
+INEQUALITY = {"<", ">", "<=", ">=", "<>"}
 MEASURE = (
-    r"(?:\\text\{(?:per|[kcmnd]?m|in|inch|f(?:oo|ee)?t|yd|mi|[kcm]?g|lbs?|oz|[hsNJWVL]|hrs?|min|sec|mph|rad|"
-    r"[ap]m|[AP]M|percent|(?:unit|inche|mile|yard|(?:centi|kilo)?(?:meter|gram)|second|minute|hour|day)s)\}"
-    r"\.?(?: *\^ *\{? *-?[0-9] *\}?)?)"
+    r"(?:\\text\{(?:per|[kcmnd]?m|in|inch|f(?:oo|ee)?t|yd|mi|[kcm]?g|lbs?|oz|[hsNJWVL]|hrs?|min|sec"
+    r"|mph|rad|percent|[ap]m|[AP]M|(?:unit|inche|mile|yard|(?:centi|kilo)?(?:meter|gram)|second"
+    r"|minute|hour|day)s?)\}\.?(?: *\^ *\{? *-?[0-9] *\}?)?)"
 )
 # 12 right triangles
-COUNTED = (
-    r"(?:\\text\{[a-z]+\} *)*\\text\{(?!(?:times|less|plus|minus|always)\})[a-z]+s\}(?:\^[23])?"
-)
+COUNTED = r"(?:\\text\{[a-z]+\} *)*\\text\{(?!(?:times|less|plus|minus|always)\})[a-z]+s\}"
 UNIT = re.compile(
     rf"(?s)(.*?[\w)}}\]]) *({MEASURE}(?:[ /.*-]*(?:\\cdot)? *{MEASURE})*)"
-    rf"|((?:[^A-Za-z]|\\(?:frac|sqrt|pi)(?![A-Za-z]))*[0-9}}]) *({COUNTED}(?: *(?:\\text\{{)?[CF]\}}?)?)"
+    rf"|((?:[^A-Za-z]|\\(?:frac|sqrt|pi)\b)*[0-9}}]) *({COUNTED}(?: *(?:\\text\{{)?[CF]\}}?)?)"
 )
 # A word, but not as an index: v_{\text{max}}
 WORD = re.compile(r"(?<!_\{)(?<!_\{ )\\text ?\{[^{}]*[A-Za-z]{2}")
-NAME = (
-    r"(?:\\[A-Za-z]+|[A-Z]+|[a-z]|\\(?:bar|vec|hat|overline)\{[^{}]*\})(?: *_ *(?:\w|\{[^{}]*\}))?"
-)
+NAME = r"(?:\\[A-Za-z]+(?:\{[A-Za-z]+\})?|[A-Z]+|[a-z])(?: *_ *(?:\w|\{[^{}]*\}))?"
 # x, \angle A, P(A), f'(x), (x, y) and The mean, but not xy and x + y: x + y = 5 may be a line.
-LABEL = re.compile(
-    rf"(?:m? *\\[a-z]+ *)?(?:{NAME})? *(?:\^\{{[^{{}}]*\}})? *(?:\([^()]*\))?|(?:\\text\{{\w+\}}|[\s:])+"
+LABEL = (
+    rf"(?:m? *\\[a-z]+ *)?(?:{NAME})? *(?:\^\{{[^{{}}]*\}})? *(?:\([^()]*\))?"
+    r"|(?:\\text\{\w+\}|[\s:])+"
 )
-# The parser would read 100 200 as 300, x^2_1 as x^2, and drop a part of 1:2:3 and \mp.
-MISREAD = re.compile(r"[0-9]\s+[0-9]|\^ *(?:\{[^{}]*\}|\w) *_|:[^:]*:|\\mp(?![A-Za-z])")
+# The parser would read 100 200 as 300, 5_n as 5, x^2_1 as x^2, and drop a part of 1:2:3 and \mp.
+MISREAD = re.compile(r"[0-9]\s+[0-9]|(?:[0-9]|\^ *(?:\{[^{}]*\}|\w)) *_|:[^:]*:|\\mp(?![A-Za-z])")
 NUMBER_WORD = re.compile(r"(?i)\b(?:hundred|thousand|[a-z]+illion|dozen|ten)s?\b|\bmil\b")
-# No operations: powers of ten, matrices, and signs that is_carried_out looks at itself
-NOTATION = re.compile(
-    r"(?<![0-9.])10\^(?:\{[-+]?[0-9]+\}|[0-9])|\\(?:begin|end)\{[pb]matrix\}|\\(?:cdot|times|cup)(?![A-Za-z])"
-)
-OPERATION = re.compile(
-    r"[!^|⌊⌈√]|[a-z]{2,}(?= *\()"
-    r"|(?<=\\)(?!(?:pi|infty|mathbb|emptyset|varnothing|frac)(?![A-Za-z]))[A-Za-z]+"
-)
+# No operations: powers of ten, matrices, and products that UNFINISHED looks at
+NOTATION = r"(?<![\d.])10\^(?:\{[-+]?\d+\}|\d)|\\(?:(?:begin|end)\{[pb]matrix\}|cdot|times|cup)"
+OPERATION = r"[!^|]|(?<=\\)(?!(?:pi|infty|mathbb|emptyset|frac)\b)[A-Za-z]+|(?<=[\w)}\]])\+"
 # \frac{6}{2} and 6/2
-DIVISION = re.compile(r"\\frac *\{([0-9]*)\}? *\{?([0-9]*)\}?|([0-9]*)\}? */ *\{?([0-9]*)")
+DIVISION = r"\\frac *\{([0-9]*)\}? *\{?([0-9]*)\}?|([0-9]*)\}? */ *\{?([0-9]*)"
 # Plain numbers with a sign between them, or side by side in brackets: 3+2, 3\cdot 4, 2(3)
 NUMBER = r"\(?-?[0-9.]+\)?"
-UNFINISHED = re.compile(
+UNFINISHED = (
     rf"(?:^|[-+*(\[{{,]) *{NUMBER} *[-+] *{NUMBER}(?! *[\\A-Za-z(^0-9!])"
-    rf"|[0-9)] *(?:\*|\\cdot|\\times) *{NUMBER}(?![0-9])"
-    r"|[0-9)] *\( *-?[0-9.]+ *\)|\) *[0-9]"
+    rf"|[0-9)] *(?:\*|\\cdot|\\times) *{NUMBER}(?![0-9])|[0-9)] *\( *-?[0-9.]+ *\)|\) *[0-9]"
 )
 
 
-class Member(NamedTuple):
-    """A member of a list, such as x = 5+6 = 11 cm."""
-
-    sides: list
-    signs: str = ""
-    unit: str = ""
-
-    def name(self):
-        """The x of x = 5+6 = 11, but not the 5+6 of 5+6 = 11. e and i are numbers."""
-        side = self.sides[0] if self.signs else ""
-        letters = re.sub(r"\\(?:begin|end) *\{\w+\}(?:\{\w+\})?|\\[A-Za-z]+|[ei]", "", side)
-        return side if re.search("[A-Za-z]", letters) or LABEL.fullmatch(side) else ""
+def name_of(member):
+    """The x of x = 5+6 = 11, but not the 5+6 of 5+6 = 11. e and i are numbers."""
+    side = member.sides[0] if member.signs else ""
+    letters = re.sub(r"\{.?matrix\}|\\[A-Za-z]+|[ei]", "", side)
+    return side if re.search("[A-Za-z]", letters) or re.fullmatch(LABEL, side) else ""
 
 
 def split(text, pattern):
@@ -355,35 +308,33 @@ def split(text, pattern):
 
 def read(text):
     """The members of a list."""
-    text = "".join(split(text, THOUSANDS)[::2])
+    text = "".join(split(text, r"(?<=[0-9])(?<!\b0)(?<![0-9]{4}),(?=[0-9]{3}(?![0-9]))")[::2])
     # the list of a set, and of equations in brackets
     inside = re.fullmatch(r"(?s)(|.*[=∈] *)(?:\\\{(.*)\\\}|\[(.*=.*)\])", text)
     if inside and split(inside[2] or inside[3] or "", ","):
         text = inside[1] + (inside[2] or inside[3])
     pieces = [piece for piece in split(text, BORDER)[::2] if piece]
-    members = []
+    members, bare = [], []
     for i, piece in enumerate(pieces):
         # 1 + x and 1 - x for 1 \pm x
         if 0 < piece.count(r"\pm") < 4:
             pieces[i + 1 : i + 1] = [piece.replace(r"\pm", sign, 1) for sign in "+-"]
             continue
         chain = split(piece, RELATION)
-        sides, signs = chain[::2], "".join(chain[1::2])
+        sides, signs = chain[::2], chain[1::2]
         # x = 1, 2 is x = 1, x = 2.
         if not signs and members and len(members[-1].signs) == 1:
             sides, signs = [members[-1].sides[0], *sides], members[-1].signs
         # 5 = x is x = 5.
-        if signs == "=" and re.fullmatch(NAME, sides[1]) and not re.fullmatch(NAME, sides[0]):
+        if signs == ["="] and re.fullmatch(NAME, sides[1]) and not re.fullmatch(NAME, sides[0]):
             sides = sides[::-1]
         members.append(Member(sides, signs))
-    bare = []
-    for member in members:
-        match = UNIT.fullmatch(member.sides[-1])
+        bare.append(members[-1])
+        match = UNIT.fullmatch(sides[-1])
         if match and not WORD.search(match[1] or match[3]):
             # Of a measure its first letter counts: cm is centimeters.
             unit = re.sub("(?<=[a-z])[a-z]+", "", plain(match[2] or "")) or plain(match[4])
-            member = Member([*member.sides[:-1], match[1] or match[3]], member.signs, unit)
-        bare.append(member)
+            bare[-1] = Member([*sides[:-1], match[1] or match[3]], signs, unit)
     # 3 feet and 2 inches keep their units.
     members = bare if len({x.unit for x in bare} - {""}) < 2 else members
     return solution_set(members, text) or members
@@ -410,8 +361,9 @@ def compare(gold, text):
     for pattern, new in REWRITES:
         texts = [pattern.sub(new, x) for x in texts]
     golds = read(texts[0])
-    needed = [x.sides if INEQUALITY & set(x.signs) else x.sides[-1:] for x in golds]
-    if not golds or any(map(NUMBER_WORD.search, texts)) or not all(map(is_read, sum(needed, []))):
+    values = [x.sides[-1] for x in golds]
+    is_read = [":" in x or WORD.search(x) or parse(x) is not None for x in values]
+    if not is_read or not all(is_read) or any(map(NUMBER_WORD.search, texts)):
         return False
     if text is None or plain(texts[0]) == plain(texts[1]):
         return True
@@ -431,20 +383,10 @@ def compare(gold, text):
 
 def are_matched(is_same, golds, texts):
     """Whether the members are the same in any order."""
-    texts = list(texts)
-    for gold in golds:
-        found = next((i for i, text in enumerate(texts) if is_same(gold, text)), None)
-        if found is None:
-            return False
-        del texts[found]
-    return not texts
-
-
-def is_read(side):
-    """Whether a side can be read. A text with words is only compared."""
-    if pair := brackets(side):
-        return all(map(is_read, pair[1]))
-    return ":" in side or WORD.search(side) or parse(side) is not None
+    if not golds:
+        return not texts
+    i = next((i for i, text in enumerate(texts) if is_same(golds[0], text)), None)
+    return i is not None and are_matched(is_same, golds[1:], texts[:i] + texts[i + 1 :])
 
 
 def is_same_member(gold, text):
@@ -453,24 +395,24 @@ def is_same_member(gold, text):
         return False
     if gold.signs == text.signs and [*map(plain, gold.sides)] == [*map(plain, text.sides)]:
         return True
-    if INEQUALITY & set(gold.signs + text.signs):
+    if INEQUALITY & {*gold.signs, *text.signs}:
         return are_matched(is_same_relation, relations(gold), relations(text))
     if "≈" in gold.signs:
         # x = \sqrt{2} \approx 1.41 has an exact answer, too. But \sin 5 \approx -0.96 is a question.
-        end = gold.signs.index("≈")
-        exact = Member(gold.sides[: end + 1], gold.signs[:end], gold.unit)
-        is_answer = end or not re.search(r"\\(?!frac|sqrt|pi)|\^", exact.sides[0])
+        end = gold.signs.index("≈") + 1
+        exact = Member(gold.sides[:end], gold.signs[: end - 1], gold.unit)
+        is_answer = end > 1 or not re.search(r"\\(?!frac|sqrt|pi)|\^", exact.sides[0])
         if is_answer and is_same_member(exact, text):
             return True
     elif "≈" in text.signs:
         return False
-    name, other = gold.name(), text.name()
+    name, other = name_of(gold), name_of(text)
     steps = gold.sides[bool(name) : -1], text.sides[bool(other) : -1]
     if len(gold.sides) == len(text.sides) and not all(map(is_same_value, *steps)):
         return False
     a, b = plain(name), plain(other)
     if name and other and a != b and not WORD.search(name + other):
-        a, b = (relations(Member([x.sides[0], x.sides[-1]], "="))[0] for x in (gold, text))
+        a, b = (relations(Member([x.sides[0], x.sides[-1]], ["="]))[0] for x in (gold, text))
         # x = 3 is solved: it isn't 2x = 6.
         is_solved = a is not None and a.lhs.is_Symbol and not a.rhs.free_symbols
         return not is_solved and is_same_relation(a, b)
@@ -478,7 +420,7 @@ def is_same_member(gold, text):
     if name and other and a != b and (min(len(a), len(b)) > 1 or a[0].lower() != b[0].lower()):
         return False
     # x + y = 5 isn't 5: it may be a line. 2x = 6 isn't 6: it is to be solved.
-    if bool(name) != bool(other) and not LABEL.fullmatch(name + other):
+    if bool(name) != bool(other) and not re.fullmatch(LABEL, name + other):
         if name or re.search("[0-9]", other):
             return False
     return is_same_value(gold.sides[-1], text.sides[-1])
@@ -502,9 +444,9 @@ def is_same_value(gold, text):
 @lru_cache(maxsize=1000)
 def parse(text):
     """An object of sympy with exact numbers, or None."""
-    letters = re.sub(r"\\[A-Za-z]+|(?<=[0-9])[eE](?=[-+]?[0-9])", "", text)
-    # In 5 m, m is a variable.
-    if not re.search("[A-Za-z]", letters) and parse_number(text) is not None:
+    # 5 m is no number. m is a variable.
+    is_letter = re.search(r"(?<![\\A-Za-z])[A-DF-Za-df-z]", text)
+    if not is_letter and parse_number(text) is not None:
         return sympy.Rational(parse_number(text))
     if MISREAD.search(text) or WORD.search(text):
         return None
@@ -513,46 +455,38 @@ def parse(text):
     text = re.sub(r"\\([gG]amma)(?![A-Za-z]| *\()", r"\\breve{\1}", text)
     text = re.sub(r"(?<!\\)I", r"\\hslash ", text)
     text = re.sub(r"\^ *(?:T|\{T\})", "^{(T)}", text)
-    config = ConversionConfig(lowercase_symbols=False)
     with suppress(Exception):
-        parsed = latex2sympy(text, None, True, False, None, config)
+        parsed = latex2sympy(text, None, True, False, None, CONFIG)
         # 0.5 is 1/2. Only an interval is computed anew: a power may be huge.
         with sympy.evaluate(isinstance(parsed, sympy.Interval | sympy.Union)):
             return parsed.xreplace({x: sympy.Rational(str(x)) for x in parsed.atoms(sympy.Float)})
-    return None
 
 
 def is_carried_out(gold, value, text):
-    """Whether a text asks for no operation that the gold answer doesn't hold.
-
-    Otherwise a policy would earn the reward by copying the question: 10! for 3628800. A gold answer
-    with a variable may be written in any form. value is what gold stands for.
-    """
+    """Whether a text asks for no operation that gold, which stands for value, doesn't hold."""
     if value.free_symbols or parse_number(text) is not None:
         return True
     kinds = []
     for side, is_whole in ((gold, True), (text, getattr(value, "is_integer", False))):
-        kinds.append({"*"} if UNFINISHED.search(side) else set())
-        side = NOTATION.sub(" ", side)
-        kinds[-1].update(OPERATION.findall(side))
-        if re.search(r"[0-9A-Za-z})\]] *[-+]", side):
-            kinds[-1].add("+")
-        # 3/4 is a number. But 6/2 is a division, and so is any division whose value is a whole number.
-        for groups in DIVISION.findall(side):
+        found = {"*"} if re.search(UNFINISHED, side) else set()
+        side = re.sub(r"\s*[-+]", "+", re.sub(NOTATION, " ", side))
+        found.update(re.findall(OPERATION, side))
+        # 3/4 is a number. But 6/2 is a division, and so is any whose value is a whole number.
+        for groups in re.findall(DIVISION, side):
             numbers = [int(x) for x in groups if x]
             if is_whole or len(numbers) == 2 and numbers[1] > 0 and numbers[0] % numbers[1] == 0:
-                kinds[-1].add("/")
+                found.add("/")
+        kinds.append(found)
     return kinds[1] <= kinds[0]
 
 
 def relations(member):
     """Each relation of a chain: -1 < x < 2 has two. None: it can't be read."""
     sides = [parse(side) for side in member.sides]
-    if None in sides or not set(member.signs) <= {"=", *INEQUALITY}:
+    if None in sides or {"≈", "∈"} & set(member.signs):
         return [None]
-    kinds = {"=": "Eq", "<": "Lt", "≤": "Le", ">": "Gt", "≥": "Ge", "≠": "Ne"}
-    kinds = [getattr(sympy, kinds[sign]) for sign in member.signs]
-    return [x(*sides[i : i + 2], evaluate=False) for i, x in enumerate(kinds)]
+    signs = ["==" if sign == "=" else sign for sign in member.signs]
+    return [sympy.Rel(*sides[i : i + 2], sign, evaluate=False) for i, sign in enumerate(signs)]
 
 
 def is_same_relation(gold, text):
@@ -566,31 +500,27 @@ def is_same_relation(gold, text):
     ratio = sympy.simplify(sympy.radsimp(sympy.simplify(sides[0] / sides[1])))
     if gold.rel_op != text.rel_op or not gold.free_symbols or not ratio.is_number:
         return False
-    return bool(
-        ratio.is_positive or "=" == gold.rel_op[1:] != "<" and ratio.is_finite and not ratio.is_zero
-    )
+    return bool(ratio.is_positive or gold.rel_op in ("==", "!=") and ratio.is_negative)
 
 
 def solution_set(members, text):
     """The set of inequalities that have been solved, as a member. None: they haven't."""
     chains = [relations(x) if INEQUALITY & set(x.signs) else [None] for x in members]
     names = set()
-    for relation in sum(chains, []):
+    for x in sum(chains, []):
         # x > 5 is solved, but neither 2x > 10 nor x > 2x - 5 is.
-        if relation is None or not (relation.lhs.is_Symbol or relation.rhs.is_Symbol):
+        ends = [] if x is None else [x.lhs, x.rhs]
+        if sorted(y.is_Symbol + 2 * y.is_number for y in ends) != [1, 2]:
             return None
-        if relation.lhs.free_symbols and relation.rhs.free_symbols:
-            return None
-        names |= relation.free_symbols
+        names |= x.free_symbols
     if len(names) != 1:
         return None
-    sets = [sympy.Intersection(*(x.as_set() for x in chain)) for chain in chains]
     # Without a word between them, all hold at the same time, if they can.
-    values = sympy.Intersection(*sets)
+    values = sympy.And(*sum(chains, [])).as_set()
     if re.search(r"\bor\b", text) or (values.is_empty and not re.search(r"\band\b", text)):
-        values = sympy.Union(*sets)
+        values = sympy.Or(*(sympy.And(*chain) for chain in chains)).as_set()
     latex = re.sub(r"\\(?:left|right)", "", sympy.latex(values))
-    return [Member([str(names.pop()), latex], "∈", members[-1].unit)]
+    return [Member([str(names.pop()), latex], ["∈"], members[-1].unit)]
 
 
 def is_equal(a, b):
@@ -599,11 +529,10 @@ def is_equal(a, b):
         return True
     if isinstance(a, sympy.Set) and isinstance(b, sympy.Set):
         return bool(a.symmetric_difference(b).is_empty)
-    kinds = [isinstance(x, sympy.MatrixBase | sympy.MatrixExpr) for x in (a, b)]
-    if all(kinds):
+    if a.is_Matrix and b.is_Matrix:
         a, b = a.doit(), b.doit()
         return a.shape == b.shape and all(map(is_equal, a.flat(), b.flat()))
-    if any(kinds) or not isinstance(a, sympy.Expr) or not isinstance(b, sympy.Expr):
+    if a.is_Matrix or b.is_Matrix or not all(isinstance(x, sympy.Expr) for x in (a, b)):
         return False
     difference = a - b
     if difference.free_symbols:
@@ -615,10 +544,10 @@ def is_equal(a, b):
         # They are equal to 1000 digits, or contain something that isn't computed so exactly.
         return difference.evalf(15, chop=True) == 0
     # How many digits follow the point of a decimal? None: no decimal is this number, such as 1/3.
-    ends = []
-    for x in (a, b):
-        powers = range(x.q.bit_length()) if x.is_Rational else []
-        ends.append(next((n for n in powers if pow(10, n, x.q) == 0), None))
+    powers = [range(x.q.bit_length()) if x.is_Rational else [] for x in (a, b)]
+    ends = [
+        next((n for n in powers[i] if pow(10, n, x.q) == 0), None) for i, x in enumerate((a, b))
+    ]
     if difference == 0 or (ends[0] is None) == (ends[1] is None):
         return difference == 0
     # All digits of the decimal are right: it is rounded or cut off.
