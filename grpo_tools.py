@@ -1038,8 +1038,11 @@ class Caller:
             # it writes what CALL_END still lacks, here ">", and then its answer.
             written = tokenizer.decode(self.turn[:-1])  # without the sample
             text = (before_end + CALL_END).removeprefix(written) + answer
-        # Tokenized alone, so that the ids that the policy sampled stay as they are.
-        self.waiting = tokenizer(text, add_special_tokens=False).input_ids
+        # Tokenized alone, so that the ids that the policy sampled stay as they are. The line break,
+        # whose ids are taken off, is for tokenizers that would begin the text with a space.
+        line_break = tokenizer("\n", add_special_tokens=False).input_ids
+        ids = tokenizer(f"\n{text}", add_special_tokens=False).input_ids
+        self.waiting = ids[len(line_break) :]
         self.turn = []
         return self.waiting.pop(0) if after_end else None
 

@@ -15,7 +15,7 @@ from families import random_model, small_config
 from test_sampling import assert_near, slow_logprobs
 from test_sampling import double as in_float64  # noqa: F401
 from test_whole_step import clip_gradients, double, k3, logprobs_of  # noqa: F401
-from tokenizers import Tokenizer, decoders, models, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -407,6 +407,20 @@ def bytes_tokenizer():
     bpe.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     bpe.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>"), vocab
+
+
+def test_the_answer_begins_without_a_space():
+    """Some tokenizers begin each text with a space, and the examples of the prompt have none there."""
+    characters = sorted({*"\u2581\n<>/=+0123456789calc"})
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate(characters)}, []))
+    letters.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    letters.decoder = decoders.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
+    ids = tokenizer("<calc>12+12</calc>").input_ids
+    caller, args = grpo_tools.Caller(), grpo_tools.Args(max_new_tokens=100)
+    for t, token in enumerate(ids):
+        assert caller.take_sample(args, tokenizer, token, t) is None
+    assert tokenizer.decode(ids + caller.waiting) == "<calc>12+12</calc>=24"
 
 
 def test_a_call_that_only_the_last_tokens_spell():
