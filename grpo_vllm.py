@@ -966,9 +966,8 @@ def render(args, tokenizer, chat):
             examples.append({"role": "user", "content": question})
             examples.append({"role": "assistant", "content": answer})
     if tokenizer.chat_template:
-        system = [message for message in earlier if message["role"] == "system"]  # stays the first
-        turns = [message for message in earlier if message["role"] != "system"]
-        messages = [*system, *examples, *turns, last]
+        num_system = 1 if chat[0]["role"] == "system" else 0  # a system message stays the first
+        messages = [*earlier[:num_system], *examples, *earlier[num_system:], last]
         return fill_template(tokenizer, messages, add_generation_prompt=True)
     if earlier:
         raise ValueError(f"--model {args.model}: a chat needs a model with a chat template")

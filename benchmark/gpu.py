@@ -54,7 +54,7 @@ NEEDED = {
     "vapo": ["--value-warmup-steps", "1"],
     "distill": ["--teacher", "MODEL"],
 }
-# These scripts have one sample per prompt, or three updates' worth of work.
+# These scripts take one sample of each prompt.
 FLAGS = {"ppo_rlhf": ["--num-prompts", "32"], "reinforce_baseline": ["--num-prompts", "32"]}
 FLAGS |= {"remax": ["--num-prompts", "32"]}
 STEPS = {

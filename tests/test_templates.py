@@ -126,3 +126,15 @@ def test_a_template_that_reads_only_lists_of_parts_ends_the_run(template):
     chat = [{"role": "user", "content": QUESTION}]
     with pytest.raises((ValueError, UndefinedError), match="drops the message|has no attribute"):
         grpo.render(grpo.Args(), tokenizer_with(template), chat)
+
+
+def test_a_system_message_inside_the_chat_keeps_its_place():
+    """Only a system message at the beginning stands before the examples."""
+    TOKENIZER.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("system", "D"), ("user", "E")]
+    chat = [{"role": role, "content": text} for role, text in turns]
+    shown = "".join(f"<user>{question}<assistant>{answer}" for question, answer in grpo.EXAMPLES)
+    expected = f"<system>A{shown}<user>B<assistant>C<system>D<user>E"
+    assert grpo.render(grpo.Args(), TOKENIZER, chat) == expected
+    expected = f"{shown}<user>B<assistant>C<system>D<user>E"
+    assert grpo.render(grpo.Args(), TOKENIZER, chat[1:]) == expected
