@@ -6,7 +6,7 @@ The policy samples G responses o_1 .. o_G to every prompt q. Each response has o
 Step j of response i ends with token index(j) and gets a reward r_ij. We maximize J, which is the J
 of grpo.py with another advantage:
 
-    J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                           (Eq. 3)
+    J(theta) = E[ 1/G sum_i 1/|o_i| sum_t ( S_it - beta KL_it ) ]                            (Eq. 3)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
     A_it     = sum of r~_ij over the steps j with index(j) >= t                             (4.1.3)
     r~_ij    = (r_ij - mean(r)) / std(r)                     over all steps of all G responses
@@ -36,9 +36,9 @@ addition, and checks neither the summands nor the number of columns. Replace it 
 finds only one step in most responses to GSM8K, because their thoughts have words.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P tokens of a padded prompt, R of a padded response (--max-new-tokens), V
-vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all. A group has
-K steps in all.
+belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
+V vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all. A group
+has K steps in all.
 
     python grpo_process.py                                 the bundled adder, on a CPU
     python grpo_process.py --model SmolLM2-1.7B-Instruct   GSM8K (most have one step), on one GPU
@@ -135,7 +135,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; X alone is HuggingFaceTB/X"""
+    """folder or hub id; a name without a slash is one of HuggingFaceTB"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
@@ -162,7 +162,7 @@ class Args:
     sampling_tokens: int = 49152
     """maximum tokens in a sampling batch, padding included; 131072 is faster if a GPU has 60 GB"""
     cuda_graph: bool = True
-    """on a GPU, replay the decode step from a CUDA graph; a few families can't be recorded"""
+    """on a GPU, replay the decode step from a CUDA graph; off for a model that CUDA can't record"""
     # ---- optimization
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
@@ -177,7 +177,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 8192
-    """most tokens per forward and backward pass; fewer need less memory and, on a GPU, more time"""
+    """maximum tokens per forward and backward pass; a lower one needs less memory and more time"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -211,8 +211,9 @@ BUNDLED = Args(
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # Equal rewards must give exactly 0, because Adam makes a full step of any gradient, however
-    # tiny. But their mean may have a rounding error. Relative to the first reward, they are 0.
+    # The advantages of equal rewards must be exactly 0, because Adam makes a full step of any
+    # gradient, however tiny. The mean of equal numbers may be rounded. So the first reward is
+    # subtracted: then all of them are 0, and their mean is, too.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -344,8 +345,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
-        # Eq. 4 is Schulman's k3. It estimates KL(pi || ref), but its gradient estimates that of
-        # KL(ref || pi). See docs/algorithms.md.
+        # Eq. 4 is Schulman's k3. Its mean is KL(pi || ref), but the mean of its gradient is the
+        # gradient of KL(ref || pi). See docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
@@ -361,7 +362,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": clipped_low | clipped_high,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # its mean estimates the entropy, in a step's first update
+        "policy/entropy": -logprobs,  # estimates the entropy, in a step's first update
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
@@ -447,8 +448,9 @@ def main(args: Args) -> dict:
         model.train()
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
-        # pi_old is the policy before any update of this step. The first minibatch is left out: its
-        # update computes these numbers anyway (part 4). The sampler's are rounded differently.
+        # pi_old is the policy before any update of this step. The rows of the first minibatch stay
+        # 0 here: its update computes them anyway, and fills them in (part 4). The sampler's
+        # log-probabilities can't stand in for any of these: they are rounded differently.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
@@ -478,7 +480,7 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        first_update = (step - 1) * updates_per_step  # the number of updates before this step
+        first_update = (step - 1) * updates_per_step  # updates count from 0 over the whole run
         for update, minibatch in enumerate(step_minibatches, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
@@ -547,7 +549,6 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
-        samples = []  # for each prompt
         for k, problem in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
             sample = {
@@ -561,9 +562,8 @@ def main(args: Args) -> dict:
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }
-            samples.append(sample)
             print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, samples[-1])
+        show_progress(args, progress, metrics, sample)  # the last one
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -589,8 +589,8 @@ def sample_responses(args, model, problems, num_samples, temperature, eos_ids):
     prompt_ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, P)
     prompt_mask = pad_sequence(ones, batch_first=True, padding_side="left")  # (B, P) bool
 
-    # As many prompts at a time as --sampling-tokens allows if all responses reach their maximum
-    # length, and at least one prompt.
+    # The prompts are sampled in parts. A part fits into --sampling-tokens even if all its responses
+    # reach their maximum length, and has at least one prompt.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -619,7 +619,8 @@ def eos_mask(rollout, eos_ids):
 # empty columns to the cache. In shorter segments, the cache is copied (and a CUDA graph recorded)
 # more often. In longer ones, attention reads more columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-# Every so many tokens (a divisor of SEGMENT), generate asks whether all rows have finished.
+# Only every so many tokens, generate asks whether all rows have finished: on a GPU the answer takes
+# time. It has to ask at the start of each segment, so this divides SEGMENT.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -627,7 +628,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 class Decoding:
     """What the model needs for the next token: tensors with a row for each unfinished sequence."""
 
-    cache: StaticCache  # keys and values; it counts its filled columns itself
+    cache: StaticCache  # keys and values; it counts its filled columns, also in a replay
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): those of the next token
     token: Tensor  # (rows,): the token that was drawn last, and is fed next
@@ -679,11 +680,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
-    sampled tokens. It samples from the model's whole softmax at this temperature, whose
-    log-probabilities are in the loss. Top-k, top-p or a repetition penalty would sample from
-    another distribution. Temperature 0 is greedy.
+    sampled tokens. It samples from the model's whole softmax at this temperature, because the loss
+    has the log-probabilities of that distribution. Top-k, top-p or a repetition penalty would
+    sample from another one. Temperature 0 is greedy.
 
-    Example, with two prompts, num_samples 1, --max-new-tokens 4 and the EOS token 2:
+    Example, with two prompts, num_samples 1, --max-new-tokens 4 and the EOS token 2. The 0 is
+    padding, and ? can be any id:
 
         prompt_ids [[5, 6, 7],    response_ids [[3, 4, 2, ?],    response_mask [[1, 1, 1, 0],
                     [0, 8, 9]]                  [3, 3, 4, 3]]                   [1, 1, 1, 1]]
@@ -706,7 +708,7 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if t % check_every == 0 and finished.all():
             break
         if t % segment == 0:
-            unfinished = (~finished).nonzero().squeeze(1)  # row indices
+            unfinished = (~finished).nonzero().squeeze(1)  # row indices; all of them at t = 0
             decoding.select(unfinished)
             sequences, finished = sequences[unfinished], finished[unfinished]
             decoding.grow(min(segment, args.max_new_tokens - t))
@@ -729,8 +731,8 @@ def draw(logits, temperature):
         token = logprobs.argmax(1)  # (rows,)
     else:
         # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
-        # torch.multinomial would wait for the GPU. Neither ever draws a token whose probability is
-        # below about 1e-7, because the noise is in float32.
+        # (torch.multinomial samples the same softmax, but waits for the GPU.) Float32 noise is at
+        # most about 16.6, so a token with a probability far below 1e-7 is never drawn.
         noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
         token = (logprobs + noise).argmax(1)  # (rows,)
     return token, logprobs.gather(1, token[:, None]).squeeze(1)
@@ -769,7 +771,7 @@ def feed(model, cache, ids, mask, positions):
 
 
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
-# writes a gradient of the whole head. So few large chunks are faster, but need more memory.
+# writes a gradient as large as the head. So few large chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
@@ -812,7 +814,7 @@ def response_states(model, rollout):
     for prompt, response in zip(rollout.prompts, responses, strict=True):
         rows.append(torch.tensor(prompt + response))
         # The state at a token predicts the next one. So the last token of the prompt predicts the
-        # first of the response, and the last of the response predicts none of it.
+        # first of the response, and the last of the response predicts no token that counts.
         flags = [False] * (len(prompt) - 1) + [True] * len(response) + [False]
         predicts.append(torch.tensor(flags))
     # Padding is on the right: no token sees a later one, so an attention mask isn't needed.
@@ -852,7 +854,7 @@ def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D).
 
     Families differ in what follows the decoder: some scale or cap the logits. So this calls the
-    model's own forward, while a function that returns these states replaces the decoder's.
+    model's own forward, with the decoder replaced by a function that returns these states.
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
@@ -874,8 +876,8 @@ def rollout_logprobs(args, model, rollout, batches):
     """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
     The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So the micro-batches are those of the updates: if the weights are equal, the log-probabilities
-    are exactly equal, too.
+    So the micro-batches are those of the first pass of updates: if the weights are equal, the
+    log-probabilities are exactly equal, too.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:
@@ -888,8 +890,8 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. Tokens that all N prompts share and that are computed once
-    aren't counted. (The prompts of a micro-batch may share more, which response_states uses.)
+    longer than the maximum is alone. The common_tokens of all N prompts aren't counted. (The
+    prompts of a micro-batch may have more in common: then it's smaller than the maximum.)
     """
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     common = common_tokens(model, rollout.prompts)
@@ -898,7 +900,9 @@ def micro_batches(args, model, rollout, sequences):
         return len(rollout.prompts[i]) - common + response_lengths[i]
 
     # From the longest to the shortest, because neighbours of similar length need little padding.
-    remaining = sorted(sequences.tolist(), key=length, reverse=True)
+    # Samples of one prompt with equal lengths stay together, because they have more in common.
+    in_group_order = sorted(sequences.tolist())
+    remaining = sorted(in_group_order, key=length, reverse=True)  # keeps this order of equal ones
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
         num_seqs = max(1, args.micro_batch_tokens // length(remaining[0]))
@@ -907,7 +911,7 @@ def micro_batches(args, model, rollout, sequences):
 
 
 def common_tokens(model, prompts):
-    """The length of what all prompts begin with, if it's computed once and not in every row; or 0.
+    """How many first tokens all prompts share, or 0 if computing them once is impossible or slower.
 
     Equal first tokens have equal keys and values, because a token sees none after it. This only
     saves time: if it always returned 0, the numbers would be the same up to rounding.
@@ -923,9 +927,11 @@ def common_tokens(model, prompts):
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     if not set(layer_types) <= {"full_attention", "sliding_attention"}:
         return 0
-    # The last token of a prompt isn't shared, because it predicts the first of each response.
+    # Without the last token of each prompt: its state predicts the first token of the response, and
+    # response_states drops the states of common tokens.
     shareable = [prompt[:-1] for prompt in prompts]
-    return len(os.path.commonprefix(shareable))  # takes lists, too
+    common = len(os.path.commonprefix(shareable))  # takes lists, too
+    return common if common > 1 else 0  # for BOS alone, the extra pass takes longer
 
 
 # ==== evaluation and rewards ====
@@ -995,7 +1001,7 @@ def load_splits(args):
         splits = datasets.load_dataset(*args.dataset.split(":"))
     if "train" not in splits:
         raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
-    # Only for its error, which names all columns if one is missing.
+    # The result isn't used. If a column is missing, this raises an error that names all columns.
     splits.select_columns([args.question_column, args.answer_column])
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
@@ -1102,14 +1108,15 @@ def render(args, tokenizer, chat):
 def fill_template(tokenizer, chat, **options):
     """The chat as a text, in the model's template, with each message word for word.
 
-    Some templates change messages: they delete the thoughts of earlier turns. Such a template is
-    filled with placeholders, which the messages then replace.
+    Some templates drop a message, which is an error here. Others change one: they delete the
+    thoughts of earlier turns. Then the template is filled with placeholders instead, which the
+    messages replace.
     """
     options["tokenize"] = False
     contents = [message["content"] for message in chat]
-    # Placeholders show whether the template drops a message. An empty one stays empty, because some
-    # templates leave it out.
-    marks = [f"[[[message {i}]]]" if content else "" for i, content in enumerate(contents)]
+    # In private-use characters, which no message has. An empty message gets an empty placeholder,
+    # because some templates leave an empty message out.
+    marks = [f"\ue000{i}\ue000" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
     for mark, content in zip(marks, contents, strict=True):
@@ -1121,8 +1128,9 @@ def fill_template(tokenizer, chat, **options):
     if chat[0]["role"] == "system":
         # It goes in as it is: the template may look for a switch in it, such as /no_think.
         filled = tokenizer.apply_chat_template([chat[0], *marked[1:]], **options)
-    # All in one pass, because a message may contain what looks like a placeholder.
-    return re.sub(r"\[\[\[message (\d+)\]\]\]", lambda found: contents[int(found[1])], filled)
+    for mark, content in zip(marks, contents, strict=True):
+        filled = filled.replace(mark, content)
+    return filled
 
 
 def tokenize(tokenizer, prompt):
@@ -1159,7 +1167,8 @@ def load_model(args, tokenizer):
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
     """
-    # transformers 5.24 calls past_key_values and others deprecated, and 5.19 has no other names.
+    # transformers 5.24 warns that past_key_values and other arguments get new names. 5.19 doesn't
+    # have the new ones yet.
     warnings.simplefilter("ignore", FutureWarning)
     name = find_model(args)
     config = load_config(args, name)
@@ -1186,7 +1195,7 @@ def load_model(args, tokenizer):
 
 
 def find_device(args):
-    """The device of --device, with the settings of a GPU."""
+    """The name of the device to train on. For a GPU, this also sets two options of torch."""
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1201,7 +1210,7 @@ def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    # The noise of dropout would change the ratios. The names of its fields all contain "drop".
+    # The noise of dropout would change the ratios. All fields that set one have "drop" in the name.
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -1248,12 +1257,12 @@ def inference_copy(model):
         output.last_hidden_state = output.last_hidden_state.float()
         return output
 
-    # The head stays in float32, so the states are converted for it. It gets a weight of its own,
-    # because many models use that of the embedding.
+    # The head stays in float32, so the states are converted for it. It gets its own copy of its
+    # weight, because in many models this is also the embedding's weight, which becomes bf16.
     copied.base_model.get_decoder().register_forward_hook(float_states)
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
-    for parameter in copied.base_model.parameters():  # not the buffers, the rotary frequencies
+    for parameter in copied.base_model.parameters():  # buffers (rotary frequencies) stay float32
         parameter.data = parameter.data.to(torch.bfloat16)
     return copied
 
@@ -1310,7 +1319,8 @@ def open_run(args, run_dir, problems):
     if args.track:  # before the folder is made: if W&B fails, there is no run yet
         start_wandb(args, run_dir, run, is_repeated)
     if not is_repeated:
-        # A named folder without args.json is from a command that was killed here: it's used again.
+        # A named folder without args.json is from a command that was killed before it wrote this
+        # file. Such a folder is used again.
         run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
         (run_dir / "utils").mkdir(exist_ok=True)
         for path in code_files():

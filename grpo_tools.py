@@ -16,9 +16,10 @@ We maximize J, so the loss is -J:
     w_i      = the positions t of o_i that the policy wrote    (Search-R1, Eq. 3: I(y_t) = 1)
     S_it     = min( rho_it A_it, clip(rho_it, 1-eps, 1+eps) A_it )
     rho_it   = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)
-               pi_old: the policy before a step's first update; pi_ref: the initial model
-    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)  the same for every token  (Section 4.1.2)
-    KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1       at the sampled token    (Eq. 4)
+    A_it     = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G), for every t                       (4.1.2)
+    KL_it    = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1, at the sampled token          (Eq. 4)
+
+pi_old is the policy before a step's first update, and pi_ref the initial model.
 
 Section 4.1.2 and Eq. 4 are DeepSeekMath's. The probability of each token depends on all tokens
 before it, including the tool's. The policy didn't choose the tool's tokens, so the loss leaves them
@@ -37,17 +38,17 @@ Parent: grpo.py. Differences:
 
 Two details of a call: a </calc> without a <calc> is a call, too, whose text is all that the policy
 wrote since the tool's last answer. And a token may hold the end of </calc> and more, such as ">=".
-Then the tool takes its place with ">" and the answer, and the sampled token isn't trained.
+Then the tool's tokens for ">" and the answer replace this token, and it isn't trained.
 
-Departures from Search-R1: its tool is a search engine, and this one is a calculator. There a
-response also ends at </answer>, one that neither searches nor writes an <answer> is asked to think
-again, and the reward is the accuracy alone. Departures from DeepSeekMath, as in grpo.py: 1e-4 is
+Departures from Search-R1: its tool is a search engine, and this one is a calculator. There, a
+response also ends at </answer>, and a response that neither searches nor answers is asked to think
+again. The reward there is the accuracy alone. Departures from DeepSeekMath, as in grpo.py: 1e-4 is
 added to the std, because equal rewards would give 0/0, and the reference stays the initial model.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
-belongs to prompt i//G), P tokens of a padded prompt, R of a padded response (--max-new-tokens), V
-vocabulary, D hidden units. A micro-batch has n sequences, and T tokens of the policy in all. R also
-counts the tool's tokens.
+belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
+V vocabulary, D hidden units. A micro-batch has n sequences, and T tokens of the policy in all. R
+also counts the tool's tokens.
 
     python grpo_tools.py                                 the bundled caller, on a CPU
     python grpo_tools.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -61,7 +62,6 @@ import json
 import math
 import operator
 import os
-import re
 import shutil
 import sys
 import time
@@ -144,7 +144,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; X alone is HuggingFaceTB/X"""
+    """folder or hub id; a name without a slash is one of HuggingFaceTB"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
     eval_size: int = 500
@@ -171,7 +171,7 @@ class Args:
     sampling_tokens: int = 49152
     """maximum tokens in a sampling batch, padding included; 131072 is faster if a GPU has 60 GB"""
     cuda_graph: bool = True
-    """on a GPU, replay the decode step from a CUDA graph; a few families can't be recorded"""
+    """on a GPU, replay the decode step from a CUDA graph; off for a model that CUDA can't record"""
     max_calls: int = 4
     """calls in a response that the tool answers; one more call ends the response"""
     # ---- optimization
@@ -188,7 +188,7 @@ class Args:
     num_minibatches: int = 1
     """updates per pass; the rollout is shuffled and divided among them as evenly as possible"""
     micro_batch_tokens: int = 8192
-    """most tokens per forward and backward pass; fewer need less memory and, on a GPU, more time"""
+    """maximum tokens per forward and backward pass; a lower one needs less memory and more time"""
     gradient_checkpointing: bool = True
     """recompute activations: less memory, a third more time"""
     max_grad_norm: float = 1.0
@@ -229,8 +229,9 @@ def subtract_tool_cost(args, rewards, num_calls):
 def compute_advantages(rewards):
     """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # Equal rewards must give exactly 0, because Adam makes a full step of any gradient, however
-    # tiny. But their mean may have a rounding error. Relative to the first reward, they are 0.
+    # The advantages of equal rewards must be exactly 0, because Adam makes a full step of any
+    # gradient, however tiny. The mean of equal numbers may be rounded. So the first reward is
+    # subtracted: then all of them are 0, and their mean is, too.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -268,8 +269,8 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     token_loss = -surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
-        # Eq. 4 is Schulman's k3. It estimates KL(pi || ref), but its gradient estimates that of
-        # KL(ref || pi). See docs/algorithms.md.
+        # Eq. 4 is Schulman's k3. Its mean is KL(pi || ref), but the mean of its gradient is the
+        # gradient of KL(ref || pi). See docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
@@ -285,7 +286,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": clipped_low | clipped_high,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # its mean estimates the entropy, in a step's first update
+        "policy/entropy": -logprobs,  # estimates the entropy, in a step's first update
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
@@ -375,8 +376,9 @@ def main(args: Args) -> dict:
         model.train()
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
-        # pi_old is the policy before any update of this step. The first minibatch is left out: its
-        # update computes these numbers anyway (part 4). The sampler's are rounded differently.
+        # pi_old is the policy before any update of this step. The rows of the first minibatch stay
+        # 0 here: its update computes them anyway, and fills them in (part 4). The sampler's
+        # log-probabilities can't stand in for any of these: they are rounded differently.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
@@ -396,7 +398,7 @@ def main(args: Args) -> dict:
         total_grad_norm = 0.0
         num_skipped = 0
         token_sums = defaultdict(float)  # name of a metric -> sum over tokens
-        first_update = (step - 1) * updates_per_step  # the number of updates before this step
+        first_update = (step - 1) * updates_per_step  # updates count from 0 over the whole run
         for update, minibatch in enumerate(step_minibatches, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
@@ -468,7 +470,6 @@ def main(args: Args) -> dict:
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             metrics |= evaluate(args, sampler, tokenizer, test_data, eos_ids)
         log_metrics(args, metrics_file, metrics)
-        samples = []  # for each prompt
         for k, problem in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
             sample = {
@@ -481,9 +482,8 @@ def main(args: Args) -> dict:
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
             }
-            samples.append(sample)
             print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, samples[-1])
+        show_progress(args, progress, metrics, sample)  # the last one
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -513,8 +513,8 @@ def sample_responses(args, model, tokenizer, problems, num_samples, temperature,
     prompt_ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, P)
     prompt_mask = pad_sequence(ones, batch_first=True, padding_side="left")  # (B, P) bool
 
-    # As many prompts at a time as --sampling-tokens allows if all responses reach their maximum
-    # length, and at least one prompt.
+    # The prompts are sampled in parts. A part fits into --sampling-tokens even if all its responses
+    # reach their maximum length, and has at least one prompt.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     parts = []
@@ -543,14 +543,15 @@ def eos_mask(rollout, eos_ids):
 
     The tool may write one, too, and padding has id 0, which is the EOS token of some tokenizers.
     """
-    return torch.isin(rollout.response_ids, eos_ids) & rollout.response_mask
+    return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
 
 
 # generate works in segments of this many tokens. Before each, it drops the finished rows, and adds
 # empty columns to the cache. In shorter segments, the cache is copied (and a CUDA graph recorded)
 # more often. In longer ones, attention reads more columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-# Every so many tokens (a divisor of SEGMENT), generate asks whether all rows have finished.
+# Only every so many tokens, generate asks whether all rows have finished: on a GPU the answer takes
+# time. It has to ask at the start of each segment, so this divides SEGMENT.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -558,7 +559,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 class Decoding:
     """What the model needs for the next token: tensors with a row for each unfinished sequence."""
 
-    cache: StaticCache  # keys and values; it counts its filled columns itself
+    cache: StaticCache  # keys and values; it counts its filled columns, also in a replay
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): those of the next token
     token: Tensor  # (rows,): the token that was drawn last, and is fed next
@@ -637,18 +638,18 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
         if t % check_every == 0 and finished.all():
             break
         if t % segment == 0:
-            unfinished = (~finished).nonzero().squeeze(1)  # row indices
+            unfinished = (~finished).nonzero().squeeze(1)  # row indices; all of them at t = 0
             decoding.select(unfinished)
             sequences, finished = sequences[unfinished], finished[unfinished]
             decoding.grow(min(segment, args.max_new_tokens - t))
         if t > 0:  # the logits of the first token come from the prompt
             decoding.step(model, use_graph)
         token, logprobs = draw(decoding.logits, temperature)  # (rows,) each
-        # Both are set before `finished` changes, because a token that ends its response counts.
+        # A token that ends its response still counts, so `finished` is read before it changes.
         context_mask[sequences, t] = ~finished
         is_policy = ~finished  # (rows,) bool; False below where the tool writes the token
-        samples = zip(sequences.tolist(), token.tolist(), finished.tolist(), strict=True)
-        for row, (i, sampled, is_finished) in enumerate(samples):
+        rows = zip(sequences.tolist(), token.tolist(), finished.tolist(), strict=True)
+        for row, (i, sampled, is_finished) in enumerate(rows):
             if is_finished:
                 continue
             tool_token = callers[i].take_sample(args, tokenizer, sampled, t)
@@ -678,8 +679,8 @@ def draw(logits, temperature):
         token = logprobs.argmax(1)  # (rows,)
     else:
         # Gumbel-max: the argmax of logprobs + Gumbel noise is a sample of the softmax.
-        # torch.multinomial would wait for the GPU. Neither ever draws a token whose probability is
-        # below about 1e-7, because the noise is in float32.
+        # (torch.multinomial samples the same softmax, but waits for the GPU.) Float32 noise is at
+        # most about 16.6, so a token with a probability far below 1e-7 is never drawn.
         noise = -torch.log(-torch.log(torch.rand_like(logprobs)))  # (rows, V), Gumbel
         token = (logprobs + noise).argmax(1)  # (rows,)
     return token, logprobs.gather(1, token[:, None]).squeeze(1)
@@ -718,7 +719,7 @@ def feed(model, cache, ids, mask, positions):
 
 
 # compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
-# writes a gradient of the whole head. So few large chunks are faster, but need more memory.
+# writes a gradient as large as the head. So few large chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
@@ -762,8 +763,8 @@ def response_states(model, rollout):
     for prompt, response, flags in zip(rollout.prompts, responses, is_policy, strict=True):
         rows.append(torch.tensor(prompt + response))
         # The state at a token predicts the next one. So the last token of the prompt predicts the
-        # first of the response, and the last of the response predicts none of it. The tool's
-        # tokens are part of the row, but no token of theirs is predicted.
+        # first of the response, and the last of the response predicts no token that counts. The
+        # tool's tokens are part of the row, but no token of theirs is predicted.
         predicts.append(torch.tensor([False] * (len(prompt) - 1) + flags + [False]))
     # Padding is on the right: no token sees a later one, so an attention mask isn't needed.
     rows = pad_sequence(rows, batch_first=True).to(device)  # (n, length)
@@ -802,7 +803,7 @@ def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D).
 
     Families differ in what follows the decoder: some scale or cap the logits. So this calls the
-    model's own forward, while a function that returns these states replaces the decoder's.
+    model's own forward, with the decoder replaced by a function that returns these states.
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
@@ -824,8 +825,8 @@ def rollout_logprobs(args, model, rollout, batches):
     """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
     The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So the micro-batches are those of the updates: if the weights are equal, the log-probabilities
-    are exactly equal, too.
+    So the micro-batches are those of the first pass of updates: if the weights are equal, the
+    log-probabilities are exactly equal, too.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:
@@ -838,8 +839,8 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. Tokens that all N prompts share and that are computed once
-    aren't counted. (The prompts of a micro-batch may share more, which response_states uses.)
+    longer than the maximum is alone. The common_tokens of all N prompts aren't counted. (The
+    prompts of a micro-batch may have more in common: then it's smaller than the maximum.)
     """
     response_lengths = rollout.context_mask.sum(1).tolist()  # N
     common = common_tokens(model, rollout.prompts)
@@ -848,7 +849,9 @@ def micro_batches(args, model, rollout, sequences):
         return len(rollout.prompts[i]) - common + response_lengths[i]
 
     # From the longest to the shortest, because neighbours of similar length need little padding.
-    remaining = sorted(sequences.tolist(), key=length, reverse=True)
+    # Samples of one prompt with equal lengths stay together, because they have more in common.
+    in_group_order = sorted(sequences.tolist())
+    remaining = sorted(in_group_order, key=length, reverse=True)  # keeps this order of equal ones
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
         num_seqs = max(1, args.micro_batch_tokens // length(remaining[0]))
@@ -857,7 +860,7 @@ def micro_batches(args, model, rollout, sequences):
 
 
 def common_tokens(model, prompts):
-    """The length of what all prompts begin with, if it's computed once and not in every row; or 0.
+    """How many first tokens all prompts share, or 0 if computing them once is impossible or slower.
 
     Equal first tokens have equal keys and values, because a token sees none after it. This only
     saves time: if it always returned 0, the numbers would be the same up to rounding.
@@ -873,15 +876,19 @@ def common_tokens(model, prompts):
     layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
     if not set(layer_types) <= {"full_attention", "sliding_attention"}:
         return 0
-    # The last token of a prompt isn't shared, because it predicts the first of each response.
+    # Without the last token of each prompt: its state predicts the first token of the response, and
+    # response_states drops the states of common tokens.
     shareable = [prompt[:-1] for prompt in prompts]
-    return len(os.path.commonprefix(shareable))  # takes lists, too
+    common = len(os.path.commonprefix(shareable))  # takes lists, too
+    return common if common > 1 else 0  # for BOS alone, the extra pass takes longer
 
 
 # ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, problems, eos_ids):
     """Metrics of greedy responses to held-out problems."""
-    rollout, _ = sample_responses(args, model, tokenizer, problems, 1, 0.0, eos_ids)
+    rollout, _ = sample_responses(
+        args, model, tokenizer, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
+    )
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
     scores = apply_rewards(completions, problems, model.device)  # name -> (N,) float32
@@ -950,10 +957,10 @@ OPERATORS = {
 def calculator(call):
     """The value of an expression such as 2*(3+4), as a text. Any other text raises an error.
 
-    It may have Python's real numbers, + - * / and brackets, but no comma and no power. The text is
-    parsed and never executed. Fractions compute exactly, so 100.1-100 is 0.1. A decimal is read to
-    some 16 digits, and a result that isn't whole is rounded to 15 digits. Without powers, MAX_CHARS
-    characters can't take long to compute.
+    An expression may have Python's real numbers, + - * / and brackets, but no comma and no power.
+    The text is parsed and never executed. Fractions compute exactly, so 100.1-100 is 0.1. A decimal
+    is read to some 16 digits, and a result that isn't whole is rounded to 15 digits. Without
+    powers, MAX_CHARS characters can't take long to compute.
     """
     value = exact_value(ast.parse(call.strip(), mode="eval").body)
     if value.denominator > 1:
@@ -1020,9 +1027,9 @@ class Caller:
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
         if not end:
-            # A tokenizer with byte fallback decodes a run of byte tokens together. If CALL_END is
-            # spelled in bytes and an invalid byte stands before it, the whole run is broken, though
-            # the last tokens alone are not. Then this is no call.
+            # A tokenizer with byte fallback decodes a run of byte tokens together. With an invalid
+            # byte before it, CALL_END may come out broken, although its own tokens decode well.
+            # Then it is no call.
             return None
         if t + 1 == args.max_new_tokens:  # no room for even one token of an answer
             return None
@@ -1042,6 +1049,7 @@ class Caller:
         # whose ids are taken off, is for tokenizers that would begin the text with a space.
         line_break = tokenizer("\n", add_special_tokens=False).input_ids
         ids = tokenizer(f"\n{text}", add_special_tokens=False).input_ids
+        assert ids[: len(line_break)] == line_break  # no token holds the line break and more
         self.waiting = ids[len(line_break) :]
         self.turn = []
         return self.waiting.pop(0) if after_end else None
@@ -1062,7 +1070,7 @@ def load_splits(args):
         splits = datasets.load_dataset(*args.dataset.split(":"))
     if "train" not in splits:
         raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
-    # Only for its error, which names all columns if one is missing.
+    # The result isn't used. If a column is missing, this raises an error that names all columns.
     splits.select_columns([args.question_column, args.answer_column])
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
@@ -1169,14 +1177,15 @@ def render(args, tokenizer, chat):
 def fill_template(tokenizer, chat, **options):
     """The chat as a text, in the model's template, with each message word for word.
 
-    Some templates change messages: they delete the thoughts of earlier turns. Such a template is
-    filled with placeholders, which the messages then replace.
+    Some templates drop a message, which is an error here. Others change one: they delete the
+    thoughts of earlier turns. Then the template is filled with placeholders instead, which the
+    messages replace.
     """
     options["tokenize"] = False
     contents = [message["content"] for message in chat]
-    # Placeholders show whether the template drops a message. An empty one stays empty, because some
-    # templates leave it out.
-    marks = [f"[[[message {i}]]]" if content else "" for i, content in enumerate(contents)]
+    # In private-use characters, which no message has. An empty message gets an empty placeholder,
+    # because some templates leave an empty message out.
+    marks = [f"\ue000{i}\ue000" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
     for mark, content in zip(marks, contents, strict=True):
@@ -1188,8 +1197,9 @@ def fill_template(tokenizer, chat, **options):
     if chat[0]["role"] == "system":
         # It goes in as it is: the template may look for a switch in it, such as /no_think.
         filled = tokenizer.apply_chat_template([chat[0], *marked[1:]], **options)
-    # All in one pass, because a message may contain what looks like a placeholder.
-    return re.sub(r"\[\[\[message (\d+)\]\]\]", lambda found: contents[int(found[1])], filled)
+    for mark, content in zip(marks, contents, strict=True):
+        filled = filled.replace(mark, content)
+    return filled
 
 
 def tokenize(tokenizer, prompt):
@@ -1226,7 +1236,8 @@ def load_model(args, tokenizer):
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
     """
-    # transformers 5.24 calls past_key_values and others deprecated, and 5.19 has no other names.
+    # transformers 5.24 warns that past_key_values and other arguments get new names. 5.19 doesn't
+    # have the new ones yet.
     warnings.simplefilter("ignore", FutureWarning)
     name = find_model(args)
     config = load_config(args, name)
@@ -1253,7 +1264,7 @@ def load_model(args, tokenizer):
 
 
 def find_device(args):
-    """The device of --device, with the settings of a GPU."""
+    """The name of the device to train on. For a GPU, this also sets two options of torch."""
     device = args.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -1268,7 +1279,7 @@ def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    # The noise of dropout would change the ratios. The names of its fields all contain "drop".
+    # The noise of dropout would change the ratios. All fields that set one have "drop" in the name.
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -1315,12 +1326,12 @@ def inference_copy(model):
         output.last_hidden_state = output.last_hidden_state.float()
         return output
 
-    # The head stays in float32, so the states are converted for it. It gets a weight of its own,
-    # because many models use that of the embedding.
+    # The head stays in float32, so the states are converted for it. It gets its own copy of its
+    # weight, because in many models this is also the embedding's weight, which becomes bf16.
     copied.base_model.get_decoder().register_forward_hook(float_states)
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
-    for parameter in copied.base_model.parameters():  # not the buffers, the rotary frequencies
+    for parameter in copied.base_model.parameters():  # buffers (rotary frequencies) stay float32
         parameter.data = parameter.data.to(torch.bfloat16)
     return copied
 
@@ -1379,7 +1390,8 @@ def open_run(args, run_dir, problems):
     if args.track:  # before the folder is made: if W&B fails, there is no run yet
         start_wandb(args, run_dir, run, is_repeated)
     if not is_repeated:
-        # A named folder without args.json is from a command that was killed here: it's used again.
+        # A named folder without args.json is from a command that was killed before it wrote this
+        # file. Such a folder is used again.
         run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
         (run_dir / "utils").mkdir(exist_ok=True)
         for path in code_files():

@@ -68,7 +68,7 @@ FIELDS = "num_prompts num_generations max_new_tokens micro_batch_tokens trl_batc
 WORKLOADS = {
     "W1": (16, 8, 32, 2048, 128),
     "W2": (16, 8, 384, 2048, 128),
-    "W3": (4, 4, 64, 1024, 16),
+    "W3": (4, 4, 64, 512, 16),
     "W4": (16, 8, 512, 16384, 16),
     "W5": (4, 8, 128, 2048, 8),
 }

@@ -537,7 +537,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
 
     def recorded_sample_responses(*call, **named):
         sampled = sample_responses(*call, **named)
-        if call[5] > 0:  # the temperature: an evaluation is greedy
+        if "temperature" not in named:  # an evaluation names it
             rollouts.append(sampled)
             updates.append([])
         return sampled

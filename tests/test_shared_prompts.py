@@ -172,6 +172,8 @@ def test_what_the_model_is_called_with():
     assert shapes[3:] == [(4, 22)]
     model = build("Llama")
     assert grpo.common_tokens(model, rollout.prompts) == 12
+    assert grpo.common_tokens(model, [[1, 5, 6], [1, 7, 6]]) == 0, "BOS alone isn't worth a pass"
+    assert grpo.common_tokens(model, [[1, 5, 6], [1, 5, 7]]) == 2
     for kind in ("linear_attention", "conv", "hybrid", "chunked_attention"):
         model.config.layer_types = ["full_attention", kind]
         assert grpo.common_tokens(model, rollout.prompts) == 0
