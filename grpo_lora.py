@@ -375,13 +375,15 @@ def main(args: Args) -> dict:
     }
 
     run_dir = name_run(args)
-    metrics_file, samples_file = open_run(args, run_dir, train_data + test_data)
+    metrics_file, samples_file, evals_file = open_run(args, run_dir, train_data + test_data)
     if (run_dir / "checkpoint.pt").exists():
         state, metrics = load_checkpoint(args, run_dir, trained)
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
-        metrics = state | evaluate(args, model, tokenizer, test_data, eos_ids)
+        evaluation, eval_right = evaluate(args, model, tokenizer, test_data, eos_ids)
+        metrics = state | evaluation
+        print(json.dumps({"step": 0, "right": eval_right}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         print(f"before: accuracy {metrics['eval/accuracy']:.3f}")
 
@@ -490,7 +492,9 @@ def main(args: Args) -> dict:
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            metrics |= evaluate(args, model, tokenizer, test_data, eos_ids)
+            evaluation, eval_right = evaluate(args, model, tokenizer, test_data, eos_ids)
+            metrics |= evaluation
+            print(json.dumps({"step": step, "right": eval_right}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         for k, problem in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
@@ -860,7 +864,7 @@ def common_tokens(model, prompts):
     Equal first tokens have equal keys and values, because a token sees none after it. This only
     saves time: if it always returned 0, the numbers would be the same up to rounding.
     """
-    # On a GPU, the extra pass takes longer than it saves (docs/speed.md).
+    # On a GPU, the extra pass takes longer than it saves (docs/measurements.md).
     if model.device.type != "cpu":
         return 0
     # With gradient checkpointing, transformers' layers ignore a cache.
@@ -880,7 +884,7 @@ def common_tokens(model, prompts):
 
 # ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, problems, eos_ids):
-    """Metrics of greedy responses to held-out problems."""
+    """Metrics of greedy responses to held-out problems, and for each whether it was right."""
     rollout = sample_responses(
         args, model, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
@@ -901,7 +905,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         answers = [problem["columns"]["answer"] for problem in problems]
         lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
-    return metrics
+    return metrics, (scores[REWARDS[0].__name__] == 1).tolist()
 
 
 def apply_rewards(completions, problems, device):
@@ -1188,8 +1192,9 @@ def find_eos_ids(model, tokenizer):
 
 
 # ==== runs ====
-# A run appends a line to metrics.jsonl for each step, and to samples.jsonl for each prompt.
-LOGS = ("metrics.jsonl", "samples.jsonl")
+# A run appends a line to metrics.jsonl for each step, to samples.jsonl for each prompt, and to
+# evaluations.jsonl for each evaluation.
+LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 def check_args(args):
@@ -1229,7 +1234,7 @@ def name_run(args):
 
 
 def open_run(args, run_dir, problems):
-    """Open the run's two logs. A new run gets a folder, with a copy of its code.
+    """Open the run's logs. A new run gets a folder, with a copy of its code.
 
     If a command with --run-name is repeated, the run goes on from its checkpoint and appends to its
     logs. Without a checkpoint, it starts over with empty logs. With --track, this also starts W&B.
@@ -1270,13 +1275,14 @@ def describe_run(args, problems):
         "code": hashlib.sha256(repr(code).encode()).hexdigest(),
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
+        "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
     }
 
 
 def check_same_run(args, run_dir, run):
     """Raise an error if the folder's run began with other flags, code or data."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "versions"]
+    may_differ = ["runs_dir", "run_name", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]

@@ -1,4 +1,4 @@
-"""docs/speed.md's comparison with TRL: how fast the two trainers are, and how much memory they need.
+"""docs/measurements.md's comparison with TRL: how fast the two trainers are, and how much memory they need.
 
     pip install -r benchmark/requirements.txt
     python benchmark/compare_trl.py --workload W1
@@ -49,7 +49,7 @@ from unittest.mock import patch
 
 import tyro
 
-from memory import MODELS, llama
+from plan import MODELS, llama
 from records import FOLDER, ROOT, memory, provenance, read, read_run, table, write
 
 sys.path.insert(0, str(ROOT))

@@ -10,7 +10,7 @@ scripts     two steps of every script with the real model on problems of GSM8K; 
 arithmetic  40 steps of grpo.py with the real model on assets/arithmetic: its curve
 sampler     the sampler on random weights in the shape of SmolLM2-1.7B: graph on and off, and the length of a segment
 update      the forward and backward passes of grpo.py and grpo_lora.py in that shape, by --micro-batch-tokens
-steps       two steps of both with several flags, beside the peak that memory.py calculates
+steps       two steps of both with several flags, beside the peak that plan.py calculates
 launches    the update of the small real model: by --micro-batch-tokens, compiled, and as one CUDA graph
 
 Random weights end few responses, so in `update` and `steps` nearly all samples have the full 300 tokens, which is the
@@ -37,7 +37,7 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from memory import MODELS, count
+from plan import MODELS, count
 from records import FOLDER, ROOT, command_line, provenance, read
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
@@ -235,7 +235,7 @@ def sampler(options) -> None:
     write_record("sampler", rows=found, same_before_first_difference=same)
 
 
-# The flags that memory.py's count takes.
+# The flags that plan.py's count takes.
 MEMORY_FLAGS = ("sampling_tokens", "micro_batch_tokens")
 
 

@@ -1,6 +1,6 @@
-"""The tables of README.md and docs/speed.md, from the records.
+"""The tables of README.md and docs/measurements.md, from the records.
 
-    python benchmark/readme.py                 README.md, docs/speed.md
+    python benchmark/readme.py                 README.md, docs/measurements.md
     python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl and bundled-sums.jsonl, which bundled.py writes, trl-speed.jsonl, which
@@ -104,9 +104,9 @@ def short_transcript() -> str:
 # The name of the block -> the page that it stands on, and what makes it.
 BLOCKS = {
     "transcript": ("README.md", short_transcript),
-    "bundled": ("docs/speed.md", bundled_table),
-    "sums": ("docs/speed.md", sums_table),
-    "speed": ("docs/speed.md", speed_table),
+    "bundled": ("docs/measurements.md", bundled_table),
+    "sums": ("docs/measurements.md", sums_table),
+    "speed": ("docs/measurements.md", speed_table),
 }
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pictures import digest, draw_band, panels, save, smooth
+from pictures import GRAY, digest, draw_band, panels, save, smooth
 from reasoning import JUDGE, write_task
 from records import FOLDER, ROOT, command_line, fill, provenance, read, read_run, table, time_command, write
 
@@ -272,7 +272,7 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
     def evaluate():
         model.eval()
         with torch.no_grad():
-            metrics = grpo.evaluate(args, model, tokenizer, test_data, eos_ids)
+            metrics, _ = grpo.evaluate(args, model, tokenizer, test_data, eos_ids)
         model.train()
         return metrics
 
@@ -505,26 +505,20 @@ def draw_three_seeds(runs: list[dict]) -> None:
 
 
 def draw_compared(records: list[dict]) -> None:
-    """Each algorithm over 40 steps: greedy accuracy on held-out questions, and length of the samples."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = panels(1, 2, figsize=(13, 4.6))
-    colors = plt.get_cmap("tab10").colors
-    for name in COMPARED:
+    """Greedy accuracy over 40 steps: a panel for each algorithm, with grpo.py in gray in all of them."""
+    others = [name for name in COMPARED if name != "grpo"]
+    figure, axes = panels(3, 4, figsize=(13, 8), sharex=True, sharey=True)
+    grpo_runs = [record for record in records if record["name"] == "grpo"]
+    for ax, name in zip(axes.flat, others, strict=True):
         mine = [record for record in records if record["name"] == name]
-        # A trainer of TRL has the color of its algorithm, and a dashed line. With vLLM it is dotted.
-        of = name.removeprefix("trl_").removesuffix("_vllm")
-        linestyle = "--" if name.startswith("trl_") else ":" if name == "grpo_vllm" else "-"
-        style = dict(color=colors[COMPARED.index(of)], linestyle=linestyle)
-        greedy, across = greedy_curves(mine), [int(step) for step in mine[0]["eval"]]
-        axes[0][0].plot(across, greedy.mean(0), label=label(name), marker="o", markersize=3, **style)
-        band = dict(color=style["color"], alpha=0.15, linewidth=0)  # a line of one seed has none
-        axes[0][0].fill_between(across, greedy.min(0), greedy.max(0), **band)
-        lengths = np.mean([smooth(r["curves"]["rollout/response_len"]) for r in mine], 0)
-        axes[0][1].plot(np.arange(1, len(lengths) + 1), lengths, **style)
-    axes[0][0].set(xlabel="step", title="held out, greedy", ylabel="share of right answers")
-    axes[0][1].set(xlabel="step", title="length of the samples", ylabel="tokens")
-    figure.legend(loc="outside right center", fontsize=10)
+        across = [int(step) for step in mine[0]["eval"]]
+        draw_band(ax, across, greedy_curves(grpo_runs), GRAY)
+        draw_band(ax, across, greedy_curves(mine), "tab:blue")
+        ax.set(title=label(name), ylim=(0, 0.7))
+    for ax in axes[-1]:
+        ax.set(xlabel="step")
+    for ax in axes[:, 0]:
+        ax.set(ylabel="share of right answers")
     save(figure, PICTURES / "algorithms.svg", digest(records))
 
 

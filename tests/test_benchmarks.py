@@ -1,6 +1,6 @@
 """benchmark/records.py: what it records.
 
-memory.py, passk.py and variants.py have files of their own, and test_cuda.py runs gpu.py. test_docs.py compares the
+plan.py, passk.py and variants.py have files of their own, and test_cuda.py runs gpu.py. test_docs.py compares the
 pages with the records.
 """
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import memory
+import plan
 import pytest
 import torch
 from conftest import ROOT, SMALL_MODEL, free_port, small_flags
@@ -194,14 +194,14 @@ assert len(graphs) == len(rows) > 2 and rows[-1] < rows[0], (graphs, rows)
 # Print the bytes of the weights and the additional peak of a forward and backward pass. Gradients exist before it.
 PEAKS = """import gc, json, sys, types
 sys.path[:0] = [{root!r}, {root!r} + "/benchmark"]
-import grpo, grpo_lora, memory, torch, transformers
+import grpo, grpo_lora, plan, torch, transformers
 def held():
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.max_memory_allocated()
 configs = [
-    memory.llama(2, 128, 4, 2, 512, 64),
-    memory.llama(2, 128, 4, 4, 128, 64, head_dim=96),
-    memory.llama(2, 32, 4, 2, 128, 8000),  # the logits
+    plan.llama(2, 128, 4, 2, 512, 64),
+    plan.llama(2, 128, 4, 4, 128, 64, head_dim=96),
+    plan.llama(2, 32, 4, 2, 128, 8000),  # the logits
 ]
 cases = [(configs[0], grpo), (configs[1], grpo_lora), (configs[1], grpo), (configs[2], grpo)]
 gc.collect()
@@ -389,8 +389,9 @@ def test_peaks_are_those_that_are_counted(runs):
     assert len(lines) == 4, runs["peaks"][3]
     for line in lines:
         script, config, weights, peak = json.loads(line)
-        found = memory.count(script, config, micro_batch_tokens=16 * 16)
-        assert found["weights"] == pytest.approx(weights, abs=20_000), (script, config)
+        found = plan.count(script, config, micro_batch_tokens=16 * 16)
+        counted = found["weights"] + found.get("frozen weights", 0)
+        assert counted == pytest.approx(weights, abs=20_000), (script, config)
         assert found["activations"] == pytest.approx(peak, rel=0.15), (script, config)
 
 

@@ -82,7 +82,7 @@ def constant_reward(completions, **columns):
 )
 def test_a_step_of_equal_rewards_moves_no_weight(script, monkeypatch, tmp_path):
     monkeypatch.setattr(script, "REWARDS", [constant_reward])
-    monkeypatch.setattr(script, "evaluate", lambda *call: {"eval/accuracy": 0.0})
+    monkeypatch.setattr(script, "evaluate", lambda *call: ({"eval/accuracy": 0.0}, []))
     fields = small_recipe(script) | dict(beta=0.0, num_steps=1, num_prompts=4, num_generations=8)
     fields |= dict(eval_size=1, runs_dir=str(tmp_path), run_name="run", warmup_updates=0)
     fields |= dict(tool_cost=0.0, overlong_cache=1, max_resample=0)

@@ -341,14 +341,15 @@ def test_a_run_refuses_other_flags(finished, tmp_path, has_checkpoint):
 
 
 def test_everything_is_compared(tmp_path):
-    """All flags, rewards, code and data. Only a run's folder and the versions may change."""
+    """All flags, rewards, code and data. Only a run's folder, the versions and the machine may change."""
     args = tiny_args(grpo, tmp_path, run_name="a")
     run = grpo.describe_run(args, [])
-    assert run.keys() == vars(args).keys() | {"rewards", "code", "data", "versions"}
-    names = [name for name in run if name not in ("runs_dir", "run_name", "versions")]
+    assert run.keys() == vars(args).keys() | {"rewards", "code", "data", "versions", "device_name"}
+    free = ("runs_dir", "run_name", "versions", "device_name")
+    names = [name for name in run if name not in free]
     for changed in (names[:1], names[1:4], names[::2], ["rewards"], ["code", "data"], names):
         saved = {name: "another" if name in changed else x for name, x in run.items()}
-        saved |= dict(runs_dir="elsewhere", run_name=None, versions="others")
+        saved |= dict(runs_dir="elsewhere", run_name=None, versions="others", device_name="other")
         (tmp_path / "args.json").write_text(json.dumps(saved))
         with pytest.raises(ValueError) as caught:
             grpo.check_same_run(args, tmp_path, run)

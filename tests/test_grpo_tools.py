@@ -347,7 +347,7 @@ def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch, token
     monkeypatch.setattr(grpo_tools, "sample_responses", lambda *args, **given: sampled)
     problems = [{"prompt": "8+77=", "columns": {"answer": "85"}}] * 2
     model = SimpleNamespace(device="cpu")
-    found = grpo_tools.evaluate(grpo_tools.Args(), model, tokenizer, problems, EOS_IDS)
+    found, _ = grpo_tools.evaluate(grpo_tools.Args(), model, tokenizer, problems, EOS_IDS)
     assert found["eval/eos_frac"] == 0.5 and found["eval/response_len"] == 1.5
     assert grpo_tools.response_texts(tokenizer, rollout, EOS_IDS) == ["<answer>", "<answer></s>"]
 

@@ -56,12 +56,12 @@ def test_the_default_prompt_earns_the_format_reward(script):
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model, eos_ids = script.load_model(args, tokenizer)
     train_data, _ = script.load_data(args, tokenizer)
-    metrics = script.evaluate(args, model, tokenizer, train_data[:6], eos_ids)
+    metrics, _ = script.evaluate(args, model, tokenizer, train_data[:6], eos_ids)
     assert metrics["eval/format_reward"] >= 0.15
     # A base model, which has no template, sees the examples in a plain text.
     tokenizer.chat_template = None
     plain_data, _ = script.load_data(args, tokenizer)
-    metrics = script.evaluate(args, model, tokenizer, plain_data[:6], eos_ids)
+    metrics, _ = script.evaluate(args, model, tokenizer, plain_data[:6], eos_ids)
     assert metrics["eval/format_reward"] >= 0.1 and metrics["eval/eos_frac"] >= 0.5
 
 

@@ -103,7 +103,8 @@ def assert_same_runs(folder: Path, other: Path) -> None:
     assert [record["step"] for record in records[0]] == [record["step"] for record in records[1]]
     for one, two in zip(*records, strict=True):
         assert one == two
-    assert (folder / "samples.jsonl").read_text() == (other / "samples.jsonl").read_text()
+    for name in ("samples.jsonl", "evaluations.jsonl"):
+        assert (folder / name).read_text() == (other / name).read_text()
     states = [read_checkpoint(run) for run in (folder, other)]
     for state in states:
         # metrics.jsonl contains times, so its size differs.
@@ -169,7 +170,7 @@ def finished(script, finished_runs):
 
 def test_files(script, finished):
     expected = {f"{script.__name__}.py", "utils", "args.json", "checkpoint.pt", "model"}
-    expected |= {"metrics.jsonl", "samples.jsonl"}
+    expected |= {"metrics.jsonl", "samples.jsonl", "evaluations.jsonl"}
     expected |= {"adapter"} if script.__name__ == "grpo_lora" else set()
     assert {path.name for path in finished.iterdir()} == expected
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
@@ -178,10 +179,10 @@ def test_files(script, finished):
 
     args = json.loads((finished / "args.json").read_text())
     fields = {field.name for field in dataclasses.fields(script.Args)}
-    assert set(args) == fields | {"rewards", "code", "data", "versions"}
+    assert set(args) == fields | {"rewards", "code", "data", "versions", "device_name"}
     assert args["rewards"] == [reward.__name__ for reward in script.REWARDS]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    assert args["versions"] == versions
+    assert args["versions"] == versions and args["device_name"] == "CPU"
     assert re.fullmatch("[0-9a-f]{64} [0-9a-f]{64}", f"{args['code']} {args['data']}")
     assert args["num_prompts"] == 4
 
@@ -199,6 +200,11 @@ def test_files(script, finished):
         # A script that replaces useless prompts has more episodes.
         assert record["episodes"] >= record["step"] * N
         assert record["episodes"] % (N + 4 * extra) == 0
+
+    for record in read_jsonl(finished / "evaluations.jsonl"):
+        accuracy = sum(record["right"]) / len(record["right"])
+        assert accuracy == pytest.approx(metrics[record["step"]].pop("eval/accuracy"))
+    assert not any("eval/accuracy" in record for record in metrics)
 
     samples = read_jsonl(finished / "samples.jsonl")
     steps = [sample["step"] for sample in samples]
@@ -498,10 +504,12 @@ def test_killed_and_started_again_is_never_killed(script, spawn, finished, tmp_p
         with (
             open(folder / "metrics.jsonl", "a") as metrics,
             open(folder / "samples.jsonl", "a") as samples,
+            open(folder / "evaluations.jsonl", "a") as evaluations,
         ):
             # A machine that loses power can leave half a line.
             metrics.write('{"step": 3, "episo')
             samples.write('{"step": 3, "prompt": "1')
+            evaluations.write('{"step": 3, "right": [tr')
     draw = random.Random(0)
     for _ in range(3 if thorough else 0):
         size = log.stat().st_size
@@ -886,8 +894,9 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     monkeypatch.setattr(script, "response_texts", lambda *args: completions)
     problem = {"prompt": "8+77=", "columns": {"answer": "85"}}
     model = SimpleNamespace(device="cpu")
-    found = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
+    found, is_right = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
     assert asked == [(1, 0.0)]  # one response, greedy
+    assert is_right == [True, False, False, False]
     assert found == {
         "eval/reward_mean": pytest.approx(0.25 + 0.35),
         "eval/accuracy_reward": 0.25,

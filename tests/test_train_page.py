@@ -1,4 +1,4 @@
-"""docs/train.md: its commands are accepted, its numbers are the programs', and its examples run.
+"""docs/train.md, models.md and gpu.md: commands are accepted, numbers are the programs', and examples run.
 
 Of docs/real-model.md it checks the command of the public curve.
 """
@@ -11,16 +11,19 @@ import types
 
 import datasets
 import huggingface_hub
-import memory
+import plan
 import pytest
 import tyro
-from conftest import ROOT, small_recipe
+from conftest import ROOT, SMALL_MODEL, small_recipe
 from scripts import SCRIPTS, read_script
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import grpo_lora
 
-PAGE = (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+PAGE = "".join(
+    (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("train", "models", "gpu")
+)
 CURVE = (ROOT / "docs" / "real-model.md").read_text(encoding="utf-8").split("## A public curve")[1]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.MULTILINE | re.DOTALL)
@@ -44,6 +47,10 @@ def commands() -> list[tuple[str, list[str]]]:
     """The name and the flags of each command of a script, from blocks and from the text."""
     spans = re.findall(r"`(python \w+\.py [^`]*)`", PROSE)
     lines = "\n".join([*code(""), *spans, CURVE]).replace("\\\n", " ").splitlines()
+    # The plan of a command takes the command.
+    lines = [
+        re.sub(r"python benchmark/plan\.py .*?(\w+\.py)", r"python \1", line) for line in lines
+    ]
     found = []
     for line in lines:
         match = re.search(r"\bpython (\w+)\.py\b(.*)", line)
@@ -93,11 +100,9 @@ def test_the_lines_that_it_quotes_are_printed(heading):
 
 
 def gigabytes(name: str, flags: list[str]) -> float:
-    """The peak that benchmark/memory.py calculates for this command."""
+    """The peak that benchmark/plan.py calculates for this command."""
     args = parse(name, flags)
-    model = args.model.removeprefix("Qwen/").removesuffix("-Instruct")
-    known = {field: getattr(args, field) for field in memory.FLAGS if hasattr(args, field)}
-    return memory.count(name, memory.MODELS[model], **memory.FLAGS | known)["peak"] / 1e9
+    return plan.count(name, plan.read_config(args.model), args)["peak"] / 1e9
 
 
 def test_the_memory_is_what_the_program_calculates():
@@ -190,3 +195,16 @@ def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
     assert answers[0] and answers[2]
     # Merged in float32 and rounded to bf16, or added in bf16.
     assert (answers[1] - answers[3]).abs().mean() < 0.05 * answers[1].abs().mean()
+
+
+def test_a_chat(tmp_path, monkeypatch, capsys):
+    """The page's loop answers until the question is empty."""
+    (source,) = [block for block in code("python") if "pipeline(" in block]
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(SMALL_MODEL).save_pretrained(tmp_path)
+    questions = iter(["12+34=", ""])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(questions))
+    exec(source.replace("runs/NAME/model", str(tmp_path)), {})
+    assert "<answer>" in capsys.readouterr().out

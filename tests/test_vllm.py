@@ -176,7 +176,7 @@ def test_evaluated_are_the_current_weights(tmp_path):
     last = read_metrics(folder)[-1]
     for model, same in ((str(folder / "model"), True), (args.model, False)):
         policy = AutoModelForCausalLM.from_pretrained(model)
-        found = grpo.evaluate(args, policy, tokenizer, problems, torch.tensor([2]))
+        found, _ = grpo.evaluate(args, policy, tokenizer, problems, torch.tensor([2]))
         assert (found == {name: last[name] for name in found}) == same
 
 

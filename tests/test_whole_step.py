@@ -229,7 +229,7 @@ def run_main(script, monkeypatch, tmp_path, given):
     monkeypatch.setattr(script, "minibatches", recorded_minibatches)
     monkeypatch.setattr(script, "compute_logprobs", recorded_compute_logprobs)
     # It changes nothing, and would take a third of the time. test_runs.py has it by hand.
-    monkeypatch.setattr(script, "evaluate", lambda *call: {"eval/accuracy": 0.0})
+    monkeypatch.setattr(script, "evaluate", lambda *call: ({"eval/accuracy": 0.0}, []))
     start = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         script.main(args)

@@ -1,0 +1,531 @@
+"""Does a run fit a card, how long does it take, and which flags fit best: by calculation, without loading any weights.
+
+    python benchmark/plan.py --card "RTX 4090" grpo_lora.py --model SmolLM2-1.7B-Instruct --max-new-tokens 512
+
+Write the command of the run behind `plan.py` and its own flags. The card is a name in CARDS below, or a number of GB
+(then there are no seconds). `--prompt-tokens` and `--response-tokens` are the lengths of a usual prompt and response:
+330, as GSM8K's with the examples, and --max-new-tokens, the most. Of the model, only its config.json is read: from a
+folder, from MODELS below, or from the hub.
+
+Without a command, it writes the tables of docs/gpu.md.
+
+**Memory.** Weights, averages, gradients, copies, keys and values are exact. Activations are calculated for a decoder
+with a gated MLP, and are within 15 % of the peak that tests/test_cuda.py measures on an emulated GPU. What the
+allocator loses between blocks, and CUDA's own half a GB, aren't counted. A card of n GB counts as n * 1e9 bytes, and
+most cards have 3 to 7 % more, which are left for both.
+
+**Time.** A decode step reads all weights, and the keys and values of all rows. It takes these bytes over 30 % of the
+card's bandwidth (23 % with adapters), but counts at most an H100's bandwidth: an H200, with more, was no faster. An
+update takes its FLOP over 36 % of the card's peak, and LAYER_SECONDS for each layer of each micro-batch. These shares
+are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with each recorded step. Other
+cards, and vLLM, haven't been measured.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import json
+import math
+import shlex
+import sys
+from functools import cache
+from types import SimpleNamespace
+
+import torch
+import tyro
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from records import FOLDER, ROOT, command_line, fill, read, table
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+from scripts import CRITICS, SCRIPTS  # noqa: E402
+
+# GB, bytes per second, and dense FLOP per second in bf16, of the makers' data sheets.
+CARDS = {
+    "RTX 3090": (24, 0.94e12, 71e12),
+    "RTX 4090": (24, 1.01e12, 165e12),
+    "RTX 5090": (32, 1.79e12, 210e12),
+    "A10": (24, 0.60e12, 125e12),
+    "L4": (24, 0.30e12, 121e12),
+    "L40S": (48, 0.86e12, 362e12),
+    "A100 40GB": (40, 1.56e12, 312e12),
+    "A100": (80, 2.04e12, 312e12),
+    "H100": (80, 3.35e12, 989e12),
+    "H200": (141, 4.8e12, 989e12),
+    "B200": (180, 8.0e12, 2250e12),
+}
+# The shares of bandwidth and FLOP that a step reaches, as the docstring explains.
+DECODING_SHARE, DECODING_SHARE_LORA = 0.30, 0.23
+MOST_BANDWIDTH = CARDS["H100"][1]
+UPDATE_SHARE = 0.36
+# Each layer's kernels have to be launched, in each micro-batch: seconds for five passes.
+LAYER_SECONDS, LAYER_SECONDS_LORA = 0.003, 0.011
+# These compute the old log-probabilities of all sequences in a pass. The others leave out the first minibatch.
+OLD_LOGPROBS_OF_ALL = ["reinforce_baseline", "rloo", "remax", "ppo_rlhf", "vapo"]
+# The names of a count that need more words for a reader.
+WORDS = {
+    "averages": "Adam's averages",
+    "sampling beside": "logits, or the prefill of an evaluation",
+}
+PROMPT = 330
+
+
+def llama(layers, width, heads, key_heads, inner, vocabulary, tied=True, **more):
+    fields = dict(num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads)
+    fields |= dict(num_key_value_heads=key_heads, intermediate_size=inner, vocab_size=vocabulary)
+    return dict(model_type="llama", tie_word_embeddings=tied) | fields | more
+
+
+QWEN2 = dict(model_type="qwen2")
+# The numbers of config.json in the repositories of HuggingFaceTB and Qwen.
+MODELS = {
+    "SmolLM2-135M": llama(30, 576, 9, 3, 1536, 49152),
+    "SmolLM2-360M": llama(32, 960, 15, 5, 2560, 49152),
+    "Qwen2.5-0.5B": llama(24, 896, 14, 2, 4864, 151936, **QWEN2),
+    "Qwen3-0.6B": llama(28, 1024, 16, 8, 3072, 151936, model_type="qwen3", head_dim=128),
+    "Qwen2.5-1.5B": llama(28, 1536, 12, 2, 8960, 151936, **QWEN2),
+    "SmolLM2-1.7B": llama(24, 2048, 32, 32, 8192, 49152),
+    "Qwen2.5-3B": llama(36, 2048, 16, 2, 11008, 151936, **QWEN2),
+    "Qwen2.5-7B": llama(28, 3584, 28, 4, 18944, 152064, tied=False, **QWEN2),
+}
+# The rows of the table of peaks, and its columns.
+IN_TABLE = ["Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "SmolLM2-1.7B", "Qwen2.5-3B", "Qwen2.5-7B"]
+COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]
+
+
+# ---- the model
+
+
+def read_config(name: str) -> dict:
+    """A model's config.json, as a dict: of a known model, of a folder, or of the hub."""
+    known = name.split("/")[-1].removesuffix("-Instruct")
+    if known in MODELS:
+        return MODELS[known]
+    return AutoConfig.from_pretrained(name).to_dict()
+
+
+def shape(config: dict) -> SimpleNamespace:
+    """The sizes that the counts need, from a config.json.
+
+    parameters: all of the model. A head that is the embedding counts once.
+    matrices: (in, out) of each linear layer of the decoder; layer_weights: the numbers in a layer's matrices, and
+    largest: in the largest of them, experts included.
+    Q, keys: the length of a token's queries and of its keys in one layer; attending: the layers that keep keys.
+    normed: whether the model normalizes queries and keys.
+    """
+    return shape_of_text(json.dumps(config, default=str))
+
+
+@cache
+def shape_of_text(config: str) -> SimpleNamespace:
+    whole = AutoConfig.for_model(**json.loads(config))
+    is_text = type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto_class = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    with torch.device("meta"):  # without memory for the weights
+        model = auto_class.from_config(whole)
+    c = whole.get_text_config()
+    decoder = model.base_model.get_decoder()
+    embedding = decoder.get_input_embeddings().weight
+    weights = [x.numel() for x in decoder.parameters() if x.ndim > 1 and x is not embedding]
+    linear = [x for x in decoder.modules() if isinstance(x, torch.nn.Linear)]
+    head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
+    return SimpleNamespace(
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        matrices=[(x.in_features, x.out_features) for x in linear],
+        layer_weights=sum(weights) // c.num_hidden_layers,
+        largest=max(weights),
+        layers=c.num_hidden_layers,
+        attending=sum("attention" in kind and "linear" not in kind for kind in kinds),
+        V=c.vocab_size,
+        D=c.hidden_size,
+        F=getattr(c, "intermediate_size", None) or max(x.out_features for x in linear),
+        Q=c.num_attention_heads * head,
+        keys=(getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * head,
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight or c.tie_word_embeddings,
+        normed=any(name.endswith("q_norm") for name, _ in decoder.named_modules()),
+    )
+
+
+def adapters(config: dict, rank: int) -> int:
+    """The number of parameters in A (rank, in) and B (out, rank) of all layers."""
+    return sum(rank * (width + out) for width, out in shape(config).matrices)
+
+
+def in_bf16(config: dict) -> int:
+    """Bytes of a copy in bf16 with a separate head in float32."""
+    s = shape(config)
+    head = s.V * s.D
+    return 2 * s.parameters + 4 * head - (0 if s.tied else 2 * head)
+
+
+# ---- memory
+
+
+def activations(script: str, config: dict, tokens: int, checkpointing: bool = True) -> int:
+    """Bytes of one micro-batch at the worst moment of its backward pass on a GPU, on top of the gradients made so far.
+
+    A hidden state is kept for each layer, in float32 if the weights are in float32, else in bf16. The worst moment is
+    one of three:
+
+    - the MLP of a layer: four tensors of width F are kept and three are made, in bf16;
+    - the attention of a layer: queries, keys and values, before and after the rotation, and their gradients;
+    - a chunk of logits.
+
+    The factors of D and of the queries are fitted to peaks on the emulated GPU. While a layer runs, its float32 weights
+    are cast to bf16. Their gradient is made in bf16 and then cast to float32.
+    """
+    s = shape(config)
+    frozen = script == "grpo_lora"
+    between = s.layers * tokens * s.D * (2 if frozen else 4)
+    # The length of a token's queries, keys and values together.
+    queries = s.Q + 2 * s.keys
+    mlp = 16 * s.F + 26 * s.D + 4 * queries if frozen else 14 * s.F + 42 * s.D + 6 * queries
+    attention = 12 * queries + 27 * s.D if frozen else 14 * queries + 42 * s.D
+    # Normed queries and keys are in float32.
+    attention += 8 * queries if s.normed else 0
+    cast = 0 if frozen else 2 * s.layer_weights + 6 * s.largest
+    kept = 8 * s.F + 18 * s.D + 4 * queries if frozen else 8 * s.F + 26 * s.D + 4 * queries
+    others = 0 if checkpointing else (s.layers - 1) * (tokens * kept + cast)
+    # A chunk's logits, log-probabilities and gradient in float32, and the gradient of the head.
+    logits = 12 * min(2**26, tokens * s.V) + (0 if frozen else 4 * s.V * s.D)
+    layer = tokens * max(mlp, attention) + cast
+    return between + (max(layer, logits) if checkpointing else others + layer + logits // 4)
+
+
+def sampling(config: dict, args, prompt: int) -> dict[str, int]:
+    """Bytes while sampling: the keys and values of the most tokens sampled at a time, and everything beside them."""
+    s = shape(config)
+    columns = prompt + args.max_new_tokens
+    # The keys and values of a token, in bf16.
+    each = 2 * 2 * s.attending * s.keys
+    rows = max(args.num_generations, args.sampling_tokens // columns)
+    # A rollout has fewer rows if it's smaller, and an evaluation has one for each problem.
+    rows = min(rows, max(args.num_prompts * args.num_generations, args.eval_size))
+    cache = rows * columns * each
+    # Six tensors in float32: logits, noise, the steps between them, and the tensors that the graph keeps.
+    logits = 6 * 4 * min(rows, args.num_prompts * args.num_generations) * s.V
+    # The keys of a layer are copied when they grow.
+    growing = 2 * rows * columns * each // (2 * s.layers)
+    # An evaluation prefills one prompt per row. At that moment it has only the keys and values of the prompts.
+    prefill = rows * prompt * (3 * 2 * s.F + 6 * 2 * s.D + each) + 4 * rows * s.V
+    return {"keys and values": cache, "sampling beside": max(logits + growing, prefill - cache)}
+
+
+def arguments(script: str, **flags):
+    """The Args of a script, as its command with --model has them."""
+    return dataclasses.replace(importlib.import_module(script).Args(), **flags)
+
+
+def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int = 80, gpus: int = 1, **flags):
+    """Bytes by purpose: a dict, for one GPU. "peak" is the most at any moment.
+
+    card is its number of GB, of which vLLM takes a share, and gpus how many grpo_multigpu.py uses.
+    """
+    args = args or arguments(script, **flags)
+    s = shape(config)
+    P, head = s.parameters, s.V * s.D
+    copied = in_bf16(config)
+    found = {}
+    if script == "grpo_lora":
+        trained = adapters(config, args.lora_rank)
+        found["frozen weights"] = copied
+    else:
+        trained = P
+    if script in CRITICS:
+        # The value network has a score of D numbers instead of the head.
+        trained += (P if s.tied else P - head) + s.D
+    shards = gpus if script == "grpo_multigpu" else 1
+    found["weights"] = 4 * trained // shards
+    found["averages"] = 8 * trained // shards
+    found["gradients"] = 4 * trained // shards
+    if script == "grpo_multigpu":  # the embedding, the head and two layers at a time
+        found["gathered"] = 12 * ((1 if s.tied else 2) * head + 2 * s.layer_weights)
+    if script not in ("grpo_lora", "grpo_vllm"):
+        in_float32 = getattr(args, "engine_dtype", "auto") == "float32"
+        found["sampling copy"] = 4 * P if in_float32 else copied
+    if getattr(args, "beta", 0) > 0 and script != "grpo_lora":
+        found["reference"] = copied
+    if script == "distill":
+        found["teacher"] = in_bf16(read_config(args.teacher))
+    if script == "self_distill":
+        found["teacher"] = 4 * P
+    if getattr(args, "reward_model", None):
+        found["reward model"] = 2 * shape(read_config(args.reward_model)).parameters
+    always = sum(size for name, size in found.items() if name != "gradients")
+    if script == "grpo_vllm":
+        found["engine"] = round(args.engine_memory * card * 1e9)
+        while_sampling = found["engine"]
+    else:
+        found |= sampling(config, args, prompt)
+        while_sampling = found["keys and values"] + found["sampling beside"]
+    found["activations"] = activations(script, config, args.micro_batch_tokens, args.gradient_checkpointing)
+    while_training = found["gradients"] + found["activations"]
+    return found | {"peak": always + max(while_sampling, while_training)}
+
+
+# ---- time
+
+
+def decode_seconds(script: str, config: dict, args, card: str, prompt: int, rows: int, response: int) -> float:
+    """Seconds to sample `rows` responses of this mean length; the longest has --max-new-tokens."""
+    s = shape(config)
+    head = s.V * s.D
+    columns = prompt + args.max_new_tokens
+    # vLLM's engine samples all rows at once.
+    parts = 1 if script == "grpo_vllm" else math.ceil(rows * columns / args.sampling_tokens)
+    weights = 2 * (s.parameters - head) + 4 * head
+    keys = rows * response * (prompt + response / 2) * 2 * 2 * s.attending * s.keys
+    share = DECODING_SHARE_LORA if script == "grpo_lora" else DECODING_SHARE
+    bandwidth = share * min(CARDS[card][1], MOST_BANDWIDTH)
+    return (args.max_new_tokens * parts * weights + keys) / bandwidth
+
+
+def passes(script: str, config: dict, args) -> float:
+    """How often the tokens of a step go through the policy, or a network of its size, in the update.
+
+    A forward pass counts 1, recomputing 1, and a backward pass 2, or 1 if only the activations need gradients.
+    """
+    update = (3 if script == "grpo_lora" else 4) - (0 if args.gradient_checkpointing else 1)
+    epochs = getattr(args, "num_iterations", 1)
+    first = 0 if script in OLD_LOGPROBS_OF_ALL else 1 / args.num_minibatches
+    found = epochs * update + 1 - first
+    if getattr(args, "beta", 0) > 0 or script == "self_distill":
+        found += 1  # the reference, or the teacher
+    if script == "distill":
+        found += shape(read_config(args.teacher)).parameters / shape(config).parameters
+    if script in CRITICS:
+        found += 1 + epochs * update  # the old values, and the updates of the value network
+    return found
+
+
+def step_seconds(script: str, config: dict, card: str, args=None, prompt=PROMPT, response=None, gpus=1, **flags):
+    """Seconds of a step's rollout and of its update: (rollout, update)."""
+    args = args or arguments(script, **flags)
+    response = response or args.max_new_tokens
+    s = shape(config)
+    shards = gpus if script == "grpo_multigpu" else 1
+    N = args.num_prompts * args.num_generations / shards
+    rows = N + args.num_prompts if script == "remax" else N  # its baseline is a greedy response to each prompt
+    rollout = decode_seconds(script, config, args, card, prompt, rows, response)
+    head = s.V * s.D
+    tokens = N * (prompt + response)
+    times = passes(script, config, args)
+    work = 2 * times * (tokens * (s.parameters - head) + N * response * head)
+    launch = LAYER_SECONDS_LORA if script == "grpo_lora" else LAYER_SECONDS
+    launches = math.ceil(tokens / args.micro_batch_tokens) * s.layers * launch * times / 5
+    return rollout, work / CARDS[card][2] / UPDATE_SHARE + launches
+
+
+def run_hours(script, config, card, args, prompt=PROMPT, response=None, gpus=1) -> tuple[float, float]:
+    """Hours of all steps, and of all evaluations."""
+    step = sum(step_seconds(script, config, card, args, prompt, response, gpus))
+    times = 2 + ((args.num_steps - 1) // args.eval_every if args.eval_every else 0)
+    rows = args.eval_size / gpus
+    evaluation = decode_seconds(script, config, args, card, prompt, rows, response or args.max_new_tokens)
+    return args.num_steps * step / 3600, times * evaluation / 3600
+
+
+# ---- what was measured
+
+
+def errors() -> list[tuple[str, str, float, float]]:
+    """(GPU and flags, part, measured, calculated) of each recorded step of SmolLM2-1.7B's shape, newest scripts only.
+
+    The parts are GB, and the seconds of rollout and update: of the second step, because the first one also warms up.
+    """
+    newest = {}
+    for record in read(FOLDER / "gpu.jsonl"):
+        if record["part"] == "steps" and "H200" in record["gpu"]:
+            newest[record["name"]] = record
+    found = []
+    for name, record in newest.items():
+        script = record["script"]
+        if name == "8192, no graph":
+            continue  # the default has a graph
+        numbers = [int(word) for word in name.split(",")[0].split() if word.isdigit()]
+        flags = dict(micro_batch_tokens=numbers[0] if numbers else 8192)
+        flags |= dict(sampling_tokens=131072) if "all at once" in name else {}
+        config, last = MODELS["SmolLM2-1.7B"], record["metrics"][-1]
+        rollout, update = step_seconds(script, config, "H200", **flags)
+        peak = count(script, config, **flags)["peak"] / 1e9
+        what = f"{script}.py, --micro-batch-tokens {flags['micro_batch_tokens']}"
+        what += ", --sampling-tokens 131072" if "all at once" in name else ""
+        found.append((what, "GB", last["time/peak_mem_gb"], peak))
+        found.append((what, "rollout", last["time/rollout_s"], rollout))
+        found.append((what, "update", last["time/update_s"], update))
+    return found
+
+
+def error_range(part: str) -> str:
+    """Such as "-4 to +24 %": the least and the most that a calculated number is above the measured one."""
+    found = [100 * (calculated / measured - 1) for _, name, measured, calculated in errors() if name == part]
+    return f"{min(found):+.0f} to {max(found):+.0f} %"
+
+
+# ---- the flags that fit best
+
+
+def fits(script: str, config: dict, memory: float, args=None, prompt=PROMPT, gpus=1, **flags) -> bool:
+    """Whether the peak is at most the memory, in GB."""
+    return count(script, config, args, prompt, int(memory), gpus, **flags)["peak"] <= 1e9 * memory
+
+
+def best_flags(script, config, card, args, prompt=PROMPT, response=None, gpus=1) -> dict | None:
+    """The fastest --sampling-tokens and --micro-batch-tokens that fit the card, as a dict, or None.
+
+    Of equally fast ones, those with the smallest peak.
+    """
+    memory = CARDS[card][0]
+    largest = args.num_prompts * args.num_generations * (prompt + args.max_new_tokens)
+    choices = [{}]  # grpo_vllm.py has no --sampling-tokens
+    if hasattr(args, "sampling_tokens"):
+        sizes = [2**k * 6144 for k in range(10) if 2 ** (k - 1) * 6144 < largest]
+        choices = [dict(sampling_tokens=size) for size in sizes]
+    found = []
+    for choice in choices:
+        for size in (1024, 2048, 4096, 8192, 16384):
+            flags = choice | dict(micro_batch_tokens=size)
+            tried = dataclasses.replace(args, **flags)
+            peak = count(script, config, tried, prompt, memory, gpus)["peak"]
+            if peak <= 1e9 * memory:
+                seconds = sum(step_seconds(script, config, card, tried, prompt, response, gpus))
+                found.append((round(seconds, 1), peak, flags))
+    return min(found, key=lambda each: each[:2])[2] if found else None
+
+
+def alternatives(script, config, card, args, prompt) -> list[str]:
+    """Other ways to train the model, which fit a card that is too small for the command."""
+    found = []
+    for other, changes in [(script, dict(beta=0.0)), ("grpo_lora", {})]:
+        known = {field.name for field in dataclasses.fields(importlib.import_module(other).Args)}
+        if not set(changes) <= known or (other, changes) == (script, {}):
+            continue
+        shared = {name: x for name, x in vars(args).items() if name in known and name != "learning_rate"}
+        tried = arguments(other, **shared | changes)
+        if best := best_flags(other, config, card, tried, prompt):
+            flags = [f" --{name.replace('_', '-')} {value:g}" for name, value in (changes | best).items()]
+            found.append(f"python {other}.py --model {args.model}{''.join(flags)}")
+    return found
+
+
+# ---- what a user sees
+
+
+def report(script: str, config: dict, args, options, command: list[str]) -> str:
+    """The plan of one command, as lines of text."""
+    prompt, response, gpus = options.prompt_tokens, options.response_tokens, options.gpus
+    named = options.card in CARDS
+    memory = CARDS[options.card][0] if named else float(options.card)
+    counts = count(script, config, args, prompt, int(memory), gpus)
+    lines = [f"{size / 1e9:8.2f} GB  {WORDS.get(name, name)}" for name, size in counts.items()]
+    verdict = "fits" if counts["peak"] <= 1e9 * memory else "DOESN'T FIT"
+    lines.append(f"It {verdict} {memory:g} GB. (Calculated minus measured, on an H200: {error_range('GB')})")
+    if not named:
+        return "\n".join(lines)
+    rollout, update = step_seconds(script, config, options.card, args, prompt, response, gpus)
+    steps, evaluations = run_hours(script, config, options.card, args, prompt, response, gpus)
+    lines += [
+        "",
+        f"{rollout:8.1f} s   rollout of a step ({error_range('rollout')})",
+        f"{update:8.1f} s   update of a step ({error_range('update')})",
+        f"{steps + evaluations:8.1f} h   {args.num_steps} steps, and {evaluations:.1f} h of it for evaluations",
+    ]
+    if script == "dapo":
+        lines.append(f"Each batch that dapo.py samples in the place of equal groups takes {rollout:.1f} s more.")
+    best = best_flags(script, config, options.card, args, prompt, response, gpus)
+    lines.append("")
+    if best is None:
+        lines.append(f"No --sampling-tokens and --micro-batch-tokens fit {options.card}. These would:")
+        lines += [f"    {text}" for text in alternatives(script, config, options.card, args, prompt)]
+    else:
+        tried = dataclasses.replace(args, **best)
+        seconds = sum(step_seconds(script, config, options.card, tried, prompt, response, gpus))
+        peak = count(script, config, tried, prompt, int(memory), gpus)["peak"] / 1e9
+        lines.append(f"The fastest that fits {options.card}, {seconds:.1f} s a step and {peak:.1f} GB:")
+        words = {f"--{name.replace('_', '-')}": str(value) for name, value in best.items()}
+        kept = without(command, *words)
+        lines.append(f"    python {shlex.join([*kept, *sum(words.items(), ())])}")
+    return "\n".join(lines)
+
+
+def without(command: list[str], *flags: str) -> list[str]:
+    """The words of a command without these flags and their values."""
+    kept, skip = [], False
+    for word in command:
+        if skip:
+            skip = False
+        elif word in flags:
+            skip = True
+        elif word.split("=")[0] not in flags:
+            kept.append(word)
+    return kept
+
+
+def seconds_table() -> str:
+    rows, cards = [], ["RTX 3090", "RTX 4090", "A100", "H100"]
+    for model, script, flags in [
+        ("Qwen2.5-0.5B", "grpo", {}),
+        ("SmolLM2-1.7B", "grpo_lora", {}),
+        ("SmolLM2-1.7B", "grpo", dict(micro_batch_tokens=2048)),
+        ("SmolLM2-1.7B", "grpo", {}),
+        ("SmolLM2-1.7B", "grpo", dict(sampling_tokens=131072)),
+        ("SmolLM2-1.7B", "grpo_vllm", {}),
+        ("SmolLM2-1.7B", "ppo_rlhf", {}),
+        ("Qwen2.5-7B", "grpo_lora", {}),
+    ]:
+        given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        cells = []
+        for card in cards:
+            rollout, update = step_seconds(script, MODELS[model], card, **flags)
+            can = fits(script, MODELS[model], CARDS[card][0], **flags)
+            cells.append(f"{rollout:.0f} + {update:.0f}" if can else "-")
+        rows.append([f"{script}.py, {model} {given}".strip(), *cells])
+    return table(["seconds of rollout + update", *cards], rows)
+
+
+def peaks_table() -> str:
+    rows = []
+    for model in IN_TABLE:
+        peaks = [count(script, MODELS[model])["peak"] / 1e9 for script in COUNTED]
+        rows.append([model, *(f"{peak:.1f}" for peak in peaks)])
+    return table(["GB", *(f"{script}.py" for script in COUNTED)], rows)
+
+
+def errors_table() -> str:
+    rows = {}
+    for what, part, measured, calculated in errors():
+        unit = "GB" if part == "GB" else "s"
+        rows.setdefault(what, [what]).append(f"{calculated:.1f}, {measured:.1f} {unit}")
+    return table(["calculated, measured", "peak", "rollout", "update"], list(rows.values()))
+
+
+TABLES = {"memory": peaks_table, "seconds": seconds_table, "errors": errors_table}
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("--card", default="H100", help=f"GB, or one of: {', '.join(CARDS)}")
+    parser.add_argument("--gpus", type=int, default=1, help="for grpo_multigpu.py")
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
+    parser.add_argument("--response-tokens", type=int, help="on average; by default --max-new-tokens")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="SCRIPT.py and its flags")
+    options = parser.parse_args()
+    if not options.command:
+        for name, make in TABLES.items():
+            fill(ROOT / "docs" / "gpu.md", name, make())
+        return
+    path, *flags = options.command
+    script = path.removesuffix(".py")
+    if script not in SCRIPTS:
+        parser.error(f"{path} is none of the scripts: {', '.join(SCRIPTS)}")
+    if options.card not in CARDS and not options.card.replace(".", "").isdigit():
+        parser.error(f"--card is a number of GB, or one of: {', '.join(CARDS)}")
+    module = importlib.import_module(script)
+    args = tyro.cli(module.Args, args=flags, prog=path)
+    print(report(script, read_config(module.find_model(args)), args, options, options.command))
+
+
+if __name__ == "__main__":
+    main()
