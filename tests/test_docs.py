@@ -16,7 +16,7 @@ from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS
 import grpo
 
 PAGES = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").glob("*.md"))
-PAGES += [ROOT / "variants" / "README.md"]
+PAGES += [ROOT / folder / "README.md" for folder in ("variants", "exercises")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
