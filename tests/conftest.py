@@ -19,7 +19,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-for folder in ("addition", "arithmetic", "hints", "sums"):
+for folder in ("addition", "arithmetic", "hints", "kinds", "sums"):
     sys.path.insert(0, str(ROOT / "assets" / folder))
 for folder in ("benchmark", "tools", "report", "."):
     sys.path.insert(0, str(ROOT / folder))

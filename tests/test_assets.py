@@ -10,6 +10,7 @@ from pathlib import Path
 import build_adder
 import build_arithmetic
 import build_hints
+import build_kinds
 import build_sums
 import pytest
 from conftest import ROOT, SMALL_TASK
@@ -37,6 +38,14 @@ def test_the_tests_own_task_is_the_beginning_of_the_additions():
     for name, length in (("train.jsonl", 400), ("test.jsonl", 40)):
         whole = (ASSETS / "addition" / name).read_text(encoding="utf-8").splitlines()
         assert Path(SMALL_TASK, name).read_text(encoding="utf-8").splitlines() == whole[:length]
+
+
+def test_the_kinds_are_the_builders():
+    for name in build_kinds.SIZES:
+        lines = (ASSETS / "kinds" / name).read_text(encoding="utf-8").splitlines()
+        assert list(map(json.loads, lines)) == build_kinds.rows(name)
+    kinds = {row["question"]: row["kind"] for row in build_kinds.rows("test.jsonl")}
+    assert kinds["87+9="] == "carry" and kinds["85+73="] == "plain"
 
 
 def test_the_sums_are_the_builders(tmp_path):

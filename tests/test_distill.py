@@ -215,3 +215,12 @@ def test_a_teacher_with_capped_logits(tmp_path):
     uncapped.config.final_logit_softcapping = None
     assert full_vocabulary.compute_reverse_kl(teacher, uncapped, rollout, 1.0).min() > 0.01
     assert full_vocabulary.compute_reverse_kl(teacher, teacher, rollout, 1.0).abs().max() < 1e-6
+
+
+def test_each_kind_needs_a_teacher():
+    """mopd: a problem without a teacher would teach nothing, so it is refused."""
+    mopd = load_patched("mopd")
+    problems = [{"columns": {"kind": kind}} for kind in ("math", "code", "math")]
+    mopd.check_kinds(mopd.Args(teachers={"math": "a", "code": "b"}), problems)
+    with pytest.raises(ValueError, match="--teachers: none for code$"):
+        mopd.check_kinds(mopd.Args(teachers={"math": "a"}), problems)

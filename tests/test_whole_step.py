@@ -35,6 +35,7 @@ import grpo_process
 from utils.rewards import accuracy_reward, format_reward
 
 EOS = 2
+TEACHER, ADDER = (str(ROOT / "assets" / "addition" / name) for name in ("teacher", "adder"))
 BEGINNING = '{"question": "8'
 COMMON = dict(num_steps=2, num_prompts=3, num_generations=4, max_new_tokens=21, temperature=1.1)
 COMMON |= dict(learning_rate=2e-3, warmup_updates=2, max_grad_norm=0.7)
@@ -121,6 +122,7 @@ CASES = [
     ("grpo_multigpu", dict(num_iterations=2)),
     ("grpo_lora", dict(lora_rank=2, learning_rate=1e-2)),
     ("distill", {}),
+    ("mopd", dict(num_minibatches=2, teachers={"odd": TEACHER, "even": ADDER})),
     ("full_vocabulary", dict(num_generations=1, num_prompts=12)),
     # Some contexts are too long for the teacher.
     ("self_distill", dict(teacher_rate=0.3, num_steps=3, max_teacher_tokens=9, seed=1)),
@@ -168,6 +170,10 @@ def double(monkeypatch):
     torch.set_default_dtype(torch.float32)
 
 
+def kind_of(answer):
+    return "odd" if int(answer) % 2 else "even"
+
+
 def run_main(script, monkeypatch, tmp_path, given):
     """Run main. Return its args, each step's records and the checkpoint.
 
@@ -180,7 +186,9 @@ def run_main(script, monkeypatch, tmp_path, given):
     # All prompts begin with the same token.
     lines = [line for line in lines if line.startswith(BEGINNING)]
     fields["dataset"] = str(tmp_path / "few.jsonl")
-    (tmp_path / "few.jsonl").write_text("".join(lines[:60]))
+    rows = [json.loads(line) for line in lines[:60]]
+    rows = [row | {"kind": kind_of(row["answer"])} for row in rows]  # for the teachers of mopd
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = script.Args(**fields, runs_dir=str(tmp_path), run_name="run")
     steps, shared, saved, seeds = [], [], [], []
     generate, minibatches = script.generate, script.minibatches
@@ -1205,7 +1213,7 @@ ALGORITHMS["vapo"] = Algorithm(
     after=vapo_metrics,
 )
 
-# ---- distill.py, and full_vocabulary
+# ---- distill.py, full_vocabulary and mopd
 
 
 def load_teacher(run):
@@ -1253,6 +1261,22 @@ ALGORITHMS["distill"] = Algorithm(
     logged=lambda o: o.advantages,
     loss=distill_loss,
     metrics=(drift, ratios, kl_to_teacher),
+)
+
+
+def mopd_advantages(run, groups):
+    """Each response has the teacher of its kind as the reference."""
+    kl = defaultdict(list)
+    for o in sum(groups, []):
+        kind = kind_of(o.answer)
+        run.reference = load(run.args.teachers[kind])
+        o.advantages = gains(o)
+        kl[f"kl/ref_{kind}"] += [p - q for p, q in zip(o.old, o.ref, strict=True)]
+    return zero_std(groups) | {name: mean(values) for name, values in kl.items()}
+
+
+ALGORITHMS["mopd"] = dataclasses.replace(
+    ALGORITHMS["distill"], prepare=lambda run: None, advantages=mopd_advantages
 )
 ALGORITHMS["full_vocabulary"] = dataclasses.replace(
     ALGORITHMS["distill"], renew=read_reverse_kl, loss=reverse_kl_loss
