@@ -3,18 +3,28 @@
     python report/report.py runs/A            one run, finished or not: runs/A/report.html
     python report/report.py runs/A runs/B     several runs in the same charts: runs/report.html
     python report/report.py runs              all runs in this folder
+    python report/report.py runs/A runs/B --table          a Markdown table for a paper, no page
+    python report/report.py runs/A runs/B --table latex    the same in LaTeX
 
-It reads args.json, metrics.jsonl and samples.jsonl of each run. The page shows them, and says what
-is missing or unreadable. Runs whose args.json differ only in the seed, and whose copies of the
-script are equal, are one configuration, drawn as mean and band. The page is made from
-page.html, and plotly draws the curves."""
+It reads args.json, metrics.jsonl, samples.jsonl and evaluations.jsonl of each run. The page shows
+them, and says what is missing or unreadable. Runs whose args.json differ only in the seed, and
+whose copies of the script are equal, are one configuration, drawn as mean and band. The page is
+made from page.html, and plotly draws the curves.
+
+Each configuration is compared with the first one, problem by problem, if their held-out problems
+are the same: args.json has the same digest of the data and the same eval_size. Older runs have no
+evaluations.jsonl, so they have no standard errors and aren't compared."""
 
 import hashlib
 import json
+import math
 import os
+import re
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
@@ -35,6 +45,16 @@ BROKEN = {
 }
 # A shorter run isn't judged: it's a trial.
 FEWEST_STEPS = 20
+# What belongs to a run, and not to its configuration.
+OF_A_RUN = ["seed", "run_name", "runs_dir", "resume", "track", "eval_every", "save_every"]
+# What args.json has beside the flags.
+NOT_FLAGS = ["script", "copy", "code", "data", "rewards", "versions", "device_name"]
+# The columns of the comparison. A column without an entry is left out.
+COLUMNS = ["seeds", "steps", "problems", "accuracy before", "accuracy after"]
+COLUMNS += ["s.e. over seeds"]
+COLUMNS += ["difference (95 % interval)", "won, lost", "sign test"]
+COLUMNS += ["difference per seed", "mean difference over seeds"]
+COLUMNS += ["seconds", "torch", "transformers", "device"]
 
 
 @dataclass
@@ -43,6 +63,8 @@ class Args:
     """folders of runs, or folders that contain runs"""
     out: Path | None = None
     """file to write; None: report.html in the folder that contains all the runs"""
+    table: list[Literal["markdown", "latex"]] | None = None
+    """print a table for a paper instead of writing the page; without a value: in Markdown"""
 
 
 def read_json(text):
@@ -54,8 +76,8 @@ def read_json(text):
     return json.loads(text, parse_float=number, parse_constant=str)
 
 
-def read_records(path, needed, kind):
-    """The records of a .jsonl file with a step and the field `needed`, and lines on the gaps."""
+def read_records(path, is_record):
+    """The records of a .jsonl file that have a step and pass a check, and lines on the gaps."""
     if not path.is_file():
         return [], [f"{path.name} is missing"]
     # The text after the last line break is empty, or a line that the run is still writing.
@@ -64,7 +86,7 @@ def read_records(path, needed, kind):
     for line in lines:
         try:
             record = read_json(line)
-            if isinstance(record["step"], int) and isinstance(record[needed], kind):
+            if isinstance(record["step"], int) and is_record(record):
                 records.append(record)
         except (ValueError, TypeError, KeyError, RecursionError):
             # The unreadable lines are counted below.
@@ -77,8 +99,18 @@ def read_records(path, needed, kind):
     return records, gaps
 
 
+def has_completions(record):
+    return isinstance(record["completions"], list)
+
+
+def has_right(record):
+    """Whether a record holds true or false for each of some problems."""
+    right = record["right"]
+    return isinstance(right, list) and bool(right) and all(isinstance(x, bool) for x in right)
+
+
 def read_run(folder, name):
-    """The data of a run for the page: name, args, metrics, samples, marks and gaps."""
+    """The data of a run: name, args, metrics, samples, evaluations, marks and gaps."""
     gaps = []
     try:
         args = dict(read_json((folder / "args.json").read_text(encoding="utf-8")))
@@ -92,8 +124,13 @@ def read_run(folder, name):
     for path in folder.glob("*.py"):
         args["script"] = path.name
         args["copy"] = hashlib.sha256(path.read_bytes()).hexdigest()[:7]
-    metrics, metrics_gaps = read_records(folder / "metrics.jsonl", "step", int)
-    samples, samples_gaps = read_records(folder / "samples.jsonl", "completions", list)
+    metrics, metrics_gaps = read_records(folder / "metrics.jsonl", lambda record: True)
+    samples, samples_gaps = read_records(folder / "samples.jsonl", has_completions)
+    evaluations, evaluations_gaps = read_records(folder / "evaluations.jsonl", has_right)
+    if not (folder / "evaluations.jsonl").is_file():
+        # An older run has none.
+        evaluations_gaps = []
+    gaps += metrics_gaps + samples_gaps + evaluations_gaps
     for group in samples:
         texts = [str(text) for text in group["completions"]]
         right = group.get("right")
@@ -104,7 +141,7 @@ def read_run(folder, name):
         cut = [not ended for ended in group.get("ended") or []]
         group |= {"completions": texts, "right": right, "cut": cut}
     run = {"name": name, "args": args, "metrics": metrics, "samples": samples}
-    return run | {"marks": marks(metrics, args), "gaps": gaps + metrics_gaps + samples_gaps}
+    return run | {"evaluations": evaluations, "marks": marks(metrics, args), "gaps": gaps}
 
 
 def series(metrics, name):
@@ -135,6 +172,396 @@ def marks(metrics, args):
             text = "policy/entropy has collapsed: below a tenth of its first value for five steps"
             return [*found, f"{text}, first in steps {entropy[k][0]} to {entropy[k + 4][0]}"]
     return found
+
+
+# ---- configurations: runs that differ only in the seed
+
+
+def configurations(runs):
+    """The configurations of these runs, in their order: settings, runs, label and short name."""
+    groups = {}
+    for run in runs:
+        args = sorted(run["args"].items())
+        settings = {name: text_of(value) for name, value in args if name not in OF_A_RUN}
+        key = json.dumps(settings)
+        # Two runs with one seed aren't two seeds of a configuration.
+        while key in groups and seed_of(run) in map(seed_of, groups[key]["runs"]):
+            key += " again"
+        groups.setdefault(key, {"settings": settings, "runs": []})["runs"].append(run)
+    configs = list(groups.values())
+    for config in configs:
+        # Named by the script, by what sets it apart from others of this script, and by the seeds.
+        settings = config["settings"]
+        script = settings["script"]
+        siblings = [other for other in configs if other["settings"]["script"] == script]
+        own = {name: settings.get(name, "-") for name in separating(siblings)}
+        parts = [script, *[f"{name} {cut(value, 24)}" for name, value in own.items()]]
+        if any(other["settings"] == settings for other in configs if other is not config):
+            parts.append(" ".join(run["name"] for run in config["runs"]))
+        seeds = [seed_of(run) for run in config["runs"]]
+        parts.append(f"seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}")
+        config["label"] = ", ".join(parts)
+        # The box of a chart has room for some thirty letters, so it shows the values alone.
+        short = [script.removesuffix(".py"), *[cut(value, 12) for value in own.values()]]
+        config["name"] = ", ".join(short)[:30]
+    return configs
+
+
+def seed_of(run):
+    return text_of(run["args"].get("seed"))
+
+
+def text_of(value):
+    """A setting as a text."""
+    if isinstance(value, str):
+        return value or '""'
+    if isinstance(value, float):
+        return f"{value:g}".replace("e-0", "e-")
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def cut(text, length):
+    """A text of this length at most. The end of a path says more than its beginning."""
+    if len(text) <= length:
+        return text
+    return "…" + text[1 - length :] if "/" in text else text[:length]
+
+
+def differing(configs):
+    """The names of the settings that differ."""
+    names = dict.fromkeys(name for config in configs for name in config["settings"])
+    values = {name: {config["settings"].get(name, "-") for config in configs} for name in names}
+    return [name for name in names if len(values[name]) > 1]
+
+
+def separating(configs):
+    """Three settings that differ. Each tells apart as many as possible that are still equal."""
+    chosen, left = [], differing(configs)
+
+    def number_of_kinds(name):
+        names = [*chosen, name]
+        return len({tuple(config["settings"].get(x, "-") for x in names) for config in configs})
+
+    while left and len(chosen) < 3:
+        best = max(left, key=number_of_kinds)
+        left.remove(best)
+        chosen.append(best)
+    return chosen
+
+
+# ---- statistics
+
+
+def mean_and_error(values):
+    """The mean of n numbers, and its standard error: their std, which divides by n - 1, over sqrt(n).
+
+    If the numbers are 1 (right) and 0 (wrong), with the mean p, this is sqrt(p (1 - p) / (n - 1)).
+    A single number has no standard error: None.
+    """
+    n = len(values)
+    mean = sum(values) / n
+    if n == 1:
+        return mean, None
+    variance = sum((x - mean) ** 2 for x in values) / (n - 1)
+    return mean, math.sqrt(variance / n)
+
+
+def sign_test(won, lost):
+    """The exact two-sided sign test.
+
+    If the toss of a coin had decided whether each of these problems is won or lost, the result
+    would be the probability of a split that is at least as uneven.
+    """
+    n = won + lost
+    smaller_side = sum(math.comb(n, k) for k in range(min(won, lost) + 1))
+    return min(1.0, 2 * smaller_side / 2**n)
+
+
+def rightness(evaluations):
+    """For each problem, the share of these evaluations in which its response is right."""
+    columns = zip(*[record["right"] for record in evaluations], strict=True)
+    return [sum(column) / len(column) for column in columns]
+
+
+# ---- configurations compared
+
+ERROR_NOTE = (
+    "± is the standard error over the held-out problems: sqrt(p (1 - p) / (n - 1)) if the share p "
+    "of n problems is right."
+)
+PAIRED_NOTE = (
+    "Each configuration is compared with the first, problem by problem. The difference is the mean "
+    "over the problems, and its interval is 1.96 standard errors to each side. A problem is won if "
+    "it is right more often than in the first configuration, and lost if less often. The sign test "
+    "of these two numbers is exact. The interval is approximate: if fewer than ten problems were "
+    "won or lost, trust the test."
+)
+ONE_SEED_NOTE = (
+    "The interval and the sign test say how far the difference could change with other problems. "
+    "Only more seeds show how far it could change with other seeds."
+)
+SEVERAL_SEEDS_NOTE = (
+    "A problem counts with its mean over the seeds. "
+    "The interval and the sign test say how far the difference could change with other problems. "
+    "The standard error over the seeds says how far it could change with other seeds: a 95 % "
+    "interval is 12.7 of these errors to each side with two seeds, 4.3 with three, and 2.8 with "
+    "five."
+)
+SHARED_NOTE = (
+    "Runs of different configurations with the same seed ({}) share prompts and random numbers, so "
+    "their curves coincide at first, and this makes the comparison sharper (common random numbers)."
+)
+SECONDS_NOTE = "The seconds are those of sampling and updates until the last evaluation, of all seeds together."
+
+
+def evaluated(config, after):
+    """The last evaluation of each seed after training began, or the one before: {seed: record}.
+
+    Seeds without such an evaluation are left out. Lists of several lengths can't be averaged, so
+    then the result is empty.
+    """
+    found = {}
+    for run in config["runs"]:
+        for record in run["evaluations"]:
+            if (record["step"] > 0) == after:
+                found[seed_of(run)] = record
+    sizes = {len(record["right"]) for record in found.values()}
+    return found if len(sizes) == 1 else {}
+
+
+def obstacle(first, config):
+    """Why two configurations can't be compared problem by problem. Empty if they can."""
+    for side in (first, config):
+        if not evaluated(side, after=True):
+            return f"{side['label']} has no usable evaluation after step 0 in evaluations.jsonl"
+    for name in ("data", "eval_size"):
+        one, two = first["settings"].get(name), config["settings"].get(name)
+        if one is None or one != two:
+            return f"args.json doesn't have the same {name}, so the held-out problems may differ"
+    one, two = [len(rightness(evaluated(side, True).values())) for side in (first, config)]
+    return "" if one == two else f"the evaluations have {one} and {two} problems"
+
+
+def compare(first, config):
+    """The paired differences of the last evaluations of two configurations: config minus first.
+
+    Over the problems: their mean, its standard error and 95 % interval, the numbers of problems
+    that are right more often (won) and less often (lost), and the sign test of these two numbers.
+    Over the seeds, if both have the same ones: the difference per seed, their mean and its
+    standard error.
+    """
+    old, new = evaluated(first, after=True), evaluated(config, after=True)
+    pairs = zip(rightness(old.values()), rightness(new.values()), strict=True)
+    differences = [y - x for x, y in pairs]
+    mean, error = mean_and_error(differences)
+    won = sum(x > 0 for x in differences)
+    lost = sum(x < 0 for x in differences)
+    result = {"difference": mean, "error": error, "won": won, "lost": lost}
+    result["interval"] = None if error is None else (mean - 1.96 * error, mean + 1.96 * error)
+    result["p"] = sign_test(won, lost)
+    result["per_seed"], result["over_seeds"] = {}, None
+    if set(old) == set(new):
+        for seed in old:
+            before, _ = mean_and_error(old[seed]["right"])
+            after, _ = mean_and_error(new[seed]["right"])
+            result["per_seed"][seed] = after - before
+        result["over_seeds"] = mean_and_error(list(result["per_seed"].values()))
+    return result
+
+
+def plus_minus(mean, error, sign=""):
+    """A mean as a text, with its standard error if it has one."""
+    text = f"{mean:{sign}z.3f}"
+    return text if error is None else f"{text} ± {error:.3f}"
+
+
+def accuracy_text(config, runs, after):
+    """The held-out accuracy after or before training, with its standard error over the problems.
+
+    An older run has it in its metrics alone, so without a standard error.
+    """
+    records = evaluated(config, after)
+    if records:
+        return plus_minus(*mean_and_error(rightness(records.values())))
+    values = []
+    for run in runs:
+        found = [x for step, x in series(run["metrics"], "eval/accuracy") if (step > 0) == after]
+        values += found[-1:]
+    return plus_minus(sum(values) / len(values), None) if values else "-"
+
+
+def last_step(run):
+    """The step of a run's last evaluation."""
+    steps = [record["step"] for record in run["evaluations"]]
+    steps = steps or [step for step, _ in series(run["metrics"], "eval/accuracy")] or [0]
+    return steps[-1]
+
+
+def seconds_of(run):
+    """The seconds of sampling and updates until the run's last evaluation."""
+    parts = [series(run["metrics"], name) for name in ("time/rollout_s", "time/update_s")]
+    return sum(seconds for part in parts for step, seconds in part if step <= last_step(run))
+
+
+def row_of(first, config):
+    """What a paper says about a configuration: {column: text}, with "-" for what isn't known."""
+    row = dict.fromkeys(COLUMNS, "-")
+    last = evaluated(config, after=True)
+    # A seed that has only begun doesn't count.
+    runs = [run for run in config["runs"] if seed_of(run) in last] or config["runs"]
+    row["seeds"] = ", ".join(seed_of(run) for run in runs)
+    row["steps"] = ", ".join(str(step) for step in sorted({last_step(run) for run in runs}))
+    row["accuracy before"] = accuracy_text(config, runs, after=False)
+    row["accuracy after"] = accuracy_text(config, runs, after=True)
+    if last:
+        row["problems"] = str(len(rightness(last.values())))
+    if len(last) > 1:
+        _, error = mean_and_error([mean_and_error(record["right"])[0] for record in last.values()])
+        row["s.e. over seeds"] = f"{error:.3f}"
+    if config is not first and not obstacle(first, config):
+        row |= comparison_texts(compare(first, config))
+    row["seconds"] = f"{sum(seconds_of(run) for run in runs):.0f}"
+    args = runs[0]["args"]
+    if isinstance(args.get("versions"), dict):
+        row |= {name: str(args["versions"].get(name, "-")) for name in ("torch", "transformers")}
+    row["device"] = text_of(args.get("device_name", "-"))
+    return row
+
+
+def comparison_texts(result):
+    """The cells of a row that hold a comparison."""
+    difference = f"{result['difference']:+z.3f}"
+    if result["interval"]:
+        low, high = result["interval"]
+        difference += f" ({low:+z.3f} to {high:+z.3f})"
+    texts = {"difference (95 % interval)": difference}
+    texts["won, lost"] = f"{result['won']}, {result['lost']}"
+    texts["sign test"] = "p < 0.001" if result["p"] < 0.001 else f"p = {result['p']:.3f}"
+    if len(result["per_seed"]) > 1:
+        per_seed = [f"{x:+z.3f} (seed {seed})" for seed, x in result["per_seed"].items()]
+        texts["difference per seed"] = ", ".join(per_seed)
+        texts["mean difference over seeds"] = plus_minus(*result["over_seeds"], "+")
+    return texts
+
+
+def notes_on(configs):
+    """What the columns of the comparison mean, and what isn't compared and why."""
+    first, *others = configs
+    compared = [config for config in others if not obstacle(first, config)]
+    several_seeds = any(len(evaluated(config, after=True)) > 1 for config in configs)
+    notes = [PAIRED_NOTE] if compared else []
+    if compared or several_seeds:
+        notes.append(SEVERAL_SEEDS_NOTE if several_seeds else ONE_SEED_NOTE)
+    for config in others:
+        if config not in compared:
+            notes.append(f"Not compared: {config['label']}, because {obstacle(first, config)}.")
+    for config in compared:
+        one, two = first_reward(first), first_reward(config)
+        if one != two:
+            notes.append(f"{config['label']}: {two} says what is right, in the first one {one}.")
+        if set(evaluated(first, True)) != set(evaluated(config, True)) and several_seeds:
+            notes.append(
+                f"{config['label']}: other seeds than the first, so no difference per seed."
+            )
+    for config in configs:
+        last = evaluated(config, after=True)
+        waiting = [seed_of(run) for run in config["runs"] if seed_of(run) not in last]
+        if last and waiting:
+            seeds = ", ".join(waiting)
+            notes.append(f"{config['label']}: seed {seeds} is left out, without an evaluation yet.")
+    seeds = ", ".join(shared_seeds(configs))
+    if seeds:
+        notes.append(SHARED_NOTE.format(seeds))
+    return notes
+
+
+def first_reward(config):
+    """The name of the reward that says what is right."""
+    rewards = config["runs"][0]["args"].get("rewards")
+    return text_of(rewards[0]) if isinstance(rewards, list) and rewards else "?"
+
+
+def shared_seeds(configs):
+    """The seeds with which several configurations get the same prompts."""
+    counts = Counter()
+    for config in configs:
+        order = [config["settings"].get(name) for name in ("data", "dataset", "num_prompts")]
+        for run in config["runs"]:
+            counts[(seed_of(run), *order)] += 1
+    return list(dict.fromkeys(key[0] for key, count in counts.items() if count > 1))
+
+
+def comparison(configs):
+    """The columns that have an entry, a row of texts for each configuration, and notes."""
+    rows = [row_of(configs[0], config) for config in configs]
+    columns = [name for name in COLUMNS if any(row[name] != "-" for row in rows)]
+    return columns, [[row[name] for name in columns] for row in rows], notes_on(configs)
+
+
+# ---- a table for a paper
+
+
+def flags_of(config, configs):
+    """The script of a configuration, with the flags that have another value elsewhere."""
+    words = [config["settings"]["script"]]
+    for name in differing(configs):
+        values = {other["settings"][name] for other in configs if name in other["settings"]}
+        if name not in config["settings"] or name in NOT_FLAGS or len(values) == 1:
+            continue
+        value = config["runs"][0]["args"][name]
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.append(f"--{flag} {cut(text_of(value), 40)}")
+    return " ".join(words)
+
+
+def table_for_paper(configs, form):
+    """The comparison as a table in Markdown or LaTeX, with the notes."""
+    columns, rows, notes = comparison(configs)
+    flags = [flags_of(config, configs) for config in configs]
+    table = [["configuration", *columns]]
+    for config, name, row in zip(configs, flags, rows, strict=True):
+        if flags.count(name) > 1:
+            # Something else differs, such as the code. So the runs' names tell them apart.
+            name += f" ({', '.join(run['name'] for run in config['runs'])})"
+        table.append([name, *row])
+    # A line break would end a row or a comment.
+    table = [[" ".join(cell.split()) for cell in row] for row in table]
+    if "±" in str(table):
+        notes.insert(0, ERROR_NOTE)
+    notes = [" ".join(note.split()) for note in [*notes, SECONDS_NOTE]]
+    return latex(table, notes) if form == "latex" else markdown(table, notes)
+
+
+def markdown(table, notes):
+    """A Markdown table, and the notes below it."""
+    table = [[re.sub(r"([\\`*_<>|\[\]])", r"\\\1", cell) for cell in row] for row in table]
+    table.insert(1, ["---"] * len(table[0]))
+    return "\n".join([f"| {' | '.join(row)} |" for row in table] + ["", *notes])
+
+
+def latex(table, notes):
+    """A plain LaTeX tabular, and the notes above it as comments."""
+    lines = [f"% {note}" for note in notes]
+    lines += [f"\\begin{{tabular}}{{{'l' * len(table[0])}}}", "\\hline"]
+    lines += [f"{' & '.join(map(tex, row))} \\\\" for row in table]
+    lines[-len(table)] += " \\hline"
+    return "\n".join([*lines, "\\hline", "\\end{tabular}"])
+
+
+# The characters that TeX reads in its own way.
+TEX = {x: f"\\{x}" for x in "&%$#_{}"}
+TEX |= {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+TEX |= {"|": r"\textbar{}", "<": "$<$", ">": "$>$", "±": r"$\pm$", "…": r"\ldots{}"}
+
+
+def tex(text):
+    """A text for LaTeX. A number keeps its minus, and two hyphens don't become a dash."""
+    text = "".join(TEX.get(x, x) for x in text)
+    text = re.sub(r"(?<![\w-])-(?=\d)", "$-$", text)
+    return re.sub("-(?=-)", "-{}", text)
 
 
 def block(name, data):
@@ -173,20 +600,46 @@ def fail(message):
     raise SystemExit(2)
 
 
-def main(args: Args) -> Path:
-    """Write the page, and return its path."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        fail("report.py needs plotly for its curves: pip install plotly==7.1.0")
+def page_data(runs):
+    """What the page shows of the runs, besides their samples."""
+    configs = configurations(runs)
+    data = {"runs": [], "arms": [], "compared": None, "first": FIRST, "broken": BROKEN}
+    data["note"] = ERROR_NOTE if any(run["evaluations"] for run in runs) else ""
+    for run in runs:
+        shown = {name: run[name] for name in ("name", "args", "metrics", "marks", "gaps")}
+        if run["evaluations"]:
+            right = [record["right"] for record in run["evaluations"]]
+            shown["first"] = plus_minus(mean_and_error(right[0])[0], None)
+            shown["last"] = f"{plus_minus(*mean_and_error(right[-1]))} (n = {len(right[-1])})"
+        data["runs"].append(shown)
+    for config in configs:
+        places = [k for k, run in enumerate(runs) if any(run is one for one in config["runs"])]
+        data["arms"].append(config | {"runs": places})
+    if len(configs) > 1 and data["note"]:
+        columns, rows, notes = comparison(configs)
+        header = ["", *[config["label"] for config in configs]]
+        # The page has a column for each configuration.
+        rows = list(zip(columns, *rows, strict=True))
+        data["compared"] = {"header": header, "rows": rows, "notes": [*notes, SECONDS_NOTE]}
+    return data
+
+
+def main(args: Args) -> Path | None:
+    """Write the page, and return its path. With --table, print a table instead."""
+    if args.table is None:
+        try:
+            from plotly.offline import get_plotlyjs
+        except ImportError:
+            fail("report.py needs plotly for its curves: pip install plotly==7.1.0")
     folders = [folder.resolve() for folder in find_runs(args.runs)]
     home = Path(os.path.commonpath(folders))
-    runs, blocks = [], []
-    for k, folder in enumerate(folders):
-        run = read_run(folder, str(folder.relative_to(home.parent)))
-        blocks.append(block(f"samples-{k}", run.pop("samples")))
-        runs.append(run)
-    blocks.append(block("data", {"runs": runs, "first": FIRST, "broken": BROKEN}))
+    runs = [read_run(folder, str(folder.relative_to(home.parent))) for folder in folders]
+    if args.table is not None:
+        for form in args.table or ["markdown"]:
+            print(table_for_paper(configurations(runs), form))
+        return None
+    blocks = [block(f"samples-{k}", run["samples"]) for k, run in enumerate(runs)]
+    blocks.append(block("data", page_data(runs)))
     page = PAGE.read_text(encoding="utf-8").replace("<!-- data -->", "".join(blocks))
     out = args.out or home / "report.html"
     try:

@@ -1,24 +1,24 @@
-"""report.py: it reads damaged runs, marks broken ones, and shows curves and samples in a browser.
+"""report.py: it reads damaged runs, marks broken ones, compares runs, and shows all in a browser.
 
-Text of a model stays text, and a mistake gets one line. The page's tests need plotly, playwright and a browser.
+Statistics are checked by hand and by enumeration. Text of a model stays text, and a mistake gets one line. The page's
+tests need plotly, playwright and a browser.
 """
 
+import itertools
 import json
+import math
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import lessons
 import pytest
+import tyro
+from conftest import ROOT
 
+import grpo
 import report
-
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "benchmark")]
-
-import lessons  # noqa: E402
-
-import grpo  # noqa: E402
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -53,13 +53,16 @@ def group(step, prompt, answer, completions, rewards, advantages=None, ended=Non
     return {"step": step, "prompt": prompt, "answer": answer} | sides
 
 
-def write_run(folder, metrics=(), samples=(), **args):
+def write_run(folder, metrics=(), samples=(), evaluations=None, **args):
     """Write a run's folder with these records."""
     folder.mkdir(parents=True)
     (folder / "grpo.py").write_text("")
     args = {"seed": 1, "beta": 0.01} | args
     (folder / "args.json").write_text(json.dumps(args))
-    for name, records in {"metrics.jsonl": metrics, "samples.jsonl": samples}.items():
+    files = {"metrics.jsonl": metrics, "samples.jsonl": samples}
+    if evaluations is not None:
+        files["evaluations.jsonl"] = evaluations
+    for name, records in files.items():
         (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
@@ -213,7 +216,7 @@ def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, cap
         report.main(report.Args([write_run(tmp_path / "a")]))
     assert end.value.code == 2
     line = capsys.readouterr().err
-    pins = (HERE.parent / "tests" / "requirements.txt").read_text().split()
+    pins = (ROOT / "tests" / "requirements.txt").read_text().split()
     (pin,) = [pin for pin in pins if "plotly" in pin]
     assert line.startswith("error: ") and line.endswith(f"pip install {pin}\n")
 
@@ -248,6 +251,303 @@ def test_a_folder_that_is_not_there(tmp_path, capsys, names):
     assert end.value.code == 2
     line = capsys.readouterr().err
     assert line.count("\n") == 1 and all(str(tmp_path / name) in line for name in names[1:])
+
+
+# ---- configurations compared
+
+STEPS = [
+    {"step": 0, "eval/accuracy": 0.5},
+    {"step": 1, "time/rollout_s": 1.25, "time/update_s": 2.0, "eval/accuracy": 0.625},
+    {"step": 2, "time/rollout_s": 1.5, "time/update_s": 2.25, "eval/accuracy": 0.75},
+    {"step": 3, "time/rollout_s": 90.0, "time/update_s": 90.0},  # not evaluated yet
+]
+
+
+def write_evaluated(folder, right, before="1100", **args):
+    """A run whose problems are right (1) or wrong (0) before training and after two steps."""
+    evaluations = [
+        {"step": step, "right": [x == "1" for x in digits]}
+        for step, digits in ((0, before), (2, right))
+        if digits
+    ]
+    args = {"data": "d1", "eval_size": 4, "num_prompts": 2} | args
+    args = {name: value for name, value in args.items() if value is not None}
+    return write_run(folder, STEPS, evaluations=evaluations, **args)
+
+
+def read_configs(*folders):
+    return report.configurations([report.read_run(folder, folder.name) for folder in folders])
+
+
+def test_a_mean_and_its_standard_error():
+    """Numbers worked by hand, the formula for right and wrong, and all possible bootstrap samples."""
+    assert report.mean_and_error([2, 4, 9]) == pytest.approx((5, math.sqrt(13 / 3)))
+    assert report.mean_and_error([True, True, True, False]) == pytest.approx((0.75, 0.25))
+    assert report.mean_and_error([0.5, 0.5]) == (0.5, 0)
+    assert report.mean_and_error([1]) == (1, None)
+    right = [1] * 37 + [0] * 163
+    p = 37 / 200
+    assert report.mean_and_error(right) == pytest.approx((p, math.sqrt(p * (1 - p) / 199)))
+    values = [1, -1, 0.5, 0, 0]
+    means = [sum(sample) / 5 for sample in itertools.product(values, repeat=5)]
+    center = sum(means) / len(means)
+    spread = math.sqrt(sum((x - center) ** 2 for x in means) / len(means))
+    # The bootstrap's spread divides by n, and not by n - 1.
+    assert report.mean_and_error(values) == pytest.approx((center, spread * math.sqrt(5 / 4)))
+
+
+def test_the_sign_test():
+    """Numbers worked by hand, and every outcome of up to nine tosses of a coin."""
+    assert report.sign_test(0, 0) == report.sign_test(1, 1) == 1
+    assert report.sign_test(5, 0) == report.sign_test(0, 5) == 2 / 32
+    assert report.sign_test(3, 1) == (1 + 4 + 4 + 1) / 16
+    assert report.sign_test(1500, 500) < 1e-100
+    for n in range(1, 10):
+        splits = [abs(2 * sum(tosses) - n) for tosses in itertools.product((0, 1), repeat=n)]
+        for won in range(n + 1):
+            as_uneven = sum(split >= abs(2 * won - n) for split in splits)
+            assert report.sign_test(won, n - won) == pytest.approx(as_uneven / 2**n)
+
+
+def test_two_runs_are_compared_problem_by_problem(tmp_path):
+    """Four problems by hand: two won, one lost. The other way round, all signs change."""
+    first, other = read_configs(
+        write_evaluated(tmp_path / "a", "1100"), write_evaluated(tmp_path / "b", "1011", beta=0)
+    )
+    found = report.compare(first, other)
+    error = math.sqrt((0.25**2 + 1.25**2 + 0.75**2 + 0.75**2) / 3 / 4)  # of 0, -1, 1, 1
+    assert found["difference"] == 0.25 and found["error"] == pytest.approx(error)
+    assert found["interval"] == pytest.approx((0.25 - 1.96 * error, 0.25 + 1.96 * error))
+    assert (found["won"], found["lost"], found["p"]) == (2, 1, 1)
+    assert found["per_seed"] == {"1": 0.25} and found["over_seeds"] == (0.25, None)
+    back = report.compare(other, first)
+    assert (back["difference"], back["won"], back["lost"]) == (-0.25, 1, 2)
+    assert back["interval"] == pytest.approx((-found["interval"][1], -found["interval"][0]))
+
+
+def test_several_seeds_are_averaged_per_problem_and_compared_per_seed(tmp_path):
+    """By hand. The means are 1, 1/2, 0, 0 and 1, 1, 1/2, 1/2, so the differences 0, 1/2, 1/2, 1/2."""
+    folders = [
+        write_evaluated(tmp_path / "a1", "1100"),
+        write_evaluated(tmp_path / "b2", "1101", beta=0, seed=2),
+        write_evaluated(tmp_path / "a2", "1000", seed=2),
+        write_evaluated(tmp_path / "b1", "1110", beta=0),
+    ]
+    first, other = read_configs(*folders)
+    found = report.compare(first, other)
+    assert (found["difference"], found["error"]) == pytest.approx((0.375, 0.125))
+    assert (found["won"], found["lost"], found["p"]) == (3, 0, 0.25)
+    assert found["per_seed"] == {"1": 0.25, "2": 0.5}
+    texts = report.comparison_texts(found)
+    assert texts["sign test"] == "p = 0.250"
+    assert report.comparison_texts(found | {"p": 0.00099})["sign test"] == "p < 0.001"
+    assert found["over_seeds"] == pytest.approx((0.375, 0.125))
+    # Other seeds, and another number of them: over the problems alone.
+    first, other = read_configs(*folders, write_evaluated(tmp_path / "b3", "0100", beta=0, seed=3))
+    found = report.compare(first, other)
+    assert found["difference"] == pytest.approx((7 / 3 - 1.5) / 4)
+    assert (found["won"], found["lost"]) == (3, 1)  # 2/3, 1, 1/3, 1/3 and 1, 1/2, 0, 0
+    assert found["per_seed"] == {} and found["over_seeds"] is None
+    assert "other seeds than the first" in " ".join(report.notes_on([first, other]))
+
+
+def test_a_run_compared_with_itself(tmp_path):
+    folder = write_evaluated(tmp_path / "a", "1101")
+    columns, rows, _ = report.comparison(read_configs(folder, folder))
+    cells = dict(zip(columns, rows[1], strict=True))
+    assert cells["difference (95 % interval)"] == "+0.000 (+0.000 to +0.000)"
+    assert (cells["won, lost"], cells["sign test"]) == ("0, 0", "p = 1.000")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        ({"data": "d2"}, "args.json doesn't have the same data"),
+        ({"data": None}, "args.json doesn't have the same data"),
+        ({"eval_size": 5}, "args.json doesn't have the same eval_size"),
+        ({"right": "10110"}, "the evaluations have 4 and 5 problems"),
+        ({"right": ""}, "b.py, seed 1 has no usable evaluation after step 0"),
+        ({"right": "", "before": ""}, "b.py, seed 1 has no usable evaluation after step 0"),
+    ],
+)
+def test_other_problems_are_not_compared(tmp_path, args, sentence):
+    args = {"right": "1011"} | args
+    folders = [write_evaluated(tmp_path / "a", "1100"), write_evaluated(tmp_path / "b", **args)]
+    (folders[1] / "grpo.py").rename(folders[1] / "b.py")
+    configs = read_configs(*folders)
+    columns, _, notes = report.comparison(configs)
+    assert not any("difference" in name or name == "won, lost" for name in columns)
+    (note,) = [note for note in notes if note.startswith("Not compared: b.py, seed 1, because ")]
+    assert sentence in note and note.endswith(".")
+    assert note in report.table_for_paper(configs, "markdown")
+
+
+def test_digests_that_both_runs_lack_do_not_make_the_problems_equal(tmp_path):
+    args = {"data": None, "eval_size": None}
+    first, other = read_configs(
+        write_evaluated(tmp_path / "a", "1100", **args),
+        write_evaluated(tmp_path / "b", "1100", **args, beta=0),
+    )
+    assert "same data" in report.obstacle(first, other)
+
+
+def test_evaluations_that_are_damaged(tmp_path):
+    """A line counts if it has true or false for each problem. An older run has no file at all."""
+    folder = write_evaluated(tmp_path / "a", "1100")
+    with open(folder / "evaluations.jsonl", "a") as file:
+        for right in ("[true, NaN]", "[1, 0]", "[]", '"1100"', "null"):
+            file.write(f'{{"step": 4, "right": {right}}}\n')
+        file.write('{"step": 4, "right": [true')
+    run = report.read_run(folder, "a")
+    assert [record["step"] for record in run["evaluations"]] == [0, 2]
+    assert [gap for gap in run["gaps"] if "evaluations" in gap] == [
+        "evaluations.jsonl: 5 unreadable lines are left out",
+        "evaluations.jsonl: the last line is half-written and left out",
+    ]
+    (folder / "evaluations.jsonl").unlink()
+    run = report.read_run(folder, "a")
+    assert run["evaluations"] == [] and not any("evaluations" in gap for gap in run["gaps"])
+    # Two seeds with other numbers of problems can't be averaged.
+    write_evaluated(tmp_path / "b", "1100")
+    write_evaluated(tmp_path / "c", "110", seed=2)
+    (config,) = read_configs(tmp_path / "b", tmp_path / "c")
+    assert report.evaluated(config, after=True) == {}
+    assert len(report.evaluated(config, after=False)) == 2
+
+
+def test_a_seed_that_has_only_begun_is_left_out(tmp_path):
+    folders = [
+        write_evaluated(tmp_path / "a", "1111"),
+        write_evaluated(tmp_path / "a2", "", seed=2),
+    ]
+    columns, rows, notes = report.comparison(read_configs(*folders))
+    cells = dict(zip(columns, rows[0], strict=True))
+    assert (cells["seeds"], cells["accuracy after"]) == ("1", "1.000 ± 0.000")
+    assert any("seed 2 is left out" in note for note in notes)
+
+
+def test_runs_that_share_prompts_and_random_numbers(tmp_path):
+    folders = [
+        write_run(tmp_path / "a", seed=1, data="x", num_prompts=2),
+        write_run(tmp_path / "a2", seed=2, data="x", num_prompts=2),
+        write_run(tmp_path / "b", seed=2, data="x", num_prompts=2, beta=0),
+        write_run(tmp_path / "c", seed=1, data="x", num_prompts=3),  # other prompts per step
+        write_run(tmp_path / "d", seed=1, data="y", num_prompts=2),  # other data
+    ]
+    assert report.shared_seeds(read_configs(*folders)) == ["2"]
+    assert report.shared_seeds(read_configs(*folders[:2])) == []
+
+
+def test_another_judge_is_named(tmp_path):
+    judges = [["one", "format"], ["two"]]
+    folders = [write_evaluated(tmp_path / x[0], "1100", rewards=x) for x in judges]
+    _, _, notes = report.comparison(read_configs(*folders))
+    assert any("two says what is right, in the first one one" in note for note in notes)
+
+
+# ---- the table for a paper
+
+
+def print_table(capsys, *words):
+    """What the command prints."""
+    assert report.main(tyro.cli(report.Args, args=[str(word) for word in words])) is None
+    return capsys.readouterr().out.splitlines()
+
+
+def test_the_table_for_a_paper(tmp_path, capsys, monkeypatch):
+    """Each cell by hand, in Markdown and in LaTeX. The seconds end with the last evaluation."""
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    versions = {"torch": "2.13.0", "transformers": "5.23.0"}
+    same = dict(versions=versions, device_name="NVIDIA_H100 80 GB", model="org/a_model", code="c0")
+    one, two = dict(same, learning_rate=1e-5), dict(same, learning_rate=3e-5, examples=False)
+    folders = [
+        write_evaluated(tmp_path / "a1", "1100", examples=True, **one),
+        write_evaluated(tmp_path / "a2", "1000", examples=True, **one, seed=2),
+        write_evaluated(tmp_path / "b1", "0000", **two),
+        write_evaluated(tmp_path / "b2", "1001", **two, seed=2),
+    ]
+    header, line, *rows = print_table(capsys, *folders, "--table")[:4]
+    assert header == (
+        "| configuration | seeds | steps | problems | accuracy before | accuracy after | s.e. over seeds "
+        "| difference (95 % interval) | won, lost | sign test | difference per seed "
+        "| mean difference over seeds | seconds | torch | transformers | device |"
+    )
+    assert line == "|" + " --- |" * 16
+    assert rows[0] == (
+        "| grpo.py --examples --learning-rate 1e-5 | 1, 2 | 2 | 4 | 0.500 ± 0.289 | 0.375 ± 0.239 "
+        "| 0.125 | - | - | - | - | - | 14 | 2.13.0 | 5.23.0 | NVIDIA\\_H100 80 GB |"
+    )
+    # The differences are -1/2, -1/2, 0 and 1/2.
+    assert rows[1] == (
+        "| grpo.py --no-examples --learning-rate 3e-5 | 1, 2 | 2 | 4 | 0.500 ± 0.289 "
+        "| 0.250 ± 0.144 | 0.250 | -0.125 (-0.594 to +0.344) | 1, 2 | p = 1.000 "
+        "| -0.500 (seed 1), +0.250 (seed 2) | -0.125 ± 0.375 | 14 | 2.13.0 | 5.23.0 "
+        "| NVIDIA\\_H100 80 GB |"
+    )
+    lines = print_table(capsys, *folders, "--table", "latex")
+    table = [line for line in lines if not line.startswith("% ")]
+    assert table[0] == "\\begin{tabular}{" + 16 * "l" + "}" and table[-1] == "\\end{tabular}"
+    assert table[1] == table[-2] == "\\hline" and table[2].endswith("device \\\\ \\hline")
+    assert "difference (95 \\% interval)" in table[2]
+    assert table[4] == (
+        "grpo.py -{}-no-examples -{}-learning-rate 3e-5 & 1, 2 & 2 & 4 & 0.500 $\\pm$ 0.289 "
+        "& 0.250 $\\pm$ 0.144 & 0.250 & $-$0.125 ($-$0.594 to +0.344) & 1, 2 & p = 1.000 "
+        "& $-$0.500 (seed 1), +0.250 (seed 2) & $-$0.125 $\\pm$ 0.375 & 14 & 2.13.0 & 5.23.0 "
+        "& NVIDIA\\_H100 80 GB \\\\"
+    )
+    assert not list(tmp_path.glob("*.html"))
+
+
+def test_the_table_of_older_runs(tmp_path, capsys):
+    """Without evaluations.jsonl, the accuracy comes from the metrics, and has no standard error."""
+    for name, seed in (("a", 1), ("b", 1), ("b2", 2)):
+        write_run(tmp_path / name, STEPS, seed=seed, beta=ord(name[0]))
+    header, _, *rows = print_table(capsys, tmp_path, "--table")[:4]
+    assert (
+        header == "| configuration | seeds | steps | accuracy before | accuracy after | seconds |"
+    )
+    assert rows == [
+        "| grpo.py --beta 97 | 1 | 2 | 0.500 | 0.750 | 7 |",
+        "| grpo.py --beta 98 | 1, 2 | 2 | 0.500 | 0.750 | 14 |",
+    ]
+
+
+def test_special_characters_stay_text_in_a_table(tmp_path, capsys):
+    text = "a_b%c#d&e{f}~g^h\\i$j|k`l<m>*n\no -- --p -1 x-1"
+    for k, name in enumerate("ab"):
+        write_run(tmp_path / name, STEPS, beta=k, device_name=text)
+    lines = print_table(capsys, tmp_path, "--table", "latex")
+    cells = lines[-3].split(" & ")
+    assert cells[-1] == (
+        "a\\_b\\%c\\#d\\&e\\{f\\}\\textasciitilde{}g\\textasciicircum{}h\\textbackslash{}i\\$j"
+        "\\textbar{}k`l$<$m$>$*n o -{}- -{}-p $-$1 x-1 \\\\"
+    )
+    lines = print_table(capsys, tmp_path, "--table", "markdown")
+    assert lines[2].endswith("| a\\_b%c#d&e{f}~g^h\\\\i$j\\|k\\`l\\<m\\>\\*n o -- --p -1 x-1 |")
+
+
+def test_a_flag_that_only_one_script_has_is_not_shown(tmp_path):
+    """A flag is shown where another configuration has it with another value."""
+    folders = [
+        write_run(tmp_path / "a", STEPS, beta=1, clip_eps=0.2),
+        write_run(tmp_path / "b", STEPS, beta=0, clip_eps=0.2, clip_low=0.1),
+        write_run(tmp_path / "c", STEPS, beta=0, clip_eps=0.2, clip_low=0.3),
+        write_run(tmp_path / "d", STEPS, beta=0, clip_eps=0.2, vf_clip=0.3),
+    ]
+    configs = read_configs(*folders)
+    assert [report.flags_of(config, configs) for config in configs] == [
+        "grpo.py --beta 1",
+        "grpo.py --beta 0 --clip-low 0.1",
+        "grpo.py --beta 0 --clip-low 0.3",
+        "grpo.py --beta 0",
+    ]
+
+
+def test_equal_flags_are_told_apart_by_the_names_of_the_runs(tmp_path, capsys):
+    folders = [write_evaluated(tmp_path / name, "1100", code=name) for name in "ab"]
+    lines = print_table(capsys, *folders, "--table")
+    names = [f"{tmp_path.name}/{name}".replace("_", "\\_") for name in "ab"]
+    assert [line.split(" | ")[0] for line in lines[2:4]] == [f"| grpo.py ({x})" for x in names]
 
 
 # ---- the page: curves
@@ -377,6 +677,37 @@ def test_the_page_fits_the_screen(chromium, tmp_path, width):
             return isWord && range.getClientRects().length > 1;
         }).map(cell => cell.textContent)""")
     assert broken == []
+    page.close()
+    assert errors == []
+
+
+def test_the_comparison_on_the_page(chromium, tmp_path):
+    """Standard errors beside the runs, and a column for each configuration. Older runs have neither."""
+    folders = [
+        write_evaluated(tmp_path / "a", "1100"),
+        write_evaluated(tmp_path / "b", "1011", instructions=HOSTILE),
+    ]
+    page, errors = open_report(chromium, folders)
+    assert "0.750\u00a0±\u00a00.250\u00a0(n\u00a0=\u00a04)" in page.inner_text(
+        "#runs table >> nth=0"
+    )
+    assert "sqrt(p (1 - p) / (n - 1))" in page.inner_text("#runs")
+    cells = [
+        row.locator("th, td").all_text_contents() for row in page.locator("#comparison tr").all()
+    ]
+    assert cells[0] == ["", *page.locator("#legend label").all_text_contents()]
+    assert ["difference (95 % interval)", "-", "+0.250 (-0.688 to +1.188)"] in cells
+    assert ["won, lost", "-", "2, 1"] in cells and ["steps", "2", "2"] in cells
+    notes = page.inner_text("#comparison")
+    assert "with other problems" in notes and "with the same seed (1) share prompts" in notes
+    assert page.locator("h2 >> text=Comparison").is_visible()
+    page.set_viewport_size({"width": 390, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    for folder in folders:
+        (folder / "evaluations.jsonl").unlink()
+    page.goto(report.main(report.Args(folders)).as_uri())
+    assert not page.locator("text=Comparison").first.is_visible()
+    assert page.inner_text("#comparison") == "" and "±" not in page.inner_text("#runs")
     page.close()
     assert errors == []
 
