@@ -39,7 +39,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from records import FOLDER, ROOT, command_line, fill, read, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from scripts import CRITICS, SCRIPTS  # noqa: E402
+from scripts import CRITICS, MACHINE_PATCHES, SCRIPTS  # noqa: E402
 
 # GB, bytes per second, and dense FLOP per second in bf16, of the makers' data sheets.
 CARDS = {
@@ -59,6 +59,7 @@ CARDS = {
 DECODING_SHARE, DECODING_SHARE_LORA = 0.30, 0.23
 MOST_BANDWIDTH = CARDS["H100"][1]
 UPDATE_SHARE = 0.36
+BUS = 16e9  # bytes per second between host and GPU, from pageable memory: 14 to 19 measured beside an H200
 # Each layer's kernels have to be launched, in each micro-batch: seconds for five passes.
 LAYER_SECONDS, LAYER_SECONDS_LORA = 0.003, 0.011
 # These compute the old log-probabilities of all sequences in a pass. The others leave out the first minibatch.
@@ -213,9 +214,14 @@ def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     return {"keys and values": cache, "sampling beside": max(logits + growing, prefill - cache)}
 
 
+def module_of(script: str):
+    """The module of a script. The patch host_adam has the flags of grpo.py."""
+    return importlib.import_module("grpo" if script in MACHINE_PATCHES else script)
+
+
 def arguments(script: str, **flags):
     """The Args of a script, as its command with --model has them."""
-    return dataclasses.replace(importlib.import_module(script).Args(), **flags)
+    return dataclasses.replace(module_of(script).Args(), **flags)
 
 
 def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int = 80, gpus: int = 1, **flags):
@@ -253,16 +259,23 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
         found["teacher"] = 4 * P
     if getattr(args, "reward_model", None):
         found["reward model"] = 2 * shape(read_config(args.reward_model)).parameters
-    always = sum(size for name, size in found.items() if name != "gradients")
+    always = [name for name in found if name != "gradients"]
+    # The moments at which the most memory may be in use, and the parts that are there besides.
+    moments = [("gradients", "activations")]
     if script == "grpo_vllm":
         found["engine"] = round(args.engine_memory * card * 1e9)
-        while_sampling = found["engine"]
+        moments.append(("engine",))
     else:
         found |= sampling(config, args, prompt)
-        while_sampling = found["keys and values"] + found["sampling beside"]
+        moments.append(("keys and values", "sampling beside"))
     found["activations"] = activations(script, config, args.micro_batch_tokens, args.gradient_checkpointing)
-    while_training = found["gradients"] + found["activations"]
-    return found | {"peak": always + max(while_sampling, while_training)}
+    if script == "host_adam":
+        # The GPU has the reference before there are gradients, and one parameter's averages while it is updated.
+        # The reference's activations are fewer than those of an update.
+        found["averages"] = 8 * max(s.largest, head)
+        always = [name for name in always if name not in ("averages", "reference")]
+        moments += [("reference", "activations"), ("gradients", "averages")]
+    return found | {"peak": max(sum(found.get(name, 0) for name in (*always, *parts)) for parts in moments)}
 
 
 # ---- time
@@ -315,7 +328,11 @@ def step_seconds(script: str, config: dict, card: str, args=None, prompt=PROMPT,
     work = 2 * times * (tokens * (s.parameters - head) + N * response * head)
     launch = LAYER_SECONDS_LORA if script == "grpo_lora" else LAYER_SECONDS
     launches = math.ceil(tokens / args.micro_batch_tokens) * s.layers * launch * times / 5
-    return rollout, work / CARDS[card][2] / UPDATE_SHARE + launches
+    update = work / CARDS[card][2] / UPDATE_SHARE + launches
+    if script == "host_adam":  # the averages go over the bus and back in each update, and the reference once
+        updates = args.num_iterations * args.num_minibatches
+        update += (16 * s.parameters * updates + in_bf16(config)) / BUS
+    return rollout, update
 
 
 def run_hours(script, config, card, args, prompt=PROMPT, response=None, gpus=1) -> tuple[float, float]:
@@ -398,9 +415,11 @@ def best_flags(script, config, card, args, prompt=PROMPT, response=None, gpus=1)
 def alternatives(script, config, card, args, prompt) -> list[str]:
     """Other ways to train the model, which fit a card that is too small for the command."""
     found = []
-    for other, changes in [(script, dict(beta=0.0)), ("grpo_lora", {})]:
-        known = {field.name for field in dataclasses.fields(importlib.import_module(other).Args)}
+    for other, changes in [(script, dict(beta=0.0)), ("host_adam", {}), ("grpo_lora", {})]:
+        known = {field.name for field in dataclasses.fields(module_of(other).Args)}
         if not set(changes) <= known or (other, changes) == (script, {}):
+            continue
+        if other == "host_adam" and script != "grpo":
             continue
         shared = {name: x for name, x in vars(args).items() if name in known and name != "learning_rate"}
         tried = arguments(other, **shared | changes)
@@ -518,11 +537,11 @@ def main() -> None:
         return
     path, *flags = options.command
     script = path.removesuffix(".py")
-    if script not in SCRIPTS:
-        parser.error(f"{path} is none of the scripts: {', '.join(SCRIPTS)}")
+    if script not in [*SCRIPTS, *MACHINE_PATCHES]:
+        parser.error(f"{path} is none of the scripts: {', '.join([*SCRIPTS, *MACHINE_PATCHES])}")
     if options.card not in CARDS and not options.card.replace(".", "").isdigit():
         parser.error(f"--card is a number of GB, or one of: {', '.join(CARDS)}")
-    module = importlib.import_module(script)
+    module = module_of(script)
     args = tyro.cli(module.Args, args=flags, prog=path)
     print(report(script, read_config(module.find_model(args)), args, options, options.command))
 

@@ -15,7 +15,7 @@ import plan
 import pytest
 import tyro
 from conftest import ROOT, SMALL_MODEL, small_recipe
-from scripts import SCRIPTS, read_script
+from scripts import MACHINE_PATCHES, SCRIPTS, read_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -54,15 +54,15 @@ def commands() -> list[tuple[str, list[str]]]:
     found = []
     for line in lines:
         match = re.search(r"\bpython (\w+)\.py\b(.*)", line)
-        if match and match[1] in [*SCRIPTS, "mine"] and "--help" not in line:
+        if match and match[1] in [*SCRIPTS, *MACHINE_PATCHES, "mine"] and "--help" not in line:
             flags = match[2].replace("$rate", "1e-5").rstrip(" &")
             found.append((match[1], shlex.split(flags)))
     return found
 
 
 def parse(name: str, flags: list[str]):
-    """The Args of the command. `mine` is the page's copy of grpo.py."""
-    script = __import__("grpo" if name == "mine" else name)
+    """The Args of the command. `mine` is the page's copy of grpo.py. host_adam.py has the same Args."""
+    script = __import__("grpo" if name in ("mine", *MACHINE_PATCHES) else name)
     args = tyro.cli(script.Args, args=flags)
     script.check_args(args)
     return args

@@ -20,6 +20,7 @@ import torch
 import tyro
 from conftest import ROOT, small_recipe
 from patched import load_patched
+from scripts import MACHINE_PATCHES
 from test_equations import double, loss_of, make_args, ragged_batch
 from test_whole_step import PATCHES as IN_WHOLE_STEPS
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,8 @@ from transformers import AutoModelForCausalLM
 import grpo_tools
 from utils.rewards import accuracy_reward, format_reward
 
-PATCHES = sorted(path.stem for path in (ROOT / "variants").glob("*.diff"))
+PATCHES = {path.stem for path in (ROOT / "variants").glob("*.diff")}
+PATCHES = sorted(PATCHES - set(MACHINE_PATCHES))
 # The patches that change policy_loss.
 LOSSES = ["cispo", "dppo", "gmpo", "mdpo", "sapo", "topr", "vespo"]
 load = functools.cache(load_patched)  # the patch must apply without fuzz
