@@ -1,8 +1,6 @@
 """benchmark/plan.py, whose tables docs/gpu.md shows: it counts as torch does. test_cuda.py measures its peaks."""
 
 import dataclasses
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import plan
@@ -171,13 +169,19 @@ def test_the_errors_are_those_of_the_records():
             assert calculated == pytest.approx(measured, rel=0.1), what
 
 
-def test_the_program(tmp_path):
+def test_the_program(monkeypatch, capsys):
     """It takes a command, with a folder as the model, and with a number of GB it says nothing of time."""
-    command = ["grpo.py", "--model", "assets/addition/adder", "--max-prompt-tokens", "64"]
-    command += ["--max-new-tokens", "32", "--sampling-tokens=4096"]
-    program = [sys.executable, "benchmark/plan.py", "--card", "2", "--prompt-tokens", "6", *command]
-    text = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["grpo.py", "--model", str(ROOT / "assets" / "addition" / "adder")]
+    command += ["--max-prompt-tokens", "64", "--max-new-tokens", "32", "--sampling-tokens=4096"]
+    monkeypatch.setattr("sys.argv", ["plan.py", "--card", "2", "--prompt-tokens", "6", *command])
+    plan.main()
+    text = capsys.readouterr().out
     assert "It fits 2 GB" in text and "rollout" not in text
+    monkeypatch.setattr("sys.argv", ["plan.py", "--card", "RTX 3090", *command])
+    plan.main()
+    *_, before, last = capsys.readouterr().out.splitlines()
+    assert "fits RTX 3090" in before and last.startswith("    python grpo.py --model")
+    assert "--sampling-tokens=4096" not in last and "--sampling-tokens " in last
 
 
 def test_the_tables_are_those_of_the_program():
