@@ -197,7 +197,7 @@ class Args:
 # The defaults without --model: a bundled model learns to carry, in a minute on a CPU.
 BUNDLED = Args(
     eval_every=20,
-    model=str(SCRIPT.parent / "assets" / "hints"),
+    model=str(SCRIPT.parent / "assets" / "hints" / "student"),
     dataset=str(SCRIPT.parent / "assets" / "hints"),
     examples=False,
     max_prompt_tokens=64,

@@ -7,7 +7,7 @@ and on the emulated device.
 benchmark/records/bundled.jsonl gets one line for each run: script, seed, commit (and "dirty", if the tree had changes),
 the machine's state before the run, versions, wall time of the whole command, peak memory of the process, number of
 responses sampled, greedy accuracies on the held-out additions, and the sampled accuracy at every step. A new record
-replaces the old one of the same script and seed. All other records stay. benchmark/readme.py writes the records into
+replaces the old one of the same script and seed. All other records stay. benchmark/tables.py writes the records into
 the tables of the pages.
 
     python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   scripts of variants/
@@ -20,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from records import (
+from shared import (
     FOLDER,
     ROOT,
     command_line,
@@ -36,7 +36,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS, can_sample  # noqa: E402
 
-SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 60 --learning-rate 5e-5"
+SUMS = "--model assets/sums/student --dataset assets/sums --no-examples --num-steps 60 --learning-rate 5e-5"
 TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 
 

@@ -4,7 +4,7 @@
     python benchmark/compare_trl.py --workload W1
 
 Each run has a process to itself, and the order of the sides alternates. So a machine that slows down is fair to both.
-benchmark/readme.py makes the table from the records. benchmark/real_model.py compares how they learn. grpo.py and TRL's
+benchmark/tables.py makes the table from the records. benchmark/real_model.py compares how they learn. grpo.py and TRL's
 GRPOTrainer train on one of these workloads:
 
     W1  the bundled model and task, 16 x 8 samples of <= 32 tokens
@@ -50,13 +50,13 @@ from unittest.mock import patch
 import tyro
 
 from plan import MODELS, llama
-from records import FOLDER, ROOT, memory, provenance, read, read_run, table, write
+from shared import FOLDER, ROOT, memory, provenance, read, read_run, table, write
 
 sys.path.insert(0, str(ROOT))
 
 THREADS = 2
 ADDITION = ROOT / "assets" / "addition"
-GSM8K = ROOT / "tests" / "real" / "gsm8k" / "train.jsonl"
+GSM8K = ROOT / "tests" / "data" / "gsm8k" / "train.jsonl"
 
 SPEED = FOLDER / "trl-speed.jsonl"
 NAMES = "Lily Tom Ben Mia Sam Anna Max Lucy Tim Sue Jack Amy Bob Sara Leo Emma".split()

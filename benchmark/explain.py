@@ -10,7 +10,7 @@ import sys
 import torch
 
 from pictures import GRAY, digest, panels, save
-from records import ROOT, fill, table
+from shared import ROOT, fill, table
 
 sys.path.insert(0, str(ROOT))
 

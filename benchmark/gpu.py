@@ -38,7 +38,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from plan import MODELS, count
-from records import FOLDER, ROOT, command_line, provenance, read
+from shared import FOLDER, ROOT, command_line, provenance, read
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import grpo  # noqa: E402
@@ -46,8 +46,8 @@ import grpo_lora  # noqa: E402
 from scripts import MULTI_PROCESS, NEEDS_VLLM, SCRIPTS  # noqa: E402
 
 RECORDS = Path(os.environ.get("OUT", FOLDER), "gpu.jsonl")
-GSM8K = ROOT / "tests" / "real" / "gsm8k"
-TOKENIZER = ROOT / "tests" / "real" / "smollm2"
+GSM8K = ROOT / "tests" / "data" / "gsm8k"
+TOKENIZER = ROOT / "tests" / "data" / "smollm2_tokenizer"
 # The flags that a script needs beside --model. A teacher is the model itself.
 NEEDED = {
     "dapo": ["--overlong-cache", "60", "--max-resample", "1"],

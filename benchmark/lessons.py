@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from pictures import digest, draw_band, panels, save, smooth
-from records import (
+from shared import (
     FOLDER,
     ROOT,
     command_line,
@@ -52,7 +52,7 @@ PPO = "ppo_rlhf.py --num-steps 20"
 BUILD_STUDENT = "assets/addition/build_hesitant.py runs/hesitant"
 FREE = "--model runs/hesitant --dataset runs/hesitant --no-examples --temperature 1 --max-new-tokens 128"
 FREE += " --learning-rate 5e-5 --num-steps 50"
-SUMS = "--model assets/sums --dataset assets/sums --no-examples --num-steps 40"
+SUMS = "--model assets/sums/student --dataset assets/sums --no-examples --num-steps 40"
 SUMS += " --learning-rate 5e-5 --no-gradient-checkpointing --eval-every 0 --eval-size 200"
 OFTEN = "--num-steps 30 --num-minibatches 8"  # eight updates per rollout
 STALE = "grpo_offpolicy.py --num-steps 40 --learning-rate 3e-4"

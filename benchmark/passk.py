@@ -34,7 +34,7 @@ import torch
 from tqdm import tqdm
 
 from pictures import GRAY, digest, draw_band, panels, save
-from records import FOLDER, ROOT, command_line, fill, provenance, python, read, spread, table, write
+from shared import FOLDER, ROOT, command_line, fill, provenance, python, read, spread, table, write
 
 sys.path.insert(0, str(ROOT))
 
@@ -161,7 +161,7 @@ BUILD_TEACHER = f"assets/sums/build_sums.py --teacher {TEACHER}"
 # A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
 COPY = "right_samples.py"
 RIGHT_ALONE = "REWARDS = [accuracy_reward]"
-TRAINING = "--model assets/sums --dataset assets/sums --no-examples --num-steps 40"
+TRAINING = "--model assets/sums/student --dataset assets/sums --no-examples --num-steps 40"
 TRAINING += " --learning-rate 1.5e-4 --no-gradient-checkpointing --eval-every 0 --eval-size 200"
 TRAINING += " --device cpu --save-every 0"
 # arm: command of the training, without its seed
@@ -172,8 +172,8 @@ TRAINED = {
 }
 # arm: (model, seed of the sampling). The second sample of the first model shows what chance alone does.
 UNTRAINED = {
-    "before": ("assets/sums", 1),
-    "before, sampled again": ("assets/sums", 2),
+    "before": ("assets/sums/student", 1),
+    "before, sampled again": ("assets/sums/student", 2),
     "the teacher": (TEACHER, 1),
 }
 

@@ -36,7 +36,7 @@ import tyro
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from records import FOLDER, ROOT, command_line, fill, read, table
+from shared import FOLDER, ROOT, command_line, fill, read, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 from scripts import CRITICS, MACHINE_PATCHES, SCRIPTS  # noqa: E402

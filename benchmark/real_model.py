@@ -24,7 +24,7 @@ import numpy as np
 
 from pictures import GRAY, digest, draw_band, panels, save, smooth
 from reasoning import JUDGE, write_task
-from records import FOLDER, ROOT, command_line, fill, provenance, read, read_run, table, time_command, write
+from shared import FOLDER, ROOT, command_line, fill, provenance, read, read_run, table, time_command, write
 
 RECORDS = FOLDER / "real-model.jsonl"
 PAGE = ROOT / "docs" / "real-model.md"

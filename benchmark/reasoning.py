@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from records import FOLDER, ROOT, command_line, fill, provenance, read, table
+from shared import FOLDER, ROOT, command_line, fill, provenance, read, table
 
 RECORDS = FOLDER / "reasoning.jsonl"
 PAGE = ROOT / "docs" / "real-model.md"

@@ -27,7 +27,7 @@ from pathlib import Path
 import numpy as np
 
 from pictures import GRAY, digest, panels, save
-from records import (
+from shared import (
     FOLDER,
     ROOT,
     command_line,
@@ -45,7 +45,7 @@ RECORDS = FOLDER / "variants-sums.jsonl"
 PICTURE = ROOT / "variants" / "sums.svg"
 SEEDS = (1, 2, 3)
 STEPS, LAST = 30, 10  # the table is about the last ten steps
-COMMON = "--model assets/sums --dataset assets/sums --no-examples --no-gradient-checkpointing"
+COMMON = "--model assets/sums/student --dataset assets/sums --no-examples --no-gradient-checkpointing"
 COMMON += f" --eval-every 0 --eval-size 200 --num-steps {STEPS} --device cpu"
 # Group: (flags, learning rates, names). A name is the script, and may have more words behind it. The table compares the
 # others with the first one.

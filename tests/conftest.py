@@ -4,11 +4,14 @@ Also: one CPU thread, the same kernels on every x86 machine, and the order of th
 """
 
 import contextlib
+import importlib.util
 import os
 import random
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 # The recorded runs are the same on every x86 machine only if all use the same kernels. torch reads
@@ -26,10 +29,9 @@ for folder in ("benchmark", "tools", "report", "."):
 
 from scripts import SCRIPTS, can_sample  # noqa: E402
 
-REAL = ROOT / "tests" / "real"  # problems of GSM8K, and SmolLM2's tokenizer
-SMALL_MODEL = str(ROOT / "tests" / "small")
-SMALL_JUDGE = str(ROOT / "tests" / "small-judge")
-SMALL_TASK = str(ROOT / "tests" / "small-task")  # the first problems of assets/addition
+DATA = ROOT / "tests" / "data"
+SMALL_MODEL, SMALL_JUDGE = str(DATA / "policy"), str(DATA / "judge")
+SMALL_TASK = str(DATA / "task")  # the first problems of assets/addition
 # These files take longest. They run first, so that the two processes of pytest end together.
 LONG = ["test_runs", "test_cuda", "test_whole_step", "test_report", "test_sampling"]
 LONG += ["test_multigpu", "test_math_reward", "test_errors", "test_grpo_tools", "test_loading"]
@@ -51,6 +53,26 @@ def read_table(name):
     return rows
 
 
+FOLDERS = []  # of patched scripts, removed when the tests end
+
+
+def load_patched(name: str):
+    """The module of a patch of variants/."""
+    patch = ROOT / "variants" / f"{name}.diff"
+    parent = patch.read_text(encoding="utf-8").split()[1]
+    FOLDERS.append(tempfile.TemporaryDirectory())
+    folder = Path(FOLDERS[-1].name)
+    (folder / "assets").symlink_to(ROOT / "assets")
+    path = folder / f"{name}.py"
+    command = ["patch", "-s", "--fuzz=0", "-o", path, ROOT / parent, patch]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, f"{done.stdout}run tools/siblings.py --write"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def small_recipe(script):
     """The fields of Args that train the tests' own policy on the tests' own problems.
 
@@ -59,7 +81,7 @@ def small_recipe(script):
     general = vars(script.Args())
     fields = {name: x for name, x in vars(script.BUNDLED).items() if x != general[name]}
     fields["dataset"] = SMALL_TASK
-    if Path(script.BUNDLED.model).name in ("adder", "hints"):
+    if Path(script.BUNDLED.model).name in ("adder", "student"):
         fields["model"] = SMALL_MODEL
     if "context_column" in fields:
         fields["context_column"] = "answer"  # these problems have no hints

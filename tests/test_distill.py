@@ -11,8 +11,7 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_TASK
-from patched import load_patched
+from conftest import ROOT, SMALL_TASK, load_patched
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     CONFIG_MAPPING,

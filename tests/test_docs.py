@@ -143,19 +143,19 @@ def test_no_record_tells_where_the_project_was_on_a_disk():
 
 def test_every_script_and_patch_has_recorded_seeds():
     """Five of each script and three of each patch, from clean trees; one of each script on the emulated GPU."""
-    import readme
+    import tables
 
-    bundled = readme.records_of("bundled")
+    bundled = tables.records_of("bundled")
     expected = {(script, seed) for script in SCRIPTS for seed in range(1, 6)}
     assert {(record["script"], record["seed"]) for record in bundled} == expected
-    variants = readme.records_of("variants")
+    variants = tables.records_of("variants")
     names = {path.stem for path in (ROOT / "variants").glob("*.diff")}
     names -= {"full_vocabulary", "sdpo_context"}  # docs/lessons.md has their runs
     names -= set(MACHINE_PATCHES)  # their runs are those of the parent
     expected = {(name, seed) for name in names for seed in (1, 2, 3)}
     assert {(record["script"], record["seed"]) for record in variants} == expected
     assert min(record["accuracy"][1] for record in variants) >= 0.95
-    emulated = readme.records_of("bundled-emulated")
+    emulated = tables.records_of("bundled-emulated")
     found = sorted(record["script"] for record in emulated)
     assert found == sorted(set(SCRIPTS) - set(NEEDS_VLLM))
     assert not any(record["dirty"] for record in bundled + variants + emulated)
@@ -163,8 +163,8 @@ def test_every_script_and_patch_has_recorded_seeds():
 
 def test_the_tables_show_the_records():
     """The tables and the sample output of README.md and of other pages are those of the records."""
-    import readme
+    import tables
 
-    for name, (page, make) in readme.BLOCKS.items():
+    for name, (page, make) in tables.BLOCKS.items():
         text = (ROOT / page).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{make()}<!-- end {name} -->\n" in text, name

@@ -5,8 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import small_recipe
-from patched import load_patched
+from conftest import load_patched, small_recipe
 from scripts import SCRIPTS
 from transformers import AutoModelForCausalLM
 

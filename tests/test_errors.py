@@ -318,7 +318,7 @@ def test_two_runs_of_the_same_second(tmp_path, monkeypatch):
     monkeypatch.setattr(grpo.time, "strftime", lambda form: "now")
     args = tiny_args(grpo, tmp_path)
     folder = grpo.name_run(args)
-    assert folder == tmp_path / "runs" / "grpo__small__1__now"
+    assert folder == tmp_path / "runs" / "grpo__policy__1__now"
     grpo.open_run(args, folder, [])
     before = contents(tmp_path)
     with pytest.raises(FileExistsError):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REAL, ROOT
+from conftest import DATA, ROOT
 from families import random_model, small_config
 from test_sampling import assert_near, slow_logprobs
 from test_sampling import double as in_float64  # noqa: F401
@@ -357,7 +357,7 @@ def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch, token
 
 @pytest.fixture(scope="module")
 def smollm2():
-    return AutoTokenizer.from_pretrained(REAL / "smollm2")
+    return AutoTokenizer.from_pretrained(DATA / "smollm2_tokenizer")
 
 
 @pytest.mark.parametrize("after", ["=24</think>", ", so", ".", ""])

@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import REAL, ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine
+from conftest import DATA, ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine
 from families import random_model, small_config
 from scripts import SCRIPTS, read_script
 from test_runs import FORK, ended
@@ -565,7 +565,7 @@ def test_completions_are_what_was_sampled_but_for_the_end(tmp_path, monkeypatch)
 def tiny_chat(tmp_path_factory):
     """The folder of a random Llama of width 32 with SmolLM2's tokenizer and chat template."""
     folder = tmp_path_factory.mktemp("tiny-chat")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(REAL / "smollm2")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DATA / "smollm2_tokenizer")
     torch.manual_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2)
     sizes |= dict(num_key_value_heads=1, head_dim=32)  # the least that vLLM has on a CPU
@@ -585,7 +585,7 @@ def tiny_chat(tmp_path_factory):
 def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     """The recipe's data, tokenizer, template and prompt: one step whose sampler and trainer agree."""
     skip_without_engine(script)
-    given = dict(model=str(tiny_chat), dataset=str(REAL / "gsm8k"), device="cpu")
+    given = dict(model=str(tiny_chat), dataset=str(DATA / "gsm8k"), device="cpu")
     given |= dict(runs_dir=str(tmp_path), run_name="run") | SMALL
     if script.__name__ == "ppo_rlhf":
         given |= dict(reward_model=None)

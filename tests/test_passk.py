@@ -10,7 +10,7 @@ import passk
 import pytest
 import torch
 from conftest import ROOT, SMALL_MODEL, SMALL_TASK
-from records import read
+from shared import read
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
@@ -111,7 +111,7 @@ def test_a_run_and_its_first_model_of_the_same_weights_give_the_same_counts(
     of_model, of_run = read(out)
     assert of_run["problems"] == 4
     assert of_run["settings"] == of_model["settings"]
-    assert of_run["settings"]["dataset"] == "tests/small-task"
+    assert of_run["settings"]["dataset"] == "tests/data/task"
     assert 0 < sum(of_run["right"]) < 64
     assert {"commit", "dirty", "machine", "torch"} <= of_run.keys()
     assert {"cpu", "cores", "load"} == of_run["machine"].keys()

@@ -8,8 +8,8 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT
-from records import marked
 from scripts import SCRIPTS
+from shared import marked
 from transformers import AutoModelForCausalLM
 
 import grpo_lora

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from conftest import REAL, ROOT
+from conftest import DATA, ROOT
 from test_equations import make_args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -75,7 +75,7 @@ def byte_tokenizer():
 @pytest.mark.parametrize("name", ["adder", "bytes", "smollm2"])
 def test_the_token_of_every_character(name):
     """The result must match the offsets that the tokenizer reports when it encodes a text."""
-    folders = {"adder": ADDER, "smollm2": REAL / "smollm2"}
+    folders = {"adder": ADDER, "smollm2": DATA / "smollm2_tokenizer"}
     text = "<think>7+8=15,4+3+1=8</think><answer>85</answer>"
     if name != "adder":
         text = "Once upon a time, 7+8=15.\n\nTim said: “Ça va?猫 and🙂!”  Then 4+3+1=8" + text

@@ -31,19 +31,19 @@ def test_the_loop_shown_is_that_of_the_first_script():
 def test_the_sample_output_is_todays(tmp_path, capsys):
     """grpo.py prints the first lines of the recorded output, down to the first sample.
 
-    Another kind of CPU rounds differently, which can change a sample. `python benchmark/readme.py --transcript` records
+    Another kind of CPU rounds differently, which can change a sample. `python benchmark/tables.py --transcript` records
     the output again.
     """
-    import readme
+    import tables
 
     recorded_on = json.loads((ROOT / "tests" / "golden.json").read_text())["cpu"]
     if torch.backends.cpu.get_cpu_capability() != recorded_on:
         pytest.skip(f"recorded on {recorded_on}")
     args = replace(grpo.BUNDLED, num_steps=1, eval_size=20, device="cpu", runs_dir=str(tmp_path))
     grpo.main(args)
-    texts = readme.TRANSCRIPT.read_text(encoding="utf-8"), capsys.readouterr().out
+    texts = tables.TRANSCRIPT.read_text(encoding="utf-8"), capsys.readouterr().out
     # This run evaluates on fewer problems.
-    lines = "\n".join(texts).replace(str(ROOT), readme.HOME).splitlines()
+    lines = "\n".join(texts).replace(str(ROOT), tables.HOME).splitlines()
     lines = [line for line in lines if not line.startswith(("test data:", "evaluating", "before:"))]
     lines = [re.sub(r", [0-9.e-]+ s, [0-9]+ min left$", "", line) for line in lines]
     starts = [k for k, line in enumerate(lines) if line.startswith("train data:")]

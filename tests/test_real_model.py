@@ -8,7 +8,7 @@ import os
 
 import pytest
 import torch
-from conftest import REAL, ROOT, skip_without_engine
+from conftest import DATA, ROOT, skip_without_engine
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from utils.rewards import lenient_accuracy_reward
@@ -52,7 +52,7 @@ def train(script, reward_model, tmp_path):
 @pytest.mark.scripts("grpo")
 def test_the_default_prompt_earns_the_format_reward(script):
     """With the instructions of an older version, which described the format, this was 0.003 of 0.4."""
-    args = script.Args(model=FOLDER, dataset=str(REAL / "gsm8k"), max_new_tokens=100, device="cpu")
+    args = script.Args(model=FOLDER, dataset=str(DATA / "gsm8k"), max_new_tokens=100, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model, eos_ids = script.load_model(args, tokenizer)
     train_data, _ = script.load_data(args, tokenizer)

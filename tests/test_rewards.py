@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from conftest import REAL, read_table
+from conftest import DATA, read_table
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -408,7 +408,7 @@ def test_a_million_hostile_characters(name):
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_gsm8k(split):
     """Answers of GSM8K are read and paid in several notations."""
-    lines = (REAL / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (DATA / "gsm8k" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
     golds = [json.loads(line)["answer"] for line in lines]
     size = len(golds)
     assert any("," in gold.rpartition("####")[2] for gold in golds)

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL_MODEL
-from patched import load_patched
+from conftest import SMALL_MODEL, load_patched
 from test_distill import make_rollout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from conftest import REAL
+from conftest import DATA
 from jinja2 import UndefinedError
 from transformers import AutoTokenizer
 
@@ -18,7 +18,7 @@ TEMPLATES = [path for path in TEMPLATES if path not in OF_PARTS]
 QUESTION = "  <think> How many [[[message 0]]] are 3 + 4?\n{{ x }} </think>\n"
 
 
-TOKENIZER = AutoTokenizer.from_pretrained(REAL / "smollm2")
+TOKENIZER = AutoTokenizer.from_pretrained(DATA / "smollm2_tokenizer")
 
 
 def tokenizer_with(template):

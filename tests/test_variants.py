@@ -18,8 +18,7 @@ import carry
 import pytest
 import torch
 import tyro
-from conftest import ROOT, small_recipe
-from patched import load_patched
+from conftest import ROOT, load_patched, small_recipe
 from scripts import MACHINE_PATCHES
 from test_equations import double, loss_of, make_args, ragged_batch
 from test_whole_step import PATCHES as IN_WHOLE_STEPS

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, small_recipe
-from patched import load_patched
+from conftest import ROOT, load_patched, small_recipe
 from scripts import SCRIPTS
 
 SECTION = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")

@@ -5,7 +5,7 @@ Its runs take hours, so no test makes one.
 
 import numpy as np
 import pytest
-import records
+import shared
 from conftest import ROOT
 from scripts import MACHINE_PATCHES
 
@@ -77,11 +77,11 @@ def test_the_error_by_hand(monkeypatch):
 def test_two_runs_at_a_time_append_their_records(tmp_path):
     """Every job gets a line. If one fails, the program ends and says why, and finished records stay."""
     path = tmp_path / "records.jsonl"
-    records.run_two_at_a_time(lambda a, b: {"sum": a + b}, [(1, 2), (3, 4), (5, 6)], path)
-    assert sorted(record["sum"] for record in records.read(path)) == [3, 7, 11]
+    shared.run_two_at_a_time(lambda a, b: {"sum": a + b}, [(1, 2), (3, 4), (5, 6)], path)
+    assert sorted(record["sum"] for record in shared.read(path)) == [3, 7, 11]
     with pytest.raises(SystemExit, match="a run failed:\ndivision by zero"):
-        records.run_two_at_a_time(lambda a: {"sum": 1 / a}, [(0,)], path)
-    assert len(records.read(path)) == 3
+        shared.run_two_at_a_time(lambda a: {"sum": 1 / a}, [(0,)], path)
+    assert len(shared.read(path)) == 3
 
 
 def test_the_picture_shows_what_is_recorded():

@@ -24,8 +24,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, small_recipe
-from patched import load_patched
+from conftest import ROOT, load_patched, small_recipe
 from scripts import SCRIPTS
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer

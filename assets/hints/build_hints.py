@@ -12,11 +12,11 @@ Without a context, a tenth of its training solutions don't think, either. They g
 So the student can stop thinking, but then it can't add. A quarter of the solutions without a context have no answer
 tags.
 
-The folder contains the model, its tokenizer, train.jsonl and test.jsonl, so it serves as --model and as --dataset. In
-seven of ten questions a carry is due: the data have only questions whose units add up to 8 or more. Each row has three
-columns: question, answer, and hint, which is the rule. No test question is in train.jsonl or in the practice of this
-build, and no mirror image of one. The first 329 are test questions of assets/addition, so the adder hasn't practised
-them, either. It has practised the other 171, with forgotten carries.
+The student and its tokenizer are in the folder student, beside train.jsonl and test.jsonl. In seven of ten questions a
+carry is due: the data have only questions whose units add up to 8 or more. Each row has three columns: question,
+answer, and hint, which is the rule. No test question is in train.jsonl or in the practice of this build, and no mirror
+image of one. The first 329 are test questions of assets/addition, so the adder hasn't practised them, either. It has
+practised the other 171, with forgotten carries.
 
 Measured on test.jsonl, greedy: 0.294 right without a context, 1.000 with the rule, 0.998 with the answer, 1.000 with a
 right response. At temperature 1 these are 0.380, 0.990, 0.994 and 0.984. With the answer, no response thinks. The build
@@ -174,8 +174,8 @@ def main():
     write_data(args.out, train, test)
     tokenizer = build_adder.make_tokenizer()
     student = train_student(tokenizer, practice, random.Random(args.seed), args.num_steps)
-    student.save_pretrained(args.out)
-    tokenizer.save_pretrained(args.out)
+    student.save_pretrained(args.out / "student")
+    tokenizer.save_pretrained(args.out / "student")
     print(f"{(time.time() - start) / 60:.1f} minutes")
     check(student, tokenizer, test)
 

@@ -1,7 +1,7 @@
 """The tables of README.md and docs/measurements.md, from the records.
 
-    python benchmark/readme.py                 README.md, docs/measurements.md
-    python benchmark/readme.py --transcript    also run grpo.py, and record what it prints
+    python benchmark/tables.py                 README.md, docs/measurements.md
+    python benchmark/tables.py --transcript    also run grpo.py, and record what it prints
 
 It reads these records: bundled.jsonl and bundled-sums.jsonl, which bundled.py writes, trl-speed.jsonl, which
 compare_trl.py writes, and transcript.txt. The tables stand between <!-- name --> and <!-- end name -->.
@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from records import FOLDER, ROOT, fill, read, spread, table
+from shared import FOLDER, ROOT, fill, read, spread, table
 
 sys.path.insert(0, str(ROOT / "tools"))
 
