@@ -152,7 +152,7 @@ class Args:
     sampling_tokens: int = 49152
     """maximum tokens in a sampling batch, padding included; 131072 is faster if a GPU has 60 GB"""
     cuda_graph: bool = True
-    """on a GPU, replay the decode step from a CUDA graph; off for a model that CUDA can't record"""
+    """on a GPU, replay the decode step from a CUDA graph; turn off if a model doesn't allow it"""
     # ---- optimization
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
@@ -199,7 +199,7 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def compute_advantages(old_logprobs, teacher_logprobs):
-    """A_t (n, R): by how many nats the teacher finds each token more probable; 0 where masked."""
+    """A_t (n, R): by how many nats the teacher finds each token more probable; else 0."""
     return teacher_logprobs - old_logprobs
 
 
@@ -249,7 +249,7 @@ def policy_loss(args, logprobs, old_logprobs, teacher_logprobs, advantages, mask
         "policy/clip_frac": clipped_low | clipped_high,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy, in a step's first update
+        "policy/entropy": -logprobs,  # its mean estimates the entropy, if pi is still pi_old
         "kl/ref": kl,  # the teacher is the reference
     }
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
@@ -329,14 +329,14 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old log-probabilities, and the teacher's
-        # Sampling has switched to evaluation mode, but gradient checkpointing needs training mode.
-        # Both compute the same, because load_config sets all dropout to 0.
+        # Loading and sampling leave a model in evaluation mode, but gradient checkpointing needs
+        # training mode. Both compute the same, because load_config sets all dropout to 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
         # pi_old is the policy before any update of this step. The rows of the first minibatch stay
         # 0 here: its update computes them anyway, and fills them in (part 4). The sampler's
-        # log-probabilities can't stand in for any of these: they are rounded differently.
+        # log-probabilities can't replace old_logprobs, because they are rounded differently.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         teacher_logprobs = rollout_logprobs(args, teacher, rollout, first_pass)
 
@@ -436,7 +436,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, sample)  # the last one
+        show_progress(args, progress, metrics, sample)  # that of the step's last prompt
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -489,11 +489,11 @@ def eos_mask(rollout, eos_ids):
 
 
 # generate works in segments of this many tokens. Before each, it drops the finished rows, and adds
-# empty columns to the cache. In shorter segments, the cache is copied (and a CUDA graph recorded)
-# more often. In longer ones, attention reads more columns that are still empty.
+# empty columns to the cache. With shorter segments, the cache is copied (and a CUDA graph recorded)
+# more often. With longer ones, attention reads more empty columns.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # Only every so many tokens, generate asks whether all rows have finished: on a GPU the answer takes
-# time. It has to ask at the start of each segment, so this divides SEGMENT.
+# time. It has to ask at the start of each segment, so SEGMENT must be a multiple of this.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -501,7 +501,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 class Decoding:
     """What the model needs for the next token: tensors with a row for each unfinished sequence."""
 
-    cache: StaticCache  # keys and values; it counts its filled columns, also in a replay
+    cache: StaticCache  # keys and values, and how many columns are filled: a tensor, for the graph
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): those of the next token
     token: Tensor  # (rows,): the token that was drawn last, and is fed next
@@ -591,14 +591,14 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         decoding.token.copy_(token)
         response_ids[sequences, t] = token
         sampled_logprobs[sequences, t] = logprobs
-        response_mask[sequences, t] = ~finished  # not updated yet, so EOS itself counts
+        response_mask[sequences, t] = ~finished  # as of the token before, so EOS counts
         finished |= torch.isin(token, eos_ids)
     return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
 
 
 def draw(logits, temperature):
     """Draw a token from each row of logits (rows, V): tokens and their logprobs, (rows,) each."""
-    scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
+    scale = temperature if temperature > 0 else 1.0  # greedy: log-probabilities at temperature 1
     logprobs = (logits.float() / scale).log_softmax(1)  # (rows, V) float32
     if temperature == 0:
         token = logprobs.argmax(1)  # (rows,)
@@ -731,7 +731,7 @@ def compute_logits(model, states):
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
-    def return_states(*inputs, **options):  # it ignores the input that a forward requires
+    def return_states(*inputs, **options):  # whatever goes in
         return DecoderOutput(last_hidden_state=states)
 
     # Most heads call the base model. OPT's calls the decoder inside of it.
@@ -749,8 +749,8 @@ def rollout_logprobs(args, model, rollout, batches):
     """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
     The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So the micro-batches are those of the first pass of updates: if the weights are equal, the
-    log-probabilities are exactly equal, too.
+    So this takes the micro-batches of the first pass of updates: as long as the policy hasn't
+    changed, an update computes the same numbers to the last bit, and every ratio is exactly 1.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:
@@ -763,8 +763,8 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. The common_tokens of all N prompts aren't counted. (The
-    prompts of a micro-batch may have more in common: then it's smaller than the maximum.)
+    longer than the maximum is alone. The common_tokens of all N prompts aren't counted.
+    (response_states looks again in each micro-batch, whose prompts may have more in common.)
     """
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     common = common_tokens(model, rollout.prompts)
@@ -775,7 +775,7 @@ def micro_batches(args, model, rollout, sequences):
     # From the longest to the shortest, because neighbours of similar length need little padding.
     # Samples of one prompt with equal lengths stay together, because they have more in common.
     in_group_order = sorted(sequences.tolist())
-    remaining = sorted(in_group_order, key=length, reverse=True)  # keeps this order of equal ones
+    remaining = sorted(in_group_order, key=length, reverse=True)  # equal ones stay in this order
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
         num_seqs = max(1, args.micro_batch_tokens // length(remaining[0]))
@@ -837,7 +837,7 @@ def apply_rewards(completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. `answer`
-    is the data set's answer as a text.
+    is the text of --answer-column, and replaces another column of that name.
     """
     samples_per_problem = len(completions) // len(problems)
     repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
@@ -924,7 +924,7 @@ def read_problems(args, tokenizer, splits, split):
             continue
         answer = row[args.answer_column]
         answer = "" if answer is None else str(answer)
-        if not answer.strip() or not has_gold(answer, REWARDS):  # no reward could judge it
+        if not answer.strip() or not has_gold(answer, REWARDS):  # a reward can't read it
             skipped[f"without a readable {args.answer_column}"] += 1
             continue
         prompt = render(args, tokenizer, chat)
@@ -987,8 +987,8 @@ def fill_template(tokenizer, chat, **options):
     """
     options["tokenize"] = False
     contents = [message["content"] for message in chat]
-    # In private-use characters, which no message has. An empty message gets an empty placeholder,
-    # because some templates leave an empty message out.
+    # A placeholder is a message's number between two private-use characters, which no message has.
+    # An empty message gets an empty one, because some templates leave an empty message out.
     marks = [f"\ue000{i}\ue000" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
@@ -1040,8 +1040,8 @@ def load_model(args, tokenizer):
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
     """
-    # transformers 5.24 warns that past_key_values and other arguments get new names. 5.19 doesn't
-    # have the new ones yet.
+    # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
+    # keeps the old names, because 5.19 knows only those.
     warnings.simplefilter("ignore", FutureWarning)
     name = find_model(args)
     config = load_config(args, name)
@@ -1058,8 +1058,8 @@ def load_model(args, tokenizer):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     eos_ids = find_eos_ids(model, tokenizer)
-    # Saved with the model, so that other programs end a response as here, and sample as here: from
-    # the whole softmax, even if the model came with a top-k or a repetition penalty.
+    # Saved with the model, so that other programs end a response as here. A top-k or a repetition
+    # penalty that came with the model isn't kept: training samples without them.
     model.generation_config = GenerationConfig(
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
@@ -1104,7 +1104,7 @@ def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    # The noise of dropout would change the ratios. All fields that set one have "drop" in the name.
+    # The noise of dropout would change the ratios. Every field with a rate has "drop" in its name.
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -1151,8 +1151,8 @@ def inference_copy(model):
         output.last_hidden_state = output.last_hidden_state.float()
         return output
 
-    # The head stays in float32, so the states are converted for it. It gets its own copy of its
-    # weight, because in many models this is also the embedding's weight, which becomes bf16.
+    # The head stays in float32, so the states are converted for it. In many models the embedding,
+    # which becomes bf16 below, has the same weight. So the head gets a copy.
     copied.base_model.get_decoder().register_forward_hook(float_states)
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
@@ -1168,7 +1168,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 def check_args(args):
-    """Raise an error for values that would silently train something else."""
+    """Raise an error for values with which the run wouldn't train what the flags say."""
     for name in ("temperature", "clip_eps", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
@@ -1236,12 +1236,13 @@ def describe_run(args, problems):
     rows = [problem["columns"] for problem in problems]
     # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
+    device = find_device(args)
     return vars(args) | {
         "rewards": [reward.__name__ for reward in REWARDS],
         "code": hashlib.sha256(repr(code).encode()).hexdigest(),
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
-        "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
 

@@ -38,7 +38,8 @@ Parent: grpo.py. Differences:
 
 Two details of a call: a </calc> without a <calc> is a call, too, whose text is all that the policy
 wrote since the tool's last answer. And a token may hold the end of </calc> and more, such as ">=".
-Then the tool's tokens for ">" and the answer replace this token, and it isn't trained.
+Then this token is dropped: the tool writes ">" and the answer in its place, and none of it is
+trained.
 
 Departures from Search-R1: its tool is a search engine, and this one is a calculator. There, a
 response also ends at </answer>, and a response that neither searches nor answers is asked to think
@@ -171,7 +172,7 @@ class Args:
     sampling_tokens: int = 49152
     """maximum tokens in a sampling batch, padding included; 131072 is faster if a GPU has 60 GB"""
     cuda_graph: bool = True
-    """on a GPU, replay the decode step from a CUDA graph; off for a model that CUDA can't record"""
+    """on a GPU, replay the decode step from a CUDA graph; turn off if a model doesn't allow it"""
     max_calls: int = 4
     """calls in a response that the tool answers; one more call ends the response"""
     # ---- optimization
@@ -286,7 +287,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/clip_frac": clipped_low | clipped_high,
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy, in a step's first update
+        "policy/entropy": -logprobs,  # its mean estimates the entropy, if pi is still pi_old
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
@@ -373,14 +374,14 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # Sampling has switched to evaluation mode, but gradient checkpointing needs training mode.
-        # Both compute the same, because load_config sets all dropout to 0.
+        # Loading and sampling leave a model in evaluation mode, but gradient checkpointing needs
+        # training mode. Both compute the same, because load_config sets all dropout to 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
         # pi_old is the policy before any update of this step. The rows of the first minibatch stay
         # 0 here: its update computes them anyway, and fills them in (part 4). The sampler's
-        # log-probabilities can't stand in for any of these: they are rounded differently.
+        # log-probabilities can't replace old_logprobs, because they are rounded differently.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
@@ -487,7 +488,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, sample)  # the last one
+        show_progress(args, progress, metrics, sample)  # that of the step's last prompt
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean())
 
@@ -551,11 +552,11 @@ def eos_mask(rollout, eos_ids):
 
 
 # generate works in segments of this many tokens. Before each, it drops the finished rows, and adds
-# empty columns to the cache. In shorter segments, the cache is copied (and a CUDA graph recorded)
-# more often. In longer ones, attention reads more columns that are still empty.
+# empty columns to the cache. With shorter segments, the cache is copied (and a CUDA graph recorded)
+# more often. With longer ones, attention reads more empty columns.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # Only every so many tokens, generate asks whether all rows have finished: on a GPU the answer takes
-# time. It has to ask at the start of each segment, so this divides SEGMENT.
+# time. It has to ask at the start of each segment, so SEGMENT must be a multiple of this.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -563,7 +564,7 @@ CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 class Decoding:
     """What the model needs for the next token: tensors with a row for each unfinished sequence."""
 
-    cache: StaticCache  # keys and values; it counts its filled columns, also in a replay
+    cache: StaticCache  # keys and values, and how many columns are filled: a tensor, for the graph
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): those of the next token
     token: Tensor  # (rows,): the token that was drawn last, and is fed next
@@ -649,9 +650,10 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
         if t > 0:  # the logits of the first token come from the prompt
             decoding.step(model, use_graph)
         token, logprobs = draw(decoding.logits, temperature)  # (rows,) each
-        # A token that ends its response still counts, so `finished` is read before it changes.
-        context_mask[sequences, t] = ~finished
-        is_policy = ~finished  # (rows,) bool; False below where the tool writes the token
+        # As of the token before: the token that ends a response still counts.
+        unfinished = ~finished  # (rows,) bool
+        context_mask[sequences, t] = unfinished
+        is_policy = unfinished.clone()  # (rows,) bool; False below where the tool writes the token
         rows = zip(sequences.tolist(), token.tolist(), finished.tolist(), strict=True)
         for row, (i, sampled, is_finished) in enumerate(rows):
             if is_finished:
@@ -677,7 +679,7 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
 
 def draw(logits, temperature):
     """Draw a token from each row of logits (rows, V): tokens and their logprobs, (rows,) each."""
-    scale = temperature if temperature > 0 else 1.0  # greedy: the logprobs are those at 1
+    scale = temperature if temperature > 0 else 1.0  # greedy: log-probabilities at temperature 1
     logprobs = (logits.float() / scale).log_softmax(1)  # (rows, V) float32
     if temperature == 0:
         token = logprobs.argmax(1)  # (rows,)
@@ -811,7 +813,7 @@ def compute_logits(model, states):
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
-    def return_states(*inputs, **options):  # it ignores the input that a forward requires
+    def return_states(*inputs, **options):  # whatever goes in
         return DecoderOutput(last_hidden_state=states)
 
     # Most heads call the base model. OPT's calls the decoder inside of it.
@@ -829,8 +831,8 @@ def rollout_logprobs(args, model, rollout, batches):
     """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
     The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So the micro-batches are those of the first pass of updates: if the weights are equal, the
-    log-probabilities are exactly equal, too.
+    So this takes the micro-batches of the first pass of updates: as long as the policy hasn't
+    changed, an update computes the same numbers to the last bit, and every ratio is exactly 1.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:
@@ -843,8 +845,8 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. The common_tokens of all N prompts aren't counted. (The
-    prompts of a micro-batch may have more in common: then it's smaller than the maximum.)
+    longer than the maximum is alone. The common_tokens of all N prompts aren't counted.
+    (response_states looks again in each micro-batch, whose prompts may have more in common.)
     """
     response_lengths = rollout.context_mask.sum(1).tolist()  # N
     common = common_tokens(model, rollout.prompts)
@@ -855,7 +857,7 @@ def micro_batches(args, model, rollout, sequences):
     # From the longest to the shortest, because neighbours of similar length need little padding.
     # Samples of one prompt with equal lengths stay together, because they have more in common.
     in_group_order = sorted(sequences.tolist())
-    remaining = sorted(in_group_order, key=length, reverse=True)  # keeps this order of equal ones
+    remaining = sorted(in_group_order, key=length, reverse=True)  # equal ones stay in this order
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
         num_seqs = max(1, args.micro_batch_tokens // length(remaining[0]))
@@ -917,7 +919,7 @@ def apply_rewards(completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. `answer`
-    is the data set's answer as a text.
+    is the text of --answer-column, and replaces another column of that name.
     """
     samples_per_problem = len(completions) // len(problems)
     repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
@@ -1031,9 +1033,9 @@ class Caller:
             return None
         before_end, end, after_end = tokenizer.decode(self.turn).partition(CALL_END)
         if not end:
-            # A tokenizer with byte fallback decodes a run of byte tokens together. With an invalid
-            # byte before it, CALL_END may come out broken, although its own tokens decode well.
-            # Then it is no call.
+            # A tokenizer with byte fallback decodes a run of byte tokens together. After an invalid
+            # byte, decoding the whole turn may garble CALL_END, although decoding its last tokens
+            # doesn't. Then it is no call.
             return None
         if t + 1 == args.max_new_tokens:  # no room for even one token of an answer
             return None
@@ -1049,8 +1051,8 @@ class Caller:
             # it writes what CALL_END still lacks, here ">", and then its answer.
             written = tokenizer.decode(self.turn[:-1])  # without the sample
             text = (before_end + CALL_END).removeprefix(written) + answer
-        # Tokenized alone, so that the ids that the policy sampled stay as they are. The line break,
-        # whose ids are taken off, is for tokenizers that would begin the text with a space.
+        # Tokenized alone, so that the ids that the policy sampled stay as they are. Some tokenizers
+        # put a space before a text. So a line break stands before it, whose ids are taken off.
         line_break = tokenizer("\n", add_special_tokens=False).input_ids
         ids = tokenizer(f"\n{text}", add_special_tokens=False).input_ids
         assert ids[: len(line_break)] == line_break  # no token holds the line break and more
@@ -1124,7 +1126,7 @@ def read_problems(args, tokenizer, splits, split):
             continue
         answer = row[args.answer_column]
         answer = "" if answer is None else str(answer)
-        if not answer.strip() or not has_gold(answer, REWARDS):  # no reward could judge it
+        if not answer.strip() or not has_gold(answer, REWARDS):  # a reward can't read it
             skipped[f"without a readable {args.answer_column}"] += 1
             continue
         prompt = render(args, tokenizer, chat)
@@ -1187,8 +1189,8 @@ def fill_template(tokenizer, chat, **options):
     """
     options["tokenize"] = False
     contents = [message["content"] for message in chat]
-    # In private-use characters, which no message has. An empty message gets an empty placeholder,
-    # because some templates leave an empty message out.
+    # A placeholder is a message's number between two private-use characters, which no message has.
+    # An empty message gets an empty one, because some templates leave an empty message out.
     marks = [f"\ue000{i}\ue000" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
@@ -1240,8 +1242,8 @@ def load_model(args, tokenizer):
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
     """
-    # transformers 5.24 warns that past_key_values and other arguments get new names. 5.19 doesn't
-    # have the new ones yet.
+    # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
+    # keeps the old names, because 5.19 knows only those.
     warnings.simplefilter("ignore", FutureWarning)
     name = find_model(args)
     config = load_config(args, name)
@@ -1258,8 +1260,8 @@ def load_model(args, tokenizer):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     eos_ids = find_eos_ids(model, tokenizer)
-    # Saved with the model, so that other programs end a response as here, and sample as here: from
-    # the whole softmax, even if the model came with a top-k or a repetition penalty.
+    # Saved with the model, so that other programs end a response as here. A top-k or a repetition
+    # penalty that came with the model isn't kept: training samples without them.
     model.generation_config = GenerationConfig(
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
@@ -1283,7 +1285,7 @@ def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    # The noise of dropout would change the ratios. All fields that set one have "drop" in the name.
+    # The noise of dropout would change the ratios. Every field with a rate has "drop" in its name.
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -1330,8 +1332,8 @@ def inference_copy(model):
         output.last_hidden_state = output.last_hidden_state.float()
         return output
 
-    # The head stays in float32, so the states are converted for it. It gets its own copy of its
-    # weight, because in many models this is also the embedding's weight, which becomes bf16.
+    # The head stays in float32, so the states are converted for it. In many models the embedding,
+    # which becomes bf16 below, has the same weight. So the head gets a copy.
     copied.base_model.get_decoder().register_forward_hook(float_states)
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
@@ -1347,7 +1349,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 def check_args(args):
-    """Raise an error for values that would silently train something else."""
+    """Raise an error for values with which the run wouldn't train what the flags say."""
     if args.num_generations < 2:
         raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps", "max_grad_norm"):
@@ -1419,12 +1421,13 @@ def describe_run(args, problems):
     rows = [problem["columns"] for problem in problems]
     # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
+    device = find_device(args)
     return vars(args) | {
         "rewards": [reward.__name__ for reward in REWARDS],
         "code": hashlib.sha256(repr(code).encode()).hexdigest(),
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
-        "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
 

@@ -296,7 +296,7 @@ def policy_loss(
         "policy/dual_clip_frac": (advantages < 0) & (ratio > args.dual_clip),
         "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
         "policy/ratio_mean": ratio,
-        "policy/entropy": -logprobs,  # estimates the entropy, in a step's first update
+        "policy/entropy": -logprobs,  # its mean estimates the entropy, if pi is still pi_old
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
@@ -395,8 +395,8 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # Sampling has switched to evaluation mode, but gradient checkpointing needs training mode.
-        # Both compute the same, because load_config sets all dropout to 0.
+        # Loading and sampling leave a model in evaluation mode, but gradient checkpointing needs
+        # training mode. Both compute the same, because load_config sets all dropout to 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # the sequences of each update
         first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
@@ -514,7 +514,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, sample)  # the last one
+        show_progress(args, progress, metrics, sample)  # that of the step's last prompt
         if step == first_step:  # after the log, so that the log shows the gap
             check_gap(args, model, gap.mean(), metrics["policy/entropy"])
 
@@ -740,7 +740,7 @@ def compute_logits(model, states):
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
-    def return_states(*inputs, **options):  # it ignores the input that a forward requires
+    def return_states(*inputs, **options):  # whatever goes in
         return DecoderOutput(last_hidden_state=states)
 
     # Most heads call the base model. OPT's calls the decoder inside of it.
@@ -758,8 +758,8 @@ def rollout_logprobs(args, model, rollout, batches):
     """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
     The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So the micro-batches are those of the first pass of updates: if the weights are equal, the
-    log-probabilities are exactly equal, too.
+    So this takes the micro-batches of the first pass of updates: as long as the policy hasn't
+    changed, an update computes the same numbers to the last bit, and every ratio is exactly 1.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in batches:
@@ -772,8 +772,8 @@ def micro_batches(args, model, rollout, sequences):
     """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. The common_tokens of all N prompts aren't counted. (The
-    prompts of a micro-batch may have more in common: then it's smaller than the maximum.)
+    longer than the maximum is alone. The common_tokens of all N prompts aren't counted.
+    (response_states looks again in each micro-batch, whose prompts may have more in common.)
     """
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
     common = common_tokens(model, rollout.prompts)
@@ -784,7 +784,7 @@ def micro_batches(args, model, rollout, sequences):
     # From the longest to the shortest, because neighbours of similar length need little padding.
     # Samples of one prompt with equal lengths stay together, because they have more in common.
     in_group_order = sorted(sequences.tolist())
-    remaining = sorted(in_group_order, key=length, reverse=True)  # keeps this order of equal ones
+    remaining = sorted(in_group_order, key=length, reverse=True)  # equal ones stay in this order
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
         num_seqs = max(1, args.micro_batch_tokens // length(remaining[0]))
@@ -843,7 +843,7 @@ def apply_rewards(completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. `answer`
-    is the data set's answer as a text.
+    is the text of --answer-column, and replaces another column of that name.
     """
     samples_per_problem = len(completions) // len(problems)
     repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
@@ -930,7 +930,7 @@ def read_problems(args, tokenizer, splits, split):
             continue
         answer = row[args.answer_column]
         answer = "" if answer is None else str(answer)
-        if not answer.strip() or not has_gold(answer, REWARDS):  # no reward could judge it
+        if not answer.strip() or not has_gold(answer, REWARDS):  # a reward can't read it
             skipped[f"without a readable {args.answer_column}"] += 1
             continue
         prompt = render(args, tokenizer, chat)
@@ -993,8 +993,8 @@ def fill_template(tokenizer, chat, **options):
     """
     options["tokenize"] = False
     contents = [message["content"] for message in chat]
-    # In private-use characters, which no message has. An empty message gets an empty placeholder,
-    # because some templates leave an empty message out.
+    # A placeholder is a message's number between two private-use characters, which no message has.
+    # An empty message gets an empty one, because some templates leave an empty message out.
     marks = [f"\ue000{i}\ue000" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
@@ -1046,8 +1046,8 @@ def load_model(args, tokenizer):
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
     """
-    # transformers 5.24 warns that past_key_values and other arguments get new names. 5.19 doesn't
-    # have the new ones yet.
+    # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
+    # keeps the old names, because 5.19 knows only those.
     warnings.simplefilter("ignore", FutureWarning)
     name = find_model(args)
     config = load_config(args, name)
@@ -1060,8 +1060,8 @@ def load_model(args, tokenizer):
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     eos_ids = find_eos_ids(model, tokenizer)
-    # Saved with the model, so that other programs end a response as here, and sample as here: from
-    # the whole softmax, even if the model came with a top-k or a repetition penalty.
+    # Saved with the model, so that other programs end a response as here. A top-k or a repetition
+    # penalty that came with the model isn't kept: training samples without them.
     model.generation_config = GenerationConfig(
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
@@ -1085,7 +1085,7 @@ def load_config(args, name):
     """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    # The noise of dropout would change the ratios. All fields that set one have "drop" in the name.
+    # The noise of dropout would change the ratios. Every field with a rate has "drop" in its name.
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -1132,8 +1132,8 @@ def inference_copy(model):
         output.last_hidden_state = output.last_hidden_state.float()
         return output
 
-    # The head stays in float32, so the states are converted for it. It gets its own copy of its
-    # weight, because in many models this is also the embedding's weight, which becomes bf16.
+    # The head stays in float32, so the states are converted for it. In many models the embedding,
+    # which becomes bf16 below, has the same weight. So the head gets a copy.
     copied.base_model.get_decoder().register_forward_hook(float_states)
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
@@ -1149,7 +1149,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 def check_args(args):
-    """Raise an error for values that would silently train something else."""
+    """Raise an error for values with which the run wouldn't train what the flags say."""
     if args.num_generations < 2:
         raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps", "max_grad_norm"):
@@ -1239,12 +1239,13 @@ def describe_run(args, problems):
     rows = [problem["columns"] for problem in problems]
     # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
+    device = find_device(args)
     return vars(args) | {
         "rewards": [reward.__name__ for reward in REWARDS],
         "code": hashlib.sha256(repr(code).encode()).hexdigest(),
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
-        "device_name": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
     }
 
 

@@ -182,7 +182,7 @@ def test_files(script, finished):
     assert set(args) == fields | {"rewards", "code", "data", "versions", "device_name"}
     assert args["rewards"] == [reward.__name__ for reward in script.REWARDS]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    assert args["versions"] == versions and args["device_name"] == "CPU"
+    assert args["versions"] == versions and args["device_name"] == "cpu"
     assert re.fullmatch("[0-9a-f]{64} [0-9a-f]{64}", f"{args['code']} {args['data']}")
     assert args["num_prompts"] == 4
 
