@@ -988,7 +988,7 @@ def common_tokens(model, prompts):
     Equal first tokens have equal keys and values, because a token sees none after it. This only
     saves time: if it always returned 0, the numbers would be the same up to rounding.
     """
-    # On a GPU, the extra pass takes longer than it saves (docs/measurements.md).
+    # On a GPU it takes GB, and saves little time or none (docs/measurements.md).
     if model.device.type != "cpu":
         return 0
     # With gradient checkpointing, transformers' layers ignore a cache.

@@ -2,10 +2,10 @@
 
     python benchmark/plan.py --card "RTX 4090" grpo_lora.py --model SmolLM2-1.7B-Instruct --max-new-tokens 512
 
-Write the command of the run behind `plan.py` and its own flags. The card is a name in CARDS below, or a number of GB
-(then there are no seconds). `--prompt-tokens` and `--response-tokens` are the lengths of a usual prompt and response:
-330, as GSM8K's with the examples, and --max-new-tokens, the most. Of the model, only its config.json is read: from a
-folder, from MODELS below, or from the hub.
+Write the command of the run behind `plan.py` and its own flags, with `python` or without. The card is a name in CARDS
+below, or a number of GB (then there are no seconds). `--prompt-tokens` and `--response-tokens` are the lengths of a
+usual prompt and response: 330, as GSM8K's with the examples, and --max-new-tokens, the most. Of the model, only its
+config.json is read: from a folder, from MODELS below, or from the hub.
 
 Without a command, it writes the tables of docs/gpu.md.
 
@@ -92,7 +92,7 @@ MODELS = {
 }
 # The rows of the table of peaks, and its columns.
 IN_TABLE = ["Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "SmolLM2-1.7B", "Qwen2.5-3B", "Qwen2.5-7B"]
-COUNTED = ["grpo", "grpo_lora", "ppo_rlhf"]
+COUNTED = ["grpo", "host_adam", "grpo_lora", "ppo_rlhf"]
 
 
 # ---- the model
@@ -425,7 +425,12 @@ def alternatives(script, config, card, args, prompt) -> list[str]:
         tried = arguments(other, **shared | changes)
         if best := best_flags(other, config, card, tried, prompt):
             flags = [f" --{name.replace('_', '-')} {value:g}" for name, value in (changes | best).items()]
-            found.append(f"python {other}.py --model {args.model}{''.join(flags)}")
+            tried = dataclasses.replace(tried, **best)
+            peak = count(other, config, tried, prompt, CARDS[card][0])["peak"] / 1e9
+            seconds = sum(step_seconds(other, config, card, tried, prompt))
+            found.append(
+                f"python {other}.py --model {args.model}{''.join(flags)}  # {peak:.1f} GB, {seconds:.0f} s a step"
+            )
     return found
 
 
@@ -441,18 +446,24 @@ def report(script: str, config: dict, args, options, command: list[str]) -> str:
     lines = [f"{size / 1e9:8.2f} GB  {WORDS.get(name, name)}" for name, size in counts.items()]
     verdict = "fits" if counts["peak"] <= 1e9 * memory else "DOESN'T FIT"
     lines.append(f"It {verdict} {memory:g} GB. (Calculated minus measured, on an H200: {error_range('GB')})")
+    if script == "host_adam":
+        host = 8 * shape(config).parameters + counts.get("reference", 0)
+        lines.append(f"The host's memory holds {host / 1e9:.1f} GB of averages and reference.")
     if not named:
         return "\n".join(lines)
-    rollout, update = step_seconds(script, config, options.card, args, prompt, response, gpus)
-    steps, evaluations = run_hours(script, config, options.card, args, prompt, response, gpus)
-    lines += [
-        "",
-        f"{rollout:8.1f} s   rollout of a step ({error_range('rollout')})",
-        f"{update:8.1f} s   update of a step ({error_range('update')})",
-        f"{steps + evaluations:8.1f} h   {args.num_steps} steps, and {evaluations:.1f} h of it for evaluations",
-    ]
-    if script == "dapo":
-        lines.append(f"Each batch that dapo.py samples in the place of equal groups takes {rollout:.1f} s more.")
+    if counts["peak"] <= 1e9 * memory:
+        rollout, update = step_seconds(script, config, options.card, args, prompt, response, gpus)
+        steps, evaluations = run_hours(script, config, options.card, args, prompt, response, gpus)
+        whole = steps + evaluations
+        duration = f"{60 * whole:8.0f} min" if whole < 1 else f"{whole:8.1f} h  "
+        lines += [
+            "",
+            f"{rollout:8.1f} s   rollout of a step ({error_range('rollout')})",
+            f"{update:8.1f} s   update of a step ({error_range('update')})",
+            f"{duration} {args.num_steps} steps, with {60 * evaluations:.0f} min of evaluations",
+        ]
+        if script == "dapo":
+            lines.append(f"Each batch that dapo.py samples in the place of equal groups takes {rollout:.1f} s more.")
     best = best_flags(script, config, options.card, args, prompt, response, gpus)
     lines.append("")
     if best is None:
@@ -520,7 +531,15 @@ def errors_table() -> str:
     return table(["calculated, measured", "peak", "rollout", "update"], list(rows.values()))
 
 
-TABLES = {"memory": peaks_table, "seconds": seconds_table, "errors": errors_table}
+def example() -> str:
+    """What the first command of docs/gpu.md prints."""
+    command = ["grpo_lora.py", "--model", "SmolLM2-1.7B-Instruct"]
+    args = arguments("grpo_lora", model=command[-1])
+    options = SimpleNamespace(card="RTX 4090", gpus=1, prompt_tokens=PROMPT, response_tokens=None)
+    return f"```\n{report('grpo_lora', read_config(args.model), args, options, command)}\n```\n"
+
+
+TABLES = {"example": example, "memory": peaks_table, "seconds": seconds_table, "errors": errors_table}
 
 
 def main() -> None:
@@ -535,7 +554,7 @@ def main() -> None:
         for name, make in TABLES.items():
             fill(ROOT / "docs" / "gpu.md", name, make())
         return
-    path, *flags = options.command
+    path, *flags = [word for word in options.command if word != "python"]
     script = path.removesuffix(".py")
     if script not in [*SCRIPTS, *MACHINE_PATCHES]:
         parser.error(f"{path} is none of the scripts: {', '.join([*SCRIPTS, *MACHINE_PATCHES])}")
@@ -543,7 +562,7 @@ def main() -> None:
         parser.error(f"--card is a number of GB, or one of: {', '.join(CARDS)}")
     module = module_of(script)
     args = tyro.cli(module.Args, args=flags, prog=path)
-    print(report(script, read_config(module.find_model(args)), args, options, options.command))
+    print(report(script, read_config(module.find_model(args)), args, options, [path, *flags]))
 
 
 if __name__ == "__main__":

@@ -97,7 +97,7 @@ def short_transcript() -> str:
     lines = TRANSCRIPT.read_text(encoding="utf-8").splitlines()
     steps = [i for i, line in enumerate(lines) if line.startswith("step ")]
     first, last = steps[0], steps[-1]
-    chosen = [*lines[first - 2 : first + 2], "...", *lines[last:]]
+    chosen = ["...", *lines[first - 2 : first + 2], "...", *lines[last:]]
     return "```\n" + "\n".join(chosen) + "\n```\n"
 
 

@@ -139,7 +139,7 @@ def test_every_script_has_a_plan(name):
     options = SimpleNamespace(prompt_tokens=330, response_tokens=150, gpus=2, card="H100")
     command = [f"{name}.py", "--model", "SmolLM2-1.7B"]
     text = plan.report(name, SMOL, plan.arguments(name, model="SmolLM2-1.7B"), options, command)
-    assert " GB  peak" in text and "s   update of a step" in text and " h   200 steps" in text
+    assert " GB  peak" in text and ("s   update of a step" in text) == ("It fits" in text)
 
 
 def test_the_best_flags_fit_and_are_not_slower(capsys):
