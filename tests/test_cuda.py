@@ -146,7 +146,7 @@ for model in models:
 EXACT = """import copy, sys, tempfile
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import grpo, torch
-from families import random_model, small_config
+from families import IS_OLDER, NEED_523, random_model, small_config
 from test_sampling import PROMPTS, V, exact_logprobs, left_pad
 grpo.SEGMENT["cuda"] = 4
 args = grpo.Args(max_prompt_tokens=9, max_new_tokens=10)
@@ -155,6 +155,8 @@ families = ["Llama", "OPT, positions from 2", "Mixtral", "DeepSeek V2", "Mistral
 families += ["Cohere 2", "Gemma 2", "Gemma 4 as published", "gpt-oss", "LFM3", "Ettin"]
 families += ["Falcon-H1", "Granite 4 H", "Nemotron-H", "Qwen3.5"]
 for family in families:
+    if IS_OLDER and family in [*NEED_523, "gpt-oss"]:  # docs/models.md names all three
+        continue
     with tempfile.TemporaryDirectory() as folder:
         small_config(family).save_pretrained(folder)
         host_model = random_model(grpo.load_config(args, folder))

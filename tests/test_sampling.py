@@ -11,7 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from families import DIFFERENT, FAILING, FAMILIES, V, random_model, small_config
+from families import (
+    DIFFERENT,
+    FAILING,
+    FAMILIES,
+    IS_OLDER,
+    NEED_523,
+    V,
+    random_model,
+    small_config,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import grpo
@@ -173,6 +182,8 @@ def assert_same_gradients(actual, expected, tolerance=1e-5):
 
 def load_family(family, folder):
     """A small model of families.py, whose configuration load_config has read."""
+    if IS_OLDER and family in NEED_523:
+        pytest.skip("docs/models.md says to take transformers 5.23 or 5.24 for this family")
     small_config(family).save_pretrained(folder)
     args = grpo.Args(max_prompt_tokens=9, max_new_tokens=14)
     return random_model(grpo.load_config(args, folder))
