@@ -1,7 +1,7 @@
 # PlainRL 0.2.0, Apache-2.0
 """GRPO with low-rank adapters, in one file: grpo.py (DeepSeekMath, Shao et al. 2024,
 arXiv:2402.03300v3) with LoRA (Hu et al. 2021, arXiv:2106.09685). By our calculation, a policy of
-1.7 billion parameters needs 38 GB of GPU memory with grpo.py and 14 GB here. In both, 10 GB hold
+1.7 billion parameters needs 39 GB of GPU memory with grpo.py and 14 GB here. In both, 10 GB hold
 the keys and values of a sampling batch (--sampling-tokens).
 
 Every linear layer of the model, except the output head, keeps its weights W (out, in) as they are.
@@ -656,9 +656,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if t % check_every == 0 and finished.all():
             break
         if t % segment == 0:
-            unfinished = (~finished).nonzero().squeeze(1)  # row indices; all of them at t = 0
-            decoding.select(unfinished)
-            sequences, finished = sequences[unfinished], finished[unfinished]
+            if finished.any():
+                unfinished = (~finished).nonzero().squeeze(1)  # row indices
+                decoding.select(unfinished)
+                sequences, finished = sequences[unfinished], finished[unfinished]
             decoding.grow(min(segment, args.max_new_tokens - t))
         if t > 0:  # the logits of the first token come from the prompt
             decoding.step(model, use_graph)

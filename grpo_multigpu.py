@@ -35,7 +35,7 @@ samples with other noise.
 
 Memory per GPU, in bytes per parameter: 4 for weights, 4 for gradients and 8 for Adam, divided by W.
 The copy that samples is not divided: it takes 2, but 4 in its head. Nor is the reference (none with
---beta 0): it takes 2, but 4 in its embedding and head. docs/train.md counts the rest, and what the
+--beta 0): it takes 2, but 4 in its embedding and head. docs/gpu.md counts the rest, and what the
 processes send each other.
 
 Departures from the paper: those of grpo.py.
@@ -666,9 +666,10 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
         if t % check_every == 0 and finished.all():
             break
         if t % segment == 0:
-            unfinished = (~finished).nonzero().squeeze(1)  # row indices; all of them at t = 0
-            decoding.select(unfinished)
-            sequences, finished = sequences[unfinished], finished[unfinished]
+            if finished.any():
+                unfinished = (~finished).nonzero().squeeze(1)  # row indices
+                decoding.select(unfinished)
+                sequences, finished = sequences[unfinished], finished[unfinished]
             decoding.grow(min(segment, args.max_new_tokens - t))
         if t > 0:  # the logits of the first token come from the prompt
             decoding.step(model, use_graph)

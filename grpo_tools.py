@@ -643,9 +643,10 @@ def generate(args, model, tokenizer, prompt_ids, prompt_mask, num_samples, tempe
         if t % check_every == 0 and finished.all():
             break
         if t % segment == 0:
-            unfinished = (~finished).nonzero().squeeze(1)  # row indices; all of them at t = 0
-            decoding.select(unfinished)
-            sequences, finished = sequences[unfinished], finished[unfinished]
+            if finished.any():
+                unfinished = (~finished).nonzero().squeeze(1)  # row indices
+                decoding.select(unfinished)
+                sequences, finished = sequences[unfinished], finished[unfinished]
             decoding.grow(min(segment, args.max_new_tokens - t))
         if t > 0:  # the logits of the first token come from the prompt
             decoding.step(model, use_graph)

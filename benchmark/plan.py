@@ -412,7 +412,7 @@ def best_flags(script, config, card, args, prompt=PROMPT, response=None, gpus=1)
     return min(found, key=lambda each: each[:2])[2] if found else None
 
 
-def alternatives(script, config, card, args, prompt) -> list[str]:
+def alternatives(script, config, card, args, command, prompt=PROMPT, response=None, gpus=1) -> list[str]:
     """Other ways to train the model, which fit a card that is too small for the command."""
     found = []
     for other, changes in [(script, dict(beta=0.0)), ("host_adam", {}), ("grpo_lora", {})]:
@@ -423,14 +423,14 @@ def alternatives(script, config, card, args, prompt) -> list[str]:
             continue
         shared = {name: x for name, x in vars(args).items() if name in known and name != "learning_rate"}
         tried = arguments(other, **shared | changes)
-        if best := best_flags(other, config, card, tried, prompt):
-            flags = [f" --{name.replace('_', '-')} {value:g}" for name, value in (changes | best).items()]
+        if best := best_flags(other, config, card, tried, prompt, response, gpus):
+            words = {f"--{name.replace('_', '-')}": f"{value:g}" for name, value in (changes | best).items()}
+            kept = [f"{other}.py", *without(command[1:], "--learning-rate", *words)]
             tried = dataclasses.replace(tried, **best)
-            peak = count(other, config, tried, prompt, CARDS[card][0])["peak"] / 1e9
-            seconds = sum(step_seconds(other, config, card, tried, prompt))
-            found.append(
-                f"python {other}.py --model {args.model}{''.join(flags)}  # {peak:.1f} GB, {seconds:.0f} s a step"
-            )
+            peak = count(other, config, tried, prompt, CARDS[card][0], gpus)["peak"] / 1e9
+            seconds = sum(step_seconds(other, config, card, tried, prompt, response, gpus))
+            text = f"python {shlex.join([*kept, *sum(words.items(), ())])}"
+            found.append(f"{text}  # {peak:.1f} GB, {seconds:.0f} s a step")
     return found
 
 
@@ -467,8 +467,10 @@ def report(script: str, config: dict, args, options, command: list[str]) -> str:
     best = best_flags(script, config, options.card, args, prompt, response, gpus)
     lines.append("")
     if best is None:
+        given = (script, config, options.card, args, command, prompt, response, gpus)
+        others = alternatives(*given) or ["a smaller model, or more GPUs with grpo_multigpu.py"]
         lines.append(f"No --sampling-tokens and --micro-batch-tokens fit {options.card}. These would:")
-        lines += [f"    {text}" for text in alternatives(script, config, options.card, args, prompt)]
+        lines += [f"    {text}" for text in others]
     else:
         tried = dataclasses.replace(args, **best)
         seconds = sum(step_seconds(script, config, options.card, tried, prompt, response, gpus))
