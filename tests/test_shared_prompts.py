@@ -135,6 +135,8 @@ def test_micro_batches_keep_to_the_budget(module, beginning):
 CASES = {
     # 2 * 24 and 2 * 22 tokens.
     "by length": ([[1] * 20] * 2 + [[2] * 20] * 2, [4, 2, 4, 2], [([0, 2], 0), ([1, 3], 0)]),
+    # Samples of one prompt stay together, though the minibatch has them in another order.
+    "equal lengths": ([[1] * 20] * 2 + [[2] * 20] * 2, [4] * 4, [([0, 1], 19), ([2, 3], 19)]),
     # The second micro-batch happens to have one prompt.
     "a group": ([[1] * 20, [2] * 20, [2] * 20], [30, 4, 2], [([0], 19), ([1, 2], 19)]),
     # All begin with 12 tokens: each has 5 to compute besides. The last token of a prompt isn't shared.
@@ -152,7 +154,8 @@ def test_micro_batches_by_hand(case):
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rollout = grpo.Rollout(prompts, mask.long(), mask, mask.float())
     model = build("Llama")
-    batches = micro_batches(grpo, model, rollout, torch.arange(len(prompts)), 64)
+    shuffled = torch.tensor([*range(0, len(prompts), 2), *range(1, len(prompts), 2)])
+    batches = micro_batches(grpo, model, rollout, shuffled, 64)
     found = [(sorted(rows), common_tokens(grpo, model, part)) for rows, part in batches]
     assert sorted(found) == expected
 
