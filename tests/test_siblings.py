@@ -1,16 +1,18 @@
 """The scripts are siblings: shared parts have the same text, and docs/diffs/ shows or names all other parts.
 
-Also that the help of a flag is one line, and that each script names the version.
+Also that the help of a flag is one line, that each script names the version, and how changes are carried.
 """
 
 import ast
 import re
+import shutil
+import subprocess
 
 import pytest
-from carry import patched
+import siblings
 from conftest import ROOT
 from scripts import SCRIPTS, parent_of, read_script
-from siblings import CHILDREN, body, diff_page, parts
+from siblings import CHILDREN, body, diff_page, parts, patched
 
 
 @pytest.mark.parametrize("child", CHILDREN)
@@ -87,3 +89,141 @@ def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
         (tmp_path / "dr_grpo.py").write_text(original.replace(old, new, 1), encoding="utf-8")
         assert parts("dr_grpo").get(name) != parts("grpo").get(name), name
         assert diff_page("dr_grpo") != page, name
+
+
+# ---- changes that are carried
+
+
+def commit_copies(folder, monkeypatch, *names):
+    """Let the tool work in this folder: a repository with these files alone, all of them committed."""
+    monkeypatch.setattr(siblings, "ROOT", folder)
+    (folder / "variants").mkdir()
+    for name in names:
+        shutil.copy(ROOT / name, folder / name)
+    named = ["-c", "user.name=x", "-c", "user.email=x"]
+    for command in (["init", "-q"], ["add", "."], [*named, "commit", "-q", "-m", "x"]):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+
+
+def change(path, old, new):
+    text = path.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_patches_are_made_again_when_the_parent_changed(tmp_path, monkeypatch, capsys):
+    """The tool updates a patch if the parent changes near a patched line.
+
+    If the patched line itself changes, the patch keeps its own, and a person is told.
+    """
+    commit_copies(tmp_path, monkeypatch, "grpo.py", "variants/cispo.diff")
+
+    def applied():
+        """The patched text, or False if the patch needs fuzz."""
+        command = ["patch", "--fuzz=0", "-o", "out.py", "grpo.py", "variants/cispo.diff"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True)
+        return done.returncode == 0 and (tmp_path / "out.py").read_text(encoding="utf-8")
+
+    before = applied()
+    near = "SCRIPT = Path(__file__).resolve()", "SCRIPT = Path(__file__).absolute()"
+    change(tmp_path / "grpo.py", *near)
+    assert not applied()
+    siblings.carry_patches()
+    assert applied() == before.replace(*near)
+    shutil.copy(ROOT / "variants" / "cispo.diff", tmp_path / "variants")
+    assert not capsys.readouterr().out
+    clamp = "    clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)\n"
+    change(tmp_path / "grpo.py", clamp, clamp.replace("1 - ", "1.0 - "))
+    siblings.carry_patches()
+    assert applied() == before.replace(*near)
+    told = "cispo.diff has other text, so look whether it needs the change in: policy_loss\n"
+    assert capsys.readouterr().out == f"{told}    {clamp}"
+    # A person makes it from the whole script.
+    siblings.write_patch("cispo", before.replace(*near))
+    assert applied() == before.replace(*near)
+
+
+def test_a_script_gets_what_changed_in_its_parent():
+    """Parts move, come and go as in the parent. The script's own parts and lines stay, and a person is told."""
+    base = "X = 1\n\n\ndef f():\n    a\n    b\n    c\n\n\ndef g():\n    d\n\n\ndef h():\n    e\n"
+    parent = (
+        "X = 1\n\n\ndef h():\n    e\n\n\ndef new():\n    n\n\n\ndef f():\n    a\n    b\n    cc\n"
+    )
+    child = base.replace("    a\n", "    aa\n").replace("def h", "def own():\n    o\n\n\ndef h")
+    expected = parent.replace("    a\n", "    aa\n") + "\n\ndef own():\n    o\n"
+    assert siblings.carry(child, base, parent) == (expected, {})
+    # Both changed the same line, and the child has changed what the parent removes.
+    child = base.replace("    c\n", "    x\n").replace("    d\n", "    y\n")
+    found, missing = siblings.carry(child, base, parent)
+    # A part that the parent no longer has is told by its first lines.
+    assert missing == {"f": ["    c\n"], "g": ["def g():\n", "    y\n"]}
+    assert "    x\n" in found and "cc" not in found and "    y\n" in found
+
+
+# The base is the lines a, b, c, d. Each row: what the child has instead, what the parent changes it to, what the child
+# gets, and the lines of the base that it has in another form.
+CARRIED = {
+    "beside another form": ("a x c d", "a b C d", "a x C d", ""),
+    "beside a line of its own": ("a b x c d", "a b C d", "a b x C d", ""),
+    "around a line of its own": ("a b x c d", "a B C d", "a B x C d", ""),
+    "more lines": ("x a b c d", "a b C1 C2 C3 d", "x a b C1 C2 C3 d", ""),
+    "fewer lines": ("a b c d x", "A d", "A d x", ""),
+    "deleted": ("x a b c d", "a c d", "x a c d", ""),
+    "deleted beside another form": ("a b x d", "a c d", "a x d", ""),
+    "deleted around a line of its own": ("a b x c d", "a c d", "a x c d", ""),
+    "inserted": ("x a b c d", "a b new c d", "x a b new c d", ""),
+    "inserted after another form": ("a x c d", "a b new c d", "a x new c d", ""),
+    "inserted before another form": ("a b x d", "a b new c d", "a b new x d", ""),
+    "inserted first": ("a b c x", "new a b c d", "new a b c x", ""),
+    "inserted last": ("x b c d", "a b c d new", "x b c d new", ""),
+    "another form": ("a x c d", "a B c d", "a x c d", "b"),
+    "another form beside it": ("a x c d", "a B C d", "a x C d", "b"),
+    "another form of what is deleted": ("a x c d", "a c d", "a x c d", "b"),
+    "no change": ("a x c d", "a b c d", "a x c d", ""),
+    "no line of its own": ("a b c d", "A b new d", "A b new d", ""),
+}
+
+
+def function_of(words, name="f"):
+    return f"def {name}():\n" + "".join(f"    {word}\n" for word in words.split())
+
+
+@pytest.mark.parametrize("case", CARRIED)
+def test_each_line_is_carried_or_told(case):
+    child, parent, expected, told = CARRIED[case]
+    # An other part isn't touched, and not told.
+    child, base, parent, expected = (
+        function_of(words) + "\n\n" + function_of("a", "g")
+        for words in (child, "a b c d", parent, expected)
+    )
+    missing = {"f": [f"    {word}\n" for word in told.split()]} if told else {}
+    assert siblings.carry(child, base, parent) == (expected, missing)
+    assert siblings.carry(expected, base, parent)[0] == expected  # a second time changes nothing
+
+
+def test_each_script_has_a_docstring_of_its_own():
+    """Its equal lines are carried, as that of the version, and the others aren't told."""
+    base = '# 1.0\n"""A loss.\n\nShapes: N\n"""\n\nX = 1\n'
+    parent = '# 2.0\n"""One loss.\n\nShapes: N, R\n"""\n\nX = 2\n'
+    child = base.replace("A loss", "Another loss")
+    expected = parent.replace("One loss", "Another loss")
+    assert siblings.carry(child, base, parent) == (expected, {})
+
+
+def test_a_change_of_grpo_reaches_the_scripts_once(tmp_path, monkeypatch, capsys):
+    """Without a change since the last commit there is nothing to carry: it may have been committed too early."""
+    commit_copies(tmp_path, monkeypatch, "grpo.py", "dr_grpo.py")
+    monkeypatch.setattr(siblings, "SCRIPTS", ["grpo", "dr_grpo"])
+    before = (tmp_path / "dr_grpo.py").read_text(encoding="utf-8")
+    with pytest.raises(SystemExit, match="no change since the last commit"):
+        siblings.carry_scripts()
+    assert (tmp_path / "dr_grpo.py").read_text(encoding="utf-8") == before
+    # In dr_grpo.py another line follows this one.
+    line = "        token_loss = token_loss + args.beta * kl\n"
+    change(tmp_path / "grpo.py", line, line + "    pass\n")
+    siblings.carry_scripts()
+    expected = before.replace(line, line + "    pass\n")
+    assert (tmp_path / "dr_grpo.py").read_text(encoding="utf-8") == expected != before
+    siblings.carry_scripts()
+    assert (tmp_path / "dr_grpo.py").read_text(encoding="utf-8") == expected
+    assert not capsys.readouterr().out
