@@ -34,6 +34,13 @@ def test_every_link_leads_somewhere(page):
             assert anchor in names, target
 
 
+@pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
+def test_every_fence_stands_on_a_line_of_its_own(page):
+    """Else the page shows a formula or a command as text, such as "```math x = 1 ```"."""
+    fences = re.findall(r"^.*```.*$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert all(re.fullmatch(r" *```\w*", line) for line in fences) and len(fences) % 2 == 0, fences
+
+
 def test_the_lines_beside_the_formulas_are_the_scripts():
     """The code in docs/algorithms.md is in the script that the block names, with "..." for what is left out."""
     text, seen = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8"), set()
