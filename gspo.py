@@ -1,8 +1,8 @@
 # PlainRL 0.2.0, Apache-2.0
 """GSPO: Group Sequence Policy Optimization, in one file. Zheng et al. 2025, arXiv:2507.18071v2.
 
-The policy samples G responses o_1 .. o_G to every prompt q, and each one gets a reward r_i. We
-maximize J, so the loss is -J:
+In each step, the policy samples G responses o_1 .. o_G to every prompt q, and each one gets a
+reward r_i. We maximize J, so the loss is -J:
 
     J(theta) = E[ 1/G sum_i min(s_i A_i, clip(s_i, 1-eps_low, 1+eps_high) A_i) ]            (Eq. 5)
     A_i      = (r_i - mean(r_1 .. r_G)) / std(r_1 .. r_G)                                   (Eq. 6)
@@ -30,7 +30,8 @@ the reference (DeepSeekMath, Eq. 4), which the paper leaves out.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
-V vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all.
+V vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all. Where a
+function gets a part of a step, or problems to evaluate on, B and N are those of its input.
 
     python gspo.py                                 the bundled adder, on a CPU
     python gspo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -51,7 +52,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
-from unittest import mock
+from unittest import mock  # compute_logits replaces a forward pass
 
 import datasets
 import torch
@@ -76,12 +77,12 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-# The rewards are summed. The first has to give 1.0 for a right answer. Its mean is logged as the
-# accuracy, so any other answer should get 0.0.
+# The reward is their sum. The first must give 1.0 to a right answer and 0.0 to any other, because
+# its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
-# Worked examples, each a question and its answer. With --examples they stand before each question.
-# A small model imitates an example better than it follows a description. If you change REWARDS or
-# the task, change the examples, too.
+# Worked examples, each a question and its answer, which --examples puts before each question. A
+# small model imitates an example better than it follows a description. If you change REWARDS or the
+# task, change the examples, too.
 EXAMPLES = [
     (
         "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
@@ -101,7 +102,7 @@ EXAMPLES = [
 
 @dataclass
 class Args:
-    # A command without --model has the defaults of BUNDLED, below, instead of these.
+    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -112,22 +113,22 @@ class Args:
     run_name: str | None = None
     """name of the run's folder; if it has a checkpoint, the run is resumed; None: a new name"""
     eval_every: int = 50
-    """steps between evaluations (always before and after); 0: none between"""
+    """steps between evaluations; 0: only before the first step and after the last"""
     save_every: int = 50
-    """steps between checkpoints (always after the last step); 0: none between"""
+    """steps between checkpoints; 0: only after the last step"""
     track: bool = False
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without a slash is one of HuggingFaceTB"""
+    """folder or hub id; without a slash, and if there is no such folder, one of HuggingFaceTB"""
     dataset: str = "openai/gsm8k:main"
-    """file, folder, hub id or id:config; without a test or validation split, a tenth is held out"""
+    """file, folder, hub id or id:config; a tenth is held out if it has no test or validation set"""
     eval_size: int = 500
     """number of held-out problems to evaluate on (the first ones)"""
     question_column: str = "question"
     """column that holds the question: a text, or a list of chat messages"""
     answer_column: str = "answer"
-    """column that holds the gold answer; if it contains "####", only what follows counts"""
+    """column that holds the gold answer; of a text with "####", the rewards read what follows"""
     examples: bool = True
     """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
@@ -142,9 +143,9 @@ class Args:
     max_new_tokens: int = 300
     """maximum response length in tokens (R)"""
     temperature: float = 0.9
-    """divides the logits, in sampling and in every log-probability"""
+    """divides the logits, in sampling and in the loss; evaluations are greedy"""
     sampling_tokens: int = 49152
-    """maximum tokens in a sampling batch, padding included; 131072 is faster if a GPU has 60 GB"""
+    """maximum tokens in a sampling batch, padding included; on a GPU of 60 GB, 131072 is faster"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph; turn off if a model doesn't allow it"""
     # ---- optimization
@@ -155,7 +156,7 @@ class Args:
     lr_schedule: Literal["linear", "constant_with_warmup"] = "linear"
     """after the warm-up: linear falls towards 0, constant_with_warmup stays at the peak"""
     warmup_updates: int = 10
-    """updates over which the learning rate rises linearly; the last of them has the peak rate"""
+    """updates over which the learning rate rises linearly to its peak"""
     num_iterations: int = 1
     """passes over each rollout (mu in DeepSeekMath's Algorithm 1)"""
     num_minibatches: int = 4
@@ -194,23 +195,23 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def compute_advantages(rewards):
-    """Group-relative: rewards (B, G) -> (B, G). DeepSeekMath 4.1.2; the std is torch's (Bessel)."""
+    """The rewards (B, G), normalized in each group: (B, G). DeepSeekMath 4.1.2."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
-    # The advantages of equal rewards must be exactly 0, because Adam makes a full step of any
-    # gradient, however tiny. The mean of equal numbers may be rounded. So the first reward is
-    # subtracted: then all of them are 0, and their mean is, too.
+    # Equal rewards must get advantages of exactly 0, because Adam can make a full step of a tiny
+    # gradient. But the mean of equal numbers may be rounded. Less the first reward, they are all 0,
+    # and so is their mean.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
 def minibatches(args, num_seqs):
     """Yield the sequence indices of each update. Each pass shuffles all and splits them evenly."""
-    for _ in range(args.num_iterations):  # mu in DeepSeekMath's Algorithm 1
+    for _ in range(args.num_iterations):  # the passes
         yield from torch.randperm(num_seqs).tensor_split(args.num_minibatches)
 
 
 def lr_factor(args, update, num_updates):
-    """The learning rate of an update (0, 1, .. num_updates - 1), as a share of the peak."""
+    """The learning rate of an update (0 .. num_updates - 1), as a fraction of the peak."""
     if update < args.warmup_updates:
         return (update + 1) / args.warmup_updates
     if args.lr_schedule == "constant_with_warmup":
@@ -221,11 +222,10 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
     """The GSPO loss, -J of Eq. 5, of the n sequences of a micro-batch.
 
-    mask (n, R) bool is True for the tokens that count; logprobs, old_logprobs and ref_logprobs
-    (n, R) are 0 elsewhere; advantages (n, 1). num_seqs is the number of sequences in the whole
-    minibatch, so that the losses of its micro-batches add up to the loss of the minibatch. With
-    args.beta 0, ref_logprobs is not used. Returns the scalar loss, and the metrics: each summed
-    over the tokens that count, except the clip fractions, which are summed over the n sequences.
+    mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and ref_logprobs (n,
+    R) are 0 elsewhere. advantages (n, 1). num_seqs is the number of sequences in the whole
+    minibatch, so that the losses of its micro-batches add up to its loss. Returns the scalar loss,
+    and the sum of each metric over these tokens, or over the n sequences for the clip fractions.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
@@ -248,10 +248,10 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
     clipped_low = (ratio < 1 - args.clip_eps_low) & (seq_advantages < 0)  # (n,) bool
     clipped_high = (ratio > 1 + args.clip_eps_high) & (seq_advantages > 0)  # (n,) bool
     per_token = {
-        "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(old || new), Schulman's k2
+        "policy/approx_kl": 0.5 * logratio**2,  # estimates KL(pi_old || pi), Schulman's k2
         # The log averages over tokens, so each token gets the ratio of its sequence.
         "policy/ratio_mean": ratio[:, None].expand_as(mask),
-        "policy/entropy": -logprobs,  # its mean estimates the entropy, if pi is still pi_old
+        "policy/entropy": -logprobs,  # estimates the entropy, without bias while pi is pi_old
     }
     if args.beta > 0:
         per_token["kl/ref"] = kl
@@ -268,11 +268,11 @@ class Rollout(NamedTuple):
 
     prompts: list[list[int]]  # N lists of token ids
     response_ids: Tensor  # (N, R); any ids where response_mask is False
-    response_mask: Tensor  # (N, R) bool: the EOS token counts, nothing after it does
+    response_mask: Tensor  # (N, R) bool: True up to the EOS token, and at it
     sampled_logprobs: Tensor  # (N, R) float32, as the sampler computed them
 
     def select(self, indices):
-        """The rollout of these sequences alone."""
+        """Only these sequences, in this order."""
         return Rollout(
             prompts=[self.prompts[i] for i in indices],
             response_ids=self.response_ids[indices],
@@ -287,10 +287,9 @@ def main(args: Args) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(find_model(args))
     train_data, test_data = load_data(args, tokenizer)
     model, eos_ids = load_model(args, tokenizer)
-    # The reference is the initial policy, so it's copied before a checkpoint is loaded. On a GPU,
-    # an inference_copy is in bf16, except its head: so kl/ref is small, but not 0, at first.
+    # The reference is the initial policy, so it's copied before a checkpoint is loaded.
     ref_model = inference_copy(model) if args.beta > 0 else None
-    # A GPU samples from a copy in bf16, which is faster.
+    # A GPU samples from a bf16 copy, which is faster.
     sampler = inference_copy(model) if model.device.type == "cuda" else model
 
     G = args.num_generations
@@ -298,7 +297,7 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
-    trained = {  # a checkpoint has the state_dict of each
+    trained = {  # a checkpoint saves the state_dict of each
         "model": model,
         "optimizer": optimizer,
     }
@@ -310,7 +309,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
-        state = {"step": 0, "episodes": 0, "tokens": 0}
+        state = {"step": 0, "episodes": 0, "tokens": 0}  # responses and their tokens so far
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
@@ -318,7 +317,7 @@ def main(args: Args) -> dict:
         log_metrics(args, metrics_file, metrics)
         print(f"before: accuracy {metrics['eval/accuracy']:.3f}")
 
-    batch_indices = shuffled_batches(args, len(train_data))
+    batches = shuffled_batches(args, len(train_data))  # for each step, the indices of its problems
     first_step = state["step"] + 1
     # disable=None: no bar if the output isn't a terminal.
     progress = trange(first_step, args.num_steps + 1, disable=None)
@@ -328,7 +327,7 @@ def main(args: Args) -> dict:
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
-        batch = [train_data[i] for i in batch_indices[step - 1].tolist()]  # B problems
+        batch = [train_data[i] for i in batches[step - 1].tolist()]  # B problems
         rollout = sample_responses(args, sampler, batch, G, args.temperature, eos_ids)
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         response_mask = rollout.response_mask  # (N, R)
@@ -337,18 +336,16 @@ def main(args: Args) -> dict:
         rollout_seconds = time.perf_counter() - start_time
 
         # ---- 2. old and reference log-probabilities
-        # Loading and sampling leave a model in evaluation mode, but gradient checkpointing needs
-        # training mode. Both compute the same, because load_config sets all dropout to 0.
+        # Gradient checkpointing needs training mode, which changes nothing else: dropout is 0.
         model.train()
-        step_minibatches = list(minibatches(args, N))  # the sequences of each update
-        first_pass = step_minibatches[: args.num_minibatches]  # together, every sequence once
-        # pi_old is the policy before any update of this step. The rows of the first minibatch stay
-        # 0 here: its update computes them anyway, and fills them in (part 4). The sampler's
-        # log-probabilities can't replace old_logprobs, because they are rounded differently.
-        old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
+        step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
+        first, *others = step_minibatches[: args.num_minibatches]  # a pass: each sequence once
+        # The sampler's log-probabilities are rounded differently, so those of pi_old are computed
+        # here. The first minibatch's are still 0: its update (part 4) computes and stores them.
+        old_logprobs = rollout_logprobs(args, model, rollout, others)  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, [first, *others])
 
         # ---- 3. reward and advantage
         scores = apply_rewards(completions, batch, model.device)  # name -> (N,) float32
@@ -365,9 +362,9 @@ def main(args: Args) -> dict:
         for update, minibatch in enumerate(step_minibatches, start=first_update):
             lr = args.learning_rate * lr_factor(args, update, num_updates)
             optimizer.param_groups[0]["lr"] = lr
-            for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
+            for indices, micro_batch in micro_batches(args, rollout, minibatch):
                 logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
-                if update == first_update:  # pi_theta is still pi_old, so every ratio is 1
+                if update == first_update:  # the policy is still pi_old, so every ratio is 1
                     old_logprobs[indices] = logprobs.detach()
                 loss, stats = policy_loss(
                     args,
@@ -384,14 +381,14 @@ def main(args: Args) -> dict:
                     stat_sums[name] += value
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
-            if torch.isfinite(grad_norm):
+            if torch.isfinite(grad_norm):  # else the update is left out, and counted
                 optimizer.step()
             else:
                 num_skipped += 1
             optimizer.zero_grad()
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
-        total_loss = float(total_loss)  # waits for the GPU, so that update_seconds is right
+        total_loss = float(total_loss)  # waits for the GPU, so that the time is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds
 
         # ---- 5. log
@@ -405,21 +402,21 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        right = scores[REWARDS[0].__name__]  # (N,) float32
+        first_scores = scores[REWARDS[0].__name__]  # (N,) float32, 1 if right
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),  # of all N, not of a group
             "rollout/zero_std_frac": (rewards == rewards[:, :1]).all(1).float().mean(),
             **{f"rollout/{name}": score.mean() for name, score in scores.items()},
-            "rollout/accuracy": right.mean(),
+            "rollout/accuracy": first_scores.mean(),
             "rollout/response_len": response_lengths.float().mean(),
             "rollout/eos_frac": ended.float().mean(),
             "rollout/logprob_gap": gap.mean(),
             "rollout/logprob_gap_max": gap.max(),
             **stat_means,
             "policy/loss": total_loss / updates_per_step,
-            "optim/grad_norm": total_grad_norm / updates_per_step,
+            "optim/grad_norm": total_grad_norm / updates_per_step,  # before it is scaled down
             "optim/lr": optimizer.param_groups[0]["lr"],  # of the last update
             "optim/skipped": num_skipped,
             "time/rollout_s": rollout_seconds,
@@ -436,19 +433,19 @@ def main(args: Args) -> dict:
         log_metrics(args, metrics_file, metrics)
         for k, problem in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
-            sample = {
+            record = {
                 "step": step,
                 "prompt": problem["prompt"],
                 "answer": problem["columns"]["answer"],
                 "completions": completions[group],
                 "rewards": rewards[k].tolist(),
-                "right": (right[group] == 1).tolist(),
+                "right": (first_scores[group] == 1).tolist(),
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
             }
-            print(json.dumps(sample), file=samples_file)
-        show_progress(args, progress, metrics, sample)  # that of the step's last prompt
-        if step == first_step:  # after the log, so that the log shows the gap
+            print(json.dumps(record), file=samples_file)
+        show_progress(args, progress, metrics, record)  # of the step's last prompt
+        if step == first_step:  # only now, so that the log has the gap
             check_gap(args, model, gap.mean())
 
         # ---- 6. save
@@ -469,27 +466,28 @@ def main(args: Args) -> dict:
 def sample_responses(args, model, problems, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B problems: a Rollout of N sequences."""
     prompts = [torch.tensor(problem["prompt_ids"], device=model.device) for problem in problems]
-    ones = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]
+    ones = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]  # padded: the mask
     prompt_ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, P)
     prompt_mask = pad_sequence(ones, batch_first=True, padding_side="left")  # (B, P) bool
 
-    # The prompts are sampled in parts. A part fits into --sampling-tokens even if all its responses
-    # reach their maximum length, and has at least one prompt.
+    # As many prompts are sampled at a time as fit into --sampling-tokens, if all of their responses
+    # get the maximum length. At least one is.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
-    parts = []
+    sampled = []
     for ids, mask in zip(prompt_ids.split(at_a_time), prompt_mask.split(at_a_time), strict=True):
-        parts.append(generate(args, model, ids, mask, num_samples, temperature, eos_ids))
+        sampled.append(generate(args, model, ids, mask, num_samples, temperature, eos_ids))
+    response_ids, response_masks, logprobs = zip(*sampled, strict=True)
     return Rollout(
         prompts=[problem["prompt_ids"] for problem in problems for _ in range(num_samples)],
-        response_ids=torch.cat([response_ids for response_ids, _, _ in parts]),
-        response_mask=torch.cat([response_mask for _, response_mask, _ in parts]),
-        sampled_logprobs=torch.cat([sampled_logprobs for _, _, sampled_logprobs in parts]),
+        response_ids=torch.cat(response_ids),
+        response_mask=torch.cat(response_masks),
+        sampled_logprobs=torch.cat(logprobs),
     )
 
 
 def response_texts(tokenizer, rollout, eos_ids):
-    """The N responses as texts, without the EOS token."""
+    """The completions: the N responses as texts, without the EOS token."""
     is_text = rollout.response_mask & ~eos_mask(rollout, eos_ids)  # (N, R) bool
     return tokenizer.batch_decode(unpadded(rollout.response_ids, is_text))
 
@@ -499,29 +497,30 @@ def eos_mask(rollout, eos_ids):
     return rollout.response_mask & torch.isin(rollout.response_ids, eos_ids)
 
 
-# generate works in segments of this many tokens. Before each, it drops the finished rows, and adds
-# empty columns to the cache. With shorter segments, the cache is copied (and a CUDA graph recorded)
-# more often. With longer ones, attention reads more empty columns.
+# generate samples the responses in segments of this many tokens. Before each segment, it drops the
+# rows that have finished, and appends the segment's columns to the cache. With shorter segments,
+# the cache is copied (and a CUDA graph recorded) more often. With longer ones, attention reads more
+# columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-# Only every so many tokens, generate asks whether all rows have finished: on a GPU the answer takes
-# time. It has to ask at the start of each segment, so SEGMENT must be a multiple of this.
+# Every so many tokens, generate asks whether all rows have finished. On a GPU, asking waits.
+# SEGMENT must be a multiple of this, because the start of a segment needs the answer.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
 @dataclass
 class Decoding:
-    """What the model needs for the next token: tensors with a row for each unfinished sequence."""
+    """What the model reads and writes for the next token, a row for each unfinished sequence."""
 
-    cache: StaticCache  # keys and values, and how many columns are filled: a tensor, for the graph
+    cache: StaticCache  # keys and values; it counts its filled columns in a tensor, for the graph
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
-    logits: Tensor  # (rows, V): those of the next token
-    token: Tensor  # (rows,): the token that was drawn last, and is fed next
-    position: Tensor  # (rows,): the position at which it is fed, padding not counted
-    graph: torch.cuda.CUDAGraph | None = None  # feed_token, recorded on the memory of these tensors
+    logits: Tensor  # (rows, V): after the token that was fed last
+    token: Tensor  # (rows,): drawn last, fed next
+    position: Tensor  # (rows,): where it is fed, padding not counted
+    graph: torch.cuda.CUDAGraph | None = None  # feed_token, recorded: it uses these very tensors
 
     def select(self, rows):
-        """Go on with these rows alone. A row may repeat."""
-        self.graph = None
+        """Keep these rows, in this order. A row may repeat."""
+        self.graph = None  # it uses the old tensors
         self.cache.reorder_cache(rows)  # keys[rows] and values[rows] of each layer
         self.mask = self.mask[rows]
         self.logits = self.logits[rows]
@@ -538,15 +537,15 @@ class Decoding:
                 layer.keys = F.pad(layer.keys, (0, 0, 0, columns))
                 layer.values = F.pad(layer.values, (0, 0, 0, columns))
                 layer.max_cache_len += columns
-        # The mask is True there: transformers itself hides the columns that are still empty.
+        # True, though they are empty: transformers itself hides the columns that aren't filled yet.
         self.mask = F.pad(self.mask, (0, columns), value=True)
 
-    def step(self, model, use_graph):
-        """Feed the token, by a replay if possible. Then the logits are those of the next token."""
+    def advance(self, model, use_graph):
+        """Feed the token, so that the logits are those of the next one. Replay the graph if any."""
         if self.graph is not None:
             self.graph.replay()
             return
-        self.feed_token(model)  # also the warm-up that CUDA needs before it records
+        self.feed_token(model)  # computes, and is the warm-up that CUDA needs before it records
         if use_graph:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):  # records, and computes nothing
@@ -598,12 +597,12 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
                 sequences, finished = sequences[unfinished], finished[unfinished]
             decoding.grow(min(segment, args.max_new_tokens - t))
         if t > 0:  # the logits of the first token come from the prompt
-            decoding.step(model, use_graph)
+            decoding.advance(model, use_graph)
         token, logprobs = draw(decoding.logits, temperature)  # (rows,) each
-        decoding.token.copy_(token)
+        decoding.token.copy_(token)  # in place, because the graph reads this tensor
         response_ids[sequences, t] = token
         sampled_logprobs[sequences, t] = logprobs
-        response_mask[sequences, t] = ~finished  # as of the token before, so EOS counts
+        response_mask[sequences, t] = ~finished  # before EOS is looked for, so that EOS counts
         finished |= torch.isin(token, eos_ids)
     return response_ids, response_mask, sampled_logprobs.masked_fill(~response_mask, 0.0)
 
@@ -633,10 +632,11 @@ def prefill(model, prompt_ids, prompt_mask):
         if is_sliding:
             cache.layers[i] = StaticLayer(max_cache_len=prompt_ids.shape[1])
     positions = (prompt_mask.cumsum(1) - 1).clamp(min=0)  # (B, P), padding not counted
+    logits = feed(model, cache, prompt_ids, prompt_mask, positions)  # (B, V); fills the cache
     return Decoding(
         cache=cache,
         mask=prompt_mask,  # (B, P)
-        logits=feed(model, cache, prompt_ids, prompt_mask, positions),  # (B, V)
+        logits=logits,
         token=torch.zeros_like(prompt_ids[:, 0]),  # (B,), until one is drawn
         position=prompt_mask.sum(1),  # (B,)
     )
@@ -655,28 +655,28 @@ def feed(model, cache, ids, mask, positions):
     return outputs.logits[:, -1]
 
 
-# compute_logprobs computes at most this many logits at a time. The backward pass of each chunk
-# writes a gradient as large as the head. So few large chunks are faster, but need more memory.
+# compute_logprobs computes at most this many logits at a time. In the backward pass, each chunk of
+# them writes a gradient as large as the head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
 def compute_logprobs(model, rollout, temperature):
     """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
     states = response_states(model, rollout)  # (T, D)
-    targets = rollout.response_ids[rollout.response_mask]  # (T,), in the same order
+    targets = rollout.response_ids[rollout.response_mask]  # (T,), in the order of the states
 
     def chunk_logprobs(chunk_states, chunk_targets):
         logits = compute_logits(model, chunk_states) / temperature  # (chunk, V) float32
         return -F.cross_entropy(logits, chunk_targets, reduction="none")
 
-    # All logits at once would be the largest tensor. So they are computed for one chunk of tokens
-    # at a time, and again in the backward pass.
+    # All logits at once would be the largest tensor. So they are computed for a chunk of tokens at
+    # a time, and again in the backward pass.
     vocabulary_size = model.get_output_embeddings().weight.shape[0]
     size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
     logprobs = []
-    for chunk in zip(states.split(size), targets.split(size), strict=True):
-        part = checkpoint(chunk_logprobs, *chunk, use_reentrant=False, preserve_rng_state=False)
-        logprobs.append(part)  # (chunk,)
+    for inputs in zip(states.split(size), targets.split(size), strict=True):
+        chunk = checkpoint(chunk_logprobs, *inputs, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(chunk)  # (chunk,)
     # masked_scatter fills row by row, in the order of targets.
     zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
     return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
@@ -708,7 +708,7 @@ def response_states(model, rollout):
 
     decoder = model.base_model.get_decoder()  # without the head, and without a vision part
     common = common_tokens(model, rollout.prompts)
-    # cache_enabled=False: else autocast would hold a bf16 copy of every weight at the same time.
+    # With its cache, autocast would hold a bf16 copy of every weight at the same time.
     with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
         if common == 0:
             outputs = decoder(rows, use_cache=False)
@@ -720,16 +720,16 @@ def response_states(model, rollout):
             cache.batch_repeat_interleave(len(rows))
             outputs = decoder(rows[:, common:], past_key_values=cache, use_cache=True)
         states = outputs.last_hidden_state  # (n, length - common, D)
-    return states[predicts[:, common:]]  # no common token predicts a response
+    return states[predicts[:, common:]]  # no common token predicts a response token
 
 
 def unpadded(values, mask):
-    """The rows of values (n, length) as lists, only where the mask is True."""
+    """The rows of values (n, length) as lists of what the mask keeps."""
     return [row[keep].tolist() for row, keep in zip(values.cpu(), mask.cpu(), strict=True)]
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states, and None for any other field, because some models read fields of their own."""
+    """Hidden states. Any other field is None, because some models ask for fields of their own."""
 
     def __getattr__(self, name):
         return None
@@ -743,10 +743,10 @@ def compute_logits(model, states):
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
-    def return_states(*inputs, **options):  # whatever goes in
+    def return_states(*inputs, **options):
         return DecoderOutput(last_hidden_state=states)
 
-    # Most heads call the base model. OPT's calls the decoder inside of it.
+    # Most models call base_model before the head. OPT calls its decoder. So both are replaced.
     base_model, decoder = model.base_model, model.base_model.get_decoder()
     with (
         mock.patch.object(base_model, "forward", return_states),
@@ -757,40 +757,34 @@ def compute_logits(model, states):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, batches):
+def rollout_logprobs(args, model, rollout, minibatches):
     """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
     The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So this takes the micro-batches of the first pass of updates: as long as the policy hasn't
-    changed, an update computes the same numbers to the last bit, and every ratio is exactly 1.
+    So these are the micro-batches of the updates: weights that haven't changed give the same bits.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in batches:
-        for indices, micro_batch in micro_batches(args, model, rollout, minibatch):
+    for minibatch in minibatches:
+        for indices, micro_batch in micro_batches(args, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, micro_batch, args.temperature)
     return logprobs
 
 
-def micro_batches(args, model, rollout, sequences):
+def micro_batches(args, rollout, sequences):
     """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone. The common_tokens of all N prompts aren't counted.
-    (response_states looks again in each micro-batch, whose prompts may have more in common.)
+    longer than the maximum is alone.
     """
     response_lengths = rollout.response_mask.sum(1).tolist()  # N
-    common = common_tokens(model, rollout.prompts)
-
-    def length(i):
-        return len(rollout.prompts[i]) - common + response_lengths[i]
-
+    pairs = zip(rollout.prompts, response_lengths, strict=True)
+    lengths = [len(prompt) + response_length for prompt, response_length in pairs]  # N
     # From the longest to the shortest, because neighbours of similar length need little padding.
-    # Samples of one prompt with equal lengths stay together, because they have more in common.
-    in_group_order = sorted(sequences.tolist())
-    remaining = sorted(in_group_order, key=length, reverse=True)  # equal ones stay in this order
+    # Of equal lengths, samples of one prompt stay together: they begin with the same tokens.
+    remaining = sorted(sequences.tolist(), key=lambda i: (-lengths[i], i))
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
-        num_seqs = max(1, args.micro_batch_tokens // length(remaining[0]))
+        num_seqs = max(1, args.micro_batch_tokens // lengths[remaining[0]])
         indices, remaining = remaining[:num_seqs], remaining[num_seqs:]
         yield indices, rollout.select(indices)
 
@@ -799,7 +793,7 @@ def common_tokens(model, prompts):
     """How many first tokens all prompts share, or 0 if computing them once is impossible or slower.
 
     Equal first tokens have equal keys and values, because a token sees none after it. This only
-    saves time: if it always returned 0, the numbers would be the same up to rounding.
+    saves time, on a CPU: if it always returned 0, the numbers would be the same up to rounding.
     """
     # On a GPU it takes GB, and saves little time or none (docs/measurements.md).
     if model.device.type != "cpu":
@@ -815,13 +809,13 @@ def common_tokens(model, prompts):
     # Without the last token of each prompt: its state predicts the first token of the response, and
     # response_states drops the states of common tokens.
     shareable = [prompt[:-1] for prompt in prompts]
-    common = len(os.path.commonprefix(shareable))  # takes lists, too
+    common = len(os.path.commonprefix(shareable))  # made for paths, but it takes any lists
     return common if common > 1 else 0  # for BOS alone, the extra pass takes longer
 
 
 # ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, problems, eos_ids):
-    """Metrics of greedy responses to held-out problems, and for each whether it was right."""
+    """Metrics of greedy responses to N held-out problems, and a list of whether each is right."""
     rollout = sample_responses(
         args, model, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
@@ -848,8 +842,8 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
 def apply_rewards(completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
-    A function gets the completions, and the columns of the data set as lists of N values. `answer`
-    is the text of --answer-column, and replaces another column of that name.
+    A function gets the completions, and the columns of the data set as lists of N values. In the
+    column `answer` is --answer-column, as a text.
     """
     samples_per_problem = len(completions) // len(problems)
     repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
@@ -857,7 +851,7 @@ def apply_rewards(completions, problems, device):
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     texts = []
     for problem, completion in zip(repeated, completions, strict=True):
-        if problem["prompt"].rstrip().endswith("<think>"):  # so the response only closes it
+        if problem["prompt"].rstrip().endswith("<think>"):  # the template has opened the thought
             completion = "<think>" + completion
         texts.append(completion)
     scores = {}
@@ -874,7 +868,7 @@ def apply_rewards(completions, problems, device):
 # ==== data and model ====
 def load_splits(args):
     """The splits of --dataset, a DatasetDict. A validation split stands in for a missing test."""
-    path = Path(args.dataset).absolute()  # load_dataset would read "." as a name of the hub
+    path = Path(args.dataset).absolute()  # load_dataset takes "." for a name of the hub
     if path.is_file():
         # Escaped, because "data[1].jsonl" is a pattern that stands for data1.jsonl.
         splits = datasets.load_dataset(str(path.parent), data_files=glob.escape(str(path)))
@@ -886,8 +880,6 @@ def load_splits(args):
         splits = datasets.load_dataset(*args.dataset.split(":"))
     if "train" not in splits:
         raise ValueError(f"--dataset {args.dataset}: no train split, only {', '.join(splits)}")
-    # The result isn't used. If a column is missing, this raises an error that names all columns.
-    splits.select_columns([args.question_column, args.answer_column])
     if "test" not in splits and "validation" in splits:
         splits["test"] = splits["validation"]
     return splits
@@ -897,7 +889,7 @@ def load_data(args, tokenizer):
     """The train and the test split, each a list of problems.
 
     A problem is a dict of prompt (a text), prompt_ids (its tokens, a list) and columns: the row of
-    the data set, with the answer as a text, for the rewards.
+    the data set, for the rewards, with the gold answer as a text in the column "answer".
     """
     splits = load_splits(args)
     train_data = read_problems(args, tokenizer, splits, "train")
@@ -927,6 +919,8 @@ def hold_out(args, problems):
 
 def read_problems(args, tokenizer, splits, split):
     """The problems of a split. Prints how many rows are skipped, and raises an error if all are."""
+    # The result isn't used. If a column is missing, this raises an error that names all columns.
+    splits[split].select_columns([args.question_column, args.answer_column])
     problems = []
     skipped = Counter()  # reason -> number of rows
     for row in splits[split]:
@@ -936,7 +930,7 @@ def read_problems(args, tokenizer, splits, split):
             continue
         answer = row[args.answer_column]
         answer = "" if answer is None else str(answer)
-        if not answer.strip() or not has_gold(answer, REWARDS):  # a reward can't read it
+        if not answer.strip() or not has_gold(answer, REWARDS):
             skipped[f"without a readable {args.answer_column}"] += 1
             continue
         prompt = render(args, tokenizer, chat)
@@ -968,7 +962,7 @@ def read_chat(args, question):
 
 
 def render(args, tokenizer, chat):
-    """The text that the policy continues: the EXAMPLES, and the chat with the instructions."""
+    """The text that the policy continues: EXAMPLES, then the chat, with the instructions in it."""
     *earlier, last = chat
     if args.instructions:  # in the user's message, because some templates refuse a system message
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
@@ -978,26 +972,29 @@ def render(args, tokenizer, chat):
             examples.append({"role": "user", "content": question})
             examples.append({"role": "assistant", "content": answer})
     if tokenizer.chat_template:
-        num_system = 1 if chat[0]["role"] == "system" else 0  # a system message stays the first
-        messages = [*earlier[:num_system], *examples, *earlier[num_system:], last]
+        messages = [*examples, *earlier, last]
+        if chat[0]["role"] == "system":  # it stays the first
+            messages = [earlier[0], *examples, *earlier[1:], last]
         return fill_template(tokenizer, messages, add_generation_prompt=True)
     if earlier:
         raise ValueError(f"--model {args.model}: a chat needs a model with a chat template")
     if not examples:
         return last["content"]  # to be continued as it is, such as "12+7="
     # With the EOS token after each answer, the model ends its own answer, too.
-    ends = {"user": "\n", "assistant": f"{tokenizer.eos_token or ''}\n"}
+    eos = tokenizer.eos_token or ""
+    ends = {"user": "\n", "assistant": f"{eos}\n"}
     return "".join(message["content"] + ends[message["role"]] for message in [*examples, last])
 
 
 def fill_template(tokenizer, chat, **options):
     """The chat as a text, in the model's template, with each message word for word.
 
-    Some templates drop a message, which is an error here. Others change one: they delete the
-    thoughts of earlier turns. Then the template is filled with placeholders instead, which the
-    messages replace.
+    A template may drop a message, which is an error here, or change one: many delete the thoughts
+    of earlier turns. So it is filled twice, with the messages and with a placeholder for each. If a
+    message was changed, the second text is taken, and the messages replace their placeholders.
     """
     options["tokenize"] = False
+    text = tokenizer.apply_chat_template(chat, **options)
     contents = [message["content"] for message in chat]
     # A placeholder is a message's number between two private-use characters, which no message has.
     # An empty message gets an empty one, because some templates leave an empty message out.
@@ -1007,8 +1004,7 @@ def fill_template(tokenizer, chat, **options):
     for mark, content in zip(marks, contents, strict=True):
         if mark not in filled:
             raise ValueError(f"--model: its chat template drops the message {content!r}")
-    text = tokenizer.apply_chat_template(chat, **options)
-    if all(content in text for content in contents):  # the usual case: no message is changed
+    if all(content in text for content in contents):  # the usual case: no message was changed
         return text
     if chat[0]["role"] == "system":
         # It goes in as it is: the template may look for a switch in it, such as /no_think.
@@ -1031,7 +1027,7 @@ def tokenize(tokenizer, prompt):
 
 
 def shuffled_batches(args, num_problems):
-    """The indices (B,) of each step's problems; every epoch shuffles all of them anew."""
+    """For each step, the indices (B,) of its problems. Every epoch shuffles all of them anew."""
     generator = torch.Generator().manual_seed(args.seed)
     num_epochs = 1 + args.num_steps * args.num_prompts // num_problems
     epochs = [torch.randperm(num_problems, generator=generator) for _ in range(num_epochs)]
@@ -1047,7 +1043,7 @@ def find_model(args):
 
 
 def load_model(args, tokenizer):
-    """The policy on its device, and the ids of all tokens that end a response.
+    """The policy on its device, and a tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a bf16
     weight. On a GPU, autocast computes in bf16.
@@ -1071,28 +1067,27 @@ def load_model(args, tokenizer):
         model.gradient_checkpointing_enable()
     eos_ids = find_eos_ids(model, tokenizer)
     # Saved with the model, so that other programs end a response as here. A top-k or a repetition
-    # penalty that came with the model isn't kept: training samples without them.
+    # penalty that came with the model isn't kept, because training samples without them.
     model.generation_config = GenerationConfig(
         eos_token_id=eos_ids, pad_token_id=tokenizer.pad_token_id
     )
     device = find_device(args)
-    return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
-
-
-def find_device(args):
-    """The name of the device to train on. For a GPU, this also sets two options of torch."""
-    device = args.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
-    return device
+    return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
+
+
+def find_device(args):
+    """The name of the device to train on."""
+    if args.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return args.device
 
 
 def load_config(args, name):
-    """A model's configuration, without dropout. Raises an error if a sequence could be too long."""
+    """A model's configuration, without dropout. Refuses lengths that don't fit into its context."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
     # The noise of dropout would change the ratios. Every field with a rate has "drop" in its name.
@@ -1113,7 +1108,7 @@ def find_eos_ids(model, tokenizer):
     """The ids of all tokens that end a response, a sorted list.
 
     These are the EOS tokens of the tokenizer and of the model's generation config, and the token
-    with which the chat template ends a turn, if it is an added token. All three may differ.
+    with which the chat template ends a turn. All three may differ.
     """
     eos_ids = [tokenizer.eos_token_id]  # an id or None
     model_eos = model.generation_config.eos_token_id  # a list of ids, an id or None
@@ -1129,7 +1124,7 @@ def find_eos_ids(model, tokenizer):
 
 
 def inference_copy(model):
-    """A frozen copy of the model: the reference, or the sampler of a GPU.
+    """A frozen copy of the model: the reference, or on a GPU the sampler.
 
     On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
     weights, keys and values, and in bf16 they have half as many bytes.
@@ -1138,13 +1133,14 @@ def inference_copy(model):
     if model.device.type != "cuda":
         return copied
 
+    # The head stays in float32, so the states are converted for it.
     def float_states(module, inputs, output):
         output.last_hidden_state = output.last_hidden_state.float()
         return output
 
-    # The head stays in float32, so the states are converted for it. In many models the embedding,
-    # which becomes bf16 below, has the same weight. So the head gets a copy.
     copied.base_model.get_decoder().register_forward_hook(float_states)
+    # In many models the embedding, which becomes bf16 below, has the head's weight. So the head
+    # gets a copy.
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
     for parameter in copied.base_model.parameters():  # buffers (rotary frequencies) stay float32
@@ -1159,12 +1155,15 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 def check_args(args):
-    """Raise an error for values with which the run wouldn't train what the flags say."""
+    """Refuse values with which the run wouldn't train what the flags say."""
     if args.num_generations < 2:
         raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps_low", "clip_eps_high", "max_grad_norm"):
         if not getattr(args, name) > 0:
             raise ValueError(f"--{name.replace('_', '-')} must be positive")
+    for name in ("beta", "warmup_updates"):
+        if getattr(args, name) < 0:
+            raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
     if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
@@ -1195,8 +1194,8 @@ def name_run(args):
 def open_run(args, run_dir, problems):
     """Open the run's logs. A new run gets a folder, with a copy of its code.
 
-    If a command with --run-name is repeated, the run goes on from its checkpoint and appends to its
-    logs. Without a checkpoint, it starts over with empty logs. With --track, this also starts W&B.
+    A command with --run-name that is repeated goes on from the checkpoint and appends to the logs.
+    Without a checkpoint, it starts over with empty logs. With --track, this also starts W&B.
     """
     run = describe_run(args, problems)
     is_repeated = args.run_name is not None and (run_dir / "args.json").exists()
@@ -1224,10 +1223,10 @@ def code_files():
 
 
 def describe_run(args, problems):
-    """The content of args.json: all that makes a run. The code and the data have a digest each."""
+    """What args.json holds: the flags, digests of the code and of the data, and the versions."""
     code = [path.read_text(encoding="utf-8") for path in code_files()]
     rows = [problem["columns"] for problem in problems]
-    # Of an image or another object, only the type counts.
+    # An image or another object counts by its type.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
@@ -1240,7 +1239,7 @@ def describe_run(args, problems):
 
 
 def check_same_run(args, run_dir, run):
-    """Raise an error if the folder's run began with other flags, code or data."""
+    """Refuse to go on with a run that began with other flags, code or data."""
     saved = json.loads((run_dir / "args.json").read_text())
     may_differ = ["runs_dir", "run_name", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
@@ -1263,7 +1262,7 @@ def start_wandb(args, run_dir, run, is_repeated):
         name=run_dir.name,
         dir=args.runs_dir,
         config=run,
-        resume="allow" if is_repeated else "never",  # never into another run of the same name
+        resume="allow" if is_repeated else "never",  # a new run must not join an old one
         reinit="finish_previous",  # a run that failed in the same process may still be open
     )
 
@@ -1272,13 +1271,13 @@ def log_metrics(args, file, metrics):
     """Write the metrics as one line, and with --track to W&B."""
     print(json.dumps(metrics), file=file)
     if args.track:
-        import wandb
+        import wandb  # as above
 
         wandb.log(metrics, step=metrics["step"])
 
 
-def show_progress(args, progress, metrics, sample):
-    """Put metrics beside the bar, and about ten times a run print them and a sample."""
+def show_progress(args, progress, metrics, record):
+    """Put metrics beside the bar, and about ten times a run print them with a response."""
     names = {"reward": "reward_mean", "acc": "accuracy", "len": "response_len", "eos": "eos_frac"}
     progress.set_postfix({word: metrics[f"rollout/{name}"] for word, name in names.items()})
     step = metrics["step"]
@@ -1286,12 +1285,12 @@ def show_progress(args, progress, metrics, sample):
         seconds = metrics["time/rollout_s"] + metrics["time/update_s"]
         left = seconds * (args.num_steps - step) / 60
         progress.write(f"step {step}: {progress.postfix}, {seconds:.2g} s, {left:.0f} min left")
-        prompt, completion = sample["prompt"][-60:], sample["completions"][0]
-        progress.write(f"    {prompt!r} -> {completion!r}, reward {sample['rewards'][0]:.2f}")
+        prompt, completion = record["prompt"][-60:], record["completions"][0]
+        progress.write(f"    {prompt!r} -> {completion!r}, reward {record['rewards'][0]:.2f}")
 
 
 def save_checkpoint(run_dir, trained, state, metrics):
-    """Write a temporary file and rename it, so that checkpoint.pt is always complete."""
+    """Save what load_checkpoint needs. By the rename, checkpoint.pt is complete at any time."""
     content = {name: part.state_dict() for name, part in trained.items()}
     content |= {"state": state, "metrics": metrics}
     content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}
@@ -1314,6 +1313,6 @@ def load_checkpoint(args, run_dir, trained):
 
 
 if __name__ == "__main__":
-    has_model = any(flag.startswith("--model") for flag in sys.argv)
+    has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
     main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))

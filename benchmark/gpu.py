@@ -242,7 +242,7 @@ MEMORY_FLAGS = ("sampling_tokens", "micro_batch_tokens")
 def backward(script, args, policy, rollout) -> None:
     """The forward and backward passes of a step's only update."""
     sequences = torch.arange(len(rollout.response_ids))
-    for _, part in script.micro_batches(args, policy, rollout, sequences):
+    for _, part in script.micro_batches(args, rollout, sequences):
         script.compute_logprobs(policy, part, 1.0).mean().backward()
 
 

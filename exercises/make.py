@@ -19,13 +19,13 @@ ROOT = Path(__file__).resolve().parents[1]
 STUDENT = ROOT / "my_grpo.py"  # beside utils and assets, so that it runs as grpo.py does
 # What a hole says, and how its first and its last line begin.
 HOLES = [
-    ("1: return the advantages (B, G)", "# The advantages of equal rew", "return (rewards - "),
+    ("1: return the advantages (B, G)", "# Equal rewards must get", "return (rewards - "),
     ("2: set logratio, ratio, surrogate (n, R)", "logratio = logprobs", "surrogate = torch.min"),
     ("2: set loss, a scalar", "seq_loss = masked_mean(", "loss = seq_loss.sum()"),
     ("3: set kl (n, R)", "ref_logratio = ref_logprobs", "kl = torch.expm1("),
     ("4: set flags, a list of bools", "# The state at a token predicts", "flags = [False]"),
     ("5: return tokens, logprobs (rows,)", "scale = temperature if", "return token, logprobs"),
-    ("6: return the advantages (B, G)", "# The advantages of equal ret", "return returns - others"),
+    ("6: return the advantages (B, G)", "# Equal returns must get", "return returns - others"),
 ]
 
 

@@ -14,6 +14,7 @@ import runpy
 import shutil
 import sys
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -60,6 +61,7 @@ WRONG_VALUES = [
     (dict(temperature=float("nan")), ValueError, "--temperature must be positive"),
     (dict(clip_eps=0.0), ValueError, "--clip-eps must be positive"),
     (dict(max_grad_norm=0.0), ValueError, "--max-grad-norm must be positive"),
+    (dict(beta=-0.04), ValueError, "--beta must not be negative"),
     (dict(num_minibatches=5), ValueError, "--num-minibatches"),
     (dict(max_new_tokens=256 - 64 + 1), ValueError, "256 tokens of the context"),
     (dict(model="./nowhere"), OSError, "nowhere"),
@@ -97,6 +99,9 @@ def test_every_script_refuses_what_would_train_something_else(script, tmp_path):
         args = tiny_args(script, tmp_path, **{name: 0.0})
         with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must be positive"):
             script.check_args(args)
+    for name in sorted(names & {"beta", "warmup_updates"}):
+        with pytest.raises(ValueError, match=f"--{name.replace('_', '-')} must not be negative"):
+            script.check_args(tiny_args(script, tmp_path, **{name: -1}))
     if "max_calls" in names:
         with pytest.raises(ValueError, match="--max-calls must not be negative"):
             script.check_args(tiny_args(script, tmp_path, max_calls=-1))
@@ -288,6 +293,21 @@ def test_gold_answers_that_are_no_numbers_are_skipped_and_counted(tmp_path, caps
     assert found == {"4", "1.5", "#### 7", "10,000"}
     line = "train data: 12 problems, 15 skipped: without a readable answer\n"
     assert line in capsys.readouterr().out
+
+
+def test_a_split_that_is_not_used_may_lack_a_column(tmp_path, monkeypatch):
+    """Such as questions without answers, on the hub."""
+    rows = {"train": {"question": "2+2=", "answer": "4"}, "unlabelled": {"question": "3+3="}}
+    splits = {name: datasets.Dataset.from_list([row]) for name, row in rows.items()}
+    splits = datasets.DatasetDict(splits | {"test": splits["train"]})
+    monkeypatch.setattr(datasets, "load_dataset", lambda name: splits)
+    args = tiny_args(grpo, tmp_path, max_prompt_tokens=20, dataset="on/hub")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
+    train, test = grpo.load_data(args, tokenizer)
+    assert [problem["prompt"] for problem in train + test] == ["2+2=", "2+2="]
+    splits["test"] = splits["unlabelled"]
+    with pytest.raises(ValueError, match="'answer'"):
+        grpo.load_data(args, tokenizer)
 
 
 def test_no_problem_is_left(tmp_path, capsys):

@@ -437,7 +437,7 @@ def test_every_family_trains_exactly(double, tmp_path, family):
         splits = []
         for budget in (50, 10**6):
             args = make_args(12, micro_batch_tokens=budget)
-            splits.append(list(grpo.micro_batches(args, model, rollout, torch.arange(5))))
+            splits.append(list(grpo.micro_batches(args, rollout, torch.arange(5))))
         assert len(splits[0]) > 1 == len(splits[1])
         common = 6 if is_attention and not checkpointing else 0
         assert grpo.common_tokens(model, rollout.prompts) == common

@@ -18,7 +18,6 @@ from test_sampling import double as double  # a fixture
 
 import grpo
 import grpo_lora
-import grpo_multigpu
 import grpo_offpolicy
 import grpo_tools
 import ppo_rlhf
@@ -29,17 +28,11 @@ GROUPS = [(14, [8, 1, 12, 9, 5]), (12, [4, 4, 6, 2, 1]), (14, [7, 30, 3, 2, 25])
 N, BEGINNING = 18, 11
 
 
-def micro_batches(script, model, rollout, sequences, budget):
+def micro_batches(script, rollout, sequences, budget):
     args = SimpleNamespace(micro_batch_tokens=budget)
-    models = [] if script is grpo_multigpu else [model]  # it shares nothing
-    batches = list(script.micro_batches(args, *models, rollout, sequences))
+    batches = list(script.micro_batches(args, rollout, sequences))
     assert sorted(sum([rows for rows, _ in batches], [])) == sorted(sequences.tolist())
     return batches
-
-
-def common_tokens(script, model, rollout):
-    """How many tokens at the beginning of the rows of a rollout, or a micro-batch, are computed once."""
-    return 0 if script is grpo_multigpu else script.common_tokens(model, rollout.prompts)
 
 
 def gradients_of(model):
@@ -59,8 +52,10 @@ def compare(script, model, rollout, compute, expected):
         (expected * weights)[sequences].sum().backward(retain_graph=True)
         slow = gradients_of(model)
         for budget in (100, 10**6):
-            batches = micro_batches(script, model, rollout, sequences, budget)
-            assert max(common_tokens(script, model, part) for _, part in batches) >= BEGINNING
+            batches = micro_batches(script, rollout, sequences, budget)
+            assert (
+                max(script.common_tokens(model, part.prompts) for _, part in batches) >= BEGINNING
+            )
             model.zero_grad()
             for rows, part in batches:
                 found = compute(model, part)
@@ -104,27 +99,24 @@ def test_values_scores_and_gradients_are_those_of_single_sequences(double, modul
         assert_near(scores, torch.cat([network(text).logits[0] for text in texts]))
 
 
-@pytest.mark.parametrize("beginning", [0, BEGINNING])
-@pytest.mark.parametrize("module", [grpo, grpo_tools, grpo_multigpu])
-def test_micro_batches_keep_to_the_budget(module, beginning):
+@pytest.mark.parametrize("module", [grpo, grpo_tools])
+def test_micro_batches_keep_to_the_budget(module):
     """A micro-batch has at most --micro-batch-tokens tokens, padding included, unless it has one sequence."""
-    rollout, model = random_rollout(module, GROUPS, beginning), build("Llama")
-    common = common_tokens(module, model, rollout)
-    assert common == (0 if module is grpo_multigpu else beginning)
+    rollout = random_rollout(module, GROUPS)
     # A tool's tokens take memory, too.
     mask = getattr(rollout, "context_mask", rollout.response_mask)
     prompt_lengths = torch.tensor([len(prompt) for prompt in rollout.prompts])
     lengths = (prompt_lengths + mask.sum(1)).tolist()
     for budget in (1, 30, 40, 99, 10**6):
-        batches = micro_batches(module, model, rollout, torch.arange(N), budget)
+        batches = micro_batches(module, rollout, torch.arange(N), budget)
         for rows, part in batches:
-            longest = max(lengths[i] for i in rows) - common  # what all share isn't counted
+            longest = max(lengths[i] for i in rows)
             assert len(rows) == 1 or len(rows) * longest <= budget
             assert torch.equal(part.response_ids, rollout.response_ids[rows])
             assert part.prompts == [rollout.prompts[i] for i in rows]
         # A next sequence wouldn't fit, and neighbours are of similar length.
         for (rows, _), (following, _) in pairwise(batches):
-            assert (len(rows) + 1) * (max(lengths[i] for i in rows) - common) > budget
+            assert (len(rows) + 1) * max(lengths[i] for i in rows) > budget
             assert min(lengths[i] for i in rows) >= max(lengths[i] for i in following)
         assert budget > 1 or len(batches) == N
     assert len(batches) == 1
@@ -139,11 +131,11 @@ CASES = {
     "equal lengths": ([[1] * 20] * 2 + [[2] * 20] * 2, [4] * 4, [([0, 1], 19), ([2, 3], 19)]),
     # The second micro-batch happens to have one prompt.
     "a group": ([[1] * 20, [2] * 20, [2] * 20], [30, 4, 2], [([0], 19), ([1, 2], 19)]),
-    # All begin with 12 tokens: each has 5 to compute besides. The last token of a prompt isn't shared.
-    "a beginning": ([[1] * 12 + [k] for k in range(4)], [4, 4, 4, 4], [([0, 1, 2, 3], 12)]),
-    # 13 of the 60 tokens of the first aren't counted, so both have room.
-    "a part of another": ([[1] * 16, [1] * 14], [29, 5], [([0, 1], 13)]),
-    "not counted": ([[1] * 41 + [k] for k in (2, 3)], [22, 1], [([0, 1], 41)]),
+    # All begin with 12 tokens. The last token of a prompt isn't shared.
+    "a beginning": ([[1] * 12 + [k] for k in range(4)], [3, 3, 3, 3], [([0, 1, 2, 3], 12)]),
+    "a part of another": ([[1] * 16, [1] * 14], [16, 5], [([0, 1], 13)]),
+    # The common tokens count like all others.
+    "counted": ([[1] * 41 + [k] for k in (2, 3)], [22, 1], [([0], 41), ([1], 41)]),
     "too long": ([[1] * 3, [2] * 3], [80, 4], [([0], 2), ([1], 2)]),
 }
 
@@ -155,8 +147,8 @@ def test_micro_batches_by_hand(case):
     rollout = grpo.Rollout(prompts, mask.long(), mask, mask.float())
     model = build("Llama")
     shuffled = torch.tensor([*range(0, len(prompts), 2), *range(1, len(prompts), 2)])
-    batches = micro_batches(grpo, model, rollout, shuffled, 64)
-    found = [(sorted(rows), common_tokens(grpo, model, part)) for rows, part in batches]
+    batches = micro_batches(grpo, rollout, shuffled, 64)
+    found = [(sorted(rows), grpo.common_tokens(model, part.prompts)) for rows, part in batches]
     assert sorted(found) == expected
 
 
