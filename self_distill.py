@@ -27,7 +27,7 @@ Parent: distill.py. Differences:
     (3) A response without a context, or with one that is too long, has a loss of 0, and still
         counts in the mean over the sequences.
 
-Departures from the papers' code (docs/algorithms.md has a table): the divergence is the reverse KL,
+Departures from the papers' code (docs/algorithms.md says more): the divergence is the reverse KL,
 estimated from the sampled token, and the loss is averaged and clipped as in distill.py. So
 self_distill.py and distill.py differ in the teacher alone. The context comes from a column of the
 data set, as in SDFT and OPSD. SDPO's context, another right response of the same group, is

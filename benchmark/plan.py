@@ -7,7 +7,7 @@ below, or a number of GB (then there are no seconds). `--prompt-tokens` and `--r
 usual prompt and response: 330, as GSM8K's with the examples, and --max-new-tokens, the most. Of the model, only its
 config.json is read: from a folder, from MODELS below, or from the hub.
 
-Without a command, it writes the tables of docs/gpu.md.
+Without a command, it writes the tables of docs/gpu.md and the first one of docs/train.md.
 
 **Memory.** Weights, averages, gradients, copies, keys and values are exact. Activations are calculated for a decoder
 with a gated MLP, and are within 15 % of the peak that tests/test_cuda.py measures on an emulated GPU. What the
@@ -93,6 +93,18 @@ MODELS = {
 # The rows of the table of peaks, and its columns.
 IN_TABLE = ["Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "SmolLM2-1.7B", "Qwen2.5-3B", "Qwen2.5-7B"]
 COUNTED = ["grpo", "host_adam", "grpo_lora", "ppo_rlhf"]
+
+
+# The first table of docs/train.md: the GB of a card, a card of this size, and a command for it.
+COMMANDS = [
+    (16, "RTX 4090", "grpo_lora.py --model SmolLM2-1.7B-Instruct --sampling-tokens 24576"),
+    (16, "RTX 4090", "grpo.py --model Qwen/Qwen2.5-0.5B-Instruct"),
+    (24, "RTX 4090", "grpo_lora.py --model SmolLM2-1.7B-Instruct"),
+    (24, "RTX 4090", "grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct --micro-batch-tokens 4096 --sampling-tokens 24576"),
+    (40, "A100 40GB", "grpo.py --model SmolLM2-1.7B-Instruct"),
+    (40, "A100 40GB", "grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct"),
+    (80, "H100", "grpo.py --model SmolLM2-1.7B-Instruct --sampling-tokens 131072"),
+]
 
 
 # ---- the model
@@ -495,6 +507,19 @@ def without(command: list[str], *flags: str) -> list[str]:
     return kept
 
 
+def commands_table() -> str:
+    rows = []
+    for memory, card, command in COMMANDS:
+        path, *flags = command.split()
+        script = path.removesuffix(".py")
+        args = tyro.cli(module_of(script).Args, args=flags)
+        config = read_config(args.model)
+        peak = count(script, config, args, card=memory)["peak"] / 1e9
+        hours = sum(run_hours(script, config, card, args))
+        rows.append([f"{memory} GB", f"`python {command}`", f"{peak:.1f}", f"{hours:.1f} h, {card}"])
+    return table(["GPU", "command", "GB", "200 steps"], rows)
+
+
 def seconds_table() -> str:
     rows, cards = [], ["RTX 3090", "RTX 4090", "A100", "H100"]
     for model, script, flags in [
@@ -541,7 +566,13 @@ def example() -> str:
     return f"```\n{report('grpo_lora', read_config(args.model), args, options, command)}\n```\n"
 
 
-TABLES = {"example": example, "memory": peaks_table, "seconds": seconds_table, "errors": errors_table}
+TABLES = {  # name -> page, program
+    "commands": ("train", commands_table),
+    "example": ("gpu", example),
+    "memory": ("gpu", peaks_table),
+    "seconds": ("gpu", seconds_table),
+    "errors": ("gpu", errors_table),
+}
 
 
 def main() -> None:
@@ -553,8 +584,8 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="SCRIPT.py and its flags")
     options = parser.parse_args()
     if not options.command:
-        for name, make in TABLES.items():
-            fill(ROOT / "docs" / "gpu.md", name, make())
+        for name, (page, make) in TABLES.items():
+            fill(ROOT / "docs" / f"{page}.md", name, make())
         return
     path, *flags = [word for word in options.command if word != "python"]
     script = path.removesuffix(".py")

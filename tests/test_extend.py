@@ -42,7 +42,7 @@ ROWS = {
         [{"question": "1+2=", "keywords": ["<", "zebra"], "limit": 1000}],
         {"answer_column": "limit"},
     ),
-    "length_reward": ([SUM], {}),
+    "as_chats": ([SUM], {}),
 }
 
 
@@ -193,7 +193,7 @@ def test_a_reward_of_trl_itself(monkeypatch, tmp_path):
     from trl.rewards import think_format_reward
 
     (own,) = re.findall(r"```python\n(from trl.*?)```", PAGE, re.DOTALL)
-    wrapped = BLOCKS["length_reward"] + own
+    wrapped = BLOCKS["as_chats"] + own
     script, metrics, samples = run_copy(monkeypatch, tmp_path, grpo_with(wrapped), [SUM])
     assert [reward.__name__ for reward in script.REWARDS][1] == "think_format_reward"
     texts = [text for sample in samples if sample["step"] == 1 for text in sample["completions"]]

@@ -1,6 +1,6 @@
 """variants/host_adam.diff: a run ends as one of the parent to the last bit, and a GPU needs less memory.
 
-The commands of variants/README.md make the script, and those of five other parents.
+The commands of docs/gpu.md make the script, and those of five other parents.
 """
 
 import importlib.util
@@ -26,8 +26,8 @@ from test_runs import (
     without_times,
 )
 
-SECTION = (ROOT / "variants" / "README.md").read_text(encoding="utf-8")
-SECTION = SECTION.split("\n## All weights on a GPU of 24 GB\n")[1].split("\n## ")[0]
+SECTION = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+SECTION = SECTION.split("\n### All weights on a GPU of 24 GB\n")[1].split("\n## ")[0]
 COMMANDS = "".join(re.findall(r"^```\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)).splitlines()
 # The name of the new script, and of its parent.
 MADE = re.findall(r"^patch -o (\w+)\.py (\w+)\.py", "\n".join(COMMANDS), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""benchmark/plan.py, whose tables docs/gpu.md shows: it counts as torch does. test_cuda.py measures its peaks."""
+"""benchmark/plan.py, whose tables docs/gpu.md and docs/train.md show: it counts as torch does. test_cuda.py measures its peaks."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -7,6 +7,7 @@ import plan
 import pytest
 import torch
 import transformers
+import tyro
 from conftest import ROOT
 from scripts import SCRIPTS
 from shared import marked
@@ -185,6 +186,14 @@ def test_the_program(monkeypatch, capsys):
 
 
 def test_the_tables_are_those_of_the_program():
-    text = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
-    for name, make in plan.TABLES.items():
-        assert marked(name, make()) in text
+    for name, (page, make) in plan.TABLES.items():
+        assert marked(name, make()) in (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_the_commands_fit_their_cards():
+    for memory, card, command in plan.COMMANDS:
+        path, *flags = command.split()
+        script = path.removesuffix(".py")
+        args = tyro.cli(plan.module_of(script).Args, args=flags)
+        assert plan.CARDS[card][0] >= memory
+        assert plan.fits(script, plan.read_config(args.model), memory, args), command
