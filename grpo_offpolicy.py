@@ -46,8 +46,8 @@ and w doesn't correct for that. So the gradient is biased even where no weight i
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
-V vocabulary, D hidden units. A micro-batch has n sequences, and T response tokens in all. Where a
-function gets a part of a step, or problems to evaluate on, B and N are those of its input.
+V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
+tokens in all. Where a function gets a part of a step, or an evaluation, B and N are its own.
 
     python grpo_offpolicy.py --staleness 4 --num-minibatches 4   the bundled adder, on a CPU
     python grpo_offpolicy.py --model SmolLM2-1.7B-Instruct       GSM8K, on one GPU
@@ -68,7 +68,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Literal, NamedTuple
-from unittest import mock  # compute_logits replaces a forward pass
+from unittest import mock  # for compute_logits
 
 import datasets
 import torch
@@ -93,6 +93,7 @@ from utils.masking import masked_mean, masked_sum
 from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
+
 # The reward is their sum. The first must give 1.0 to a right answer and 0.0 to any other, because
 # its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
@@ -136,7 +137,7 @@ class Args:
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; without a slash, and if there is no such folder, one of HuggingFaceTB"""
+    """folder or hub id; a name without a slash that is no folder is one of HuggingFaceTB"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; a tenth is held out if it has no test or validation set"""
     eval_size: int = 500
@@ -144,11 +145,11 @@ class Args:
     question_column: str = "question"
     """column that holds the question: a text, or a list of chat messages"""
     answer_column: str = "answer"
-    """column that holds the gold answer; of a text with "####", the rewards read what follows"""
+    """column that holds the gold answer; if it has "####", the rewards read what follows"""
     examples: bool = True
     """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
-    """text before each question"""
+    """text before each question, in the same message"""
     max_prompt_tokens: int = 512
     """longer prompts are skipped, counted and reported"""
     # ---- sampling
@@ -161,7 +162,7 @@ class Args:
     temperature: float = 0.9
     """divides the logits, in sampling and in the loss; evaluations are greedy"""
     sampling_tokens: int = 49152
-    """maximum tokens in a sampling batch, padding included; on a GPU of 60 GB, 131072 is faster"""
+    """maximum tokens in a sampling batch, padding included; 131072 is faster on a 60 GB GPU"""
     cuda_graph: bool = True
     """on a GPU, replay the decode step from a CUDA graph; turn off if a model doesn't allow it"""
     staleness: int = 1
@@ -223,8 +224,8 @@ def compute_advantages(rewards):
     """The rewards (B, G), normalized in each group: (B, G). DeepSeekMath 4.1.2."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # Equal rewards must get advantages of exactly 0, because Adam can make a full step of a tiny
-    # gradient. But the mean of equal numbers may be rounded. Less the first reward, they are all 0,
-    # and so is their mean.
+    # gradient. But the mean of equal numbers may be rounded. Minus the first reward, they are all
+    # 0, and so is their mean.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -282,8 +283,8 @@ def policy_loss(
     token_loss = -sampler_weights * surrogate  # (n, R)
     if args.beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
-        # Eq. 4 is Schulman's k3. Its mean is KL(pi || ref), but the mean of its gradient is the
-        # gradient of KL(ref || pi). See docs/algorithms.md.
+        # Eq. 4 is Schulman's k3. Over tokens drawn from pi, its mean is KL(pi || ref), but the mean
+        # of its gradient is the gradient of KL(ref || pi). See docs/algorithms.md.
         kl = torch.expm1(ref_logratio) - ref_logratio  # (n, R), Eq. 4
         token_loss = token_loss + args.beta * kl
     seq_loss = masked_mean(token_loss, mask, axis=1)  # (n,)
@@ -316,7 +317,7 @@ class Rollout(NamedTuple):
 
     prompts: list[list[int]]  # N lists of token ids
     response_ids: Tensor  # (N, R); any ids where response_mask is False
-    response_mask: Tensor  # (N, R) bool: True up to the EOS token, and at it
+    response_mask: Tensor  # (N, R) bool: True up to and including the EOS token
     sampled_logprobs: Tensor  # (N, R) float32, as the engine computed them
 
     def select(self, indices):
@@ -336,7 +337,8 @@ def main(args: Args) -> dict:
     train_data, test_data = load_data(args, tokenizer)
     model, eos_ids = load_model(args, tokenizer)
     on_gpu = model.device.type == "cuda"
-    # The reference is the initial policy, so it's copied before a checkpoint is loaded.
+    # The reference is the initial policy, so it's copied before a checkpoint is loaded. (On a GPU
+    # it's rounded to bf16, so even the first KL isn't exactly 0.)
     ref_model = inference_copy(model, in_bf16=on_gpu) if args.beta > 0 else None
     # The engine samples the rollouts. It imitates a fast engine that holds its own weights.
     engine_dtype = args.engine_dtype
@@ -364,7 +366,7 @@ def main(args: Args) -> dict:
         state, metrics = load_checkpoint(args, run_dir, trained)
         eval_model.load_state_dict(model.state_dict())
     else:
-        state = {"step": 0, "episodes": 0, "tokens": 0}  # responses and their tokens so far
+        state = {"step": 0, "episodes": 0, "tokens": 0}  # episodes: responses; tokens: theirs
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         evaluation, eval_right = evaluate(args, eval_model, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
@@ -394,14 +396,14 @@ def main(args: Args) -> dict:
         # Gradient checkpointing needs training mode, which changes nothing else: dropout is 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
-        first, *others = step_minibatches[: args.num_minibatches]  # a pass: each sequence once
+        first_pass = step_minibatches[: args.num_minibatches]  # each sequence once
         # The engine's log-probabilities are rounded differently, and its weights may be older, so
-        # those of pi_old are computed here. The first minibatch's are still 0: its update (part 4)
-        # computes and stores them.
-        old_logprobs = rollout_logprobs(args, model, rollout, others)  # (N, R)
+        # those of pi_old are computed here, but for the first minibatch: its update (part 4)
+        # computes and stores them anyway.
+        old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
-            ref_logprobs = rollout_logprobs(args, ref_model, rollout, [first, *others])
+            ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
 
         # ---- 3. reward and advantage
         scores = apply_rewards(completions, batch, model.device)  # name -> (N,) float32
@@ -409,7 +411,7 @@ def main(args: Args) -> dict:
         advantages = compute_advantages(rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
-        # Sums over the updates of this step, for the log.
+        # Sums and counts over the updates of this step, for the log.
         total_loss = 0.0
         total_grad_norm = 0.0
         num_skipped = 0
@@ -537,12 +539,12 @@ def main(args: Args) -> dict:
 def sample_responses(args, model, problems, num_samples, temperature, eos_ids):
     """Sample num_samples responses to each of B problems: a Rollout of N sequences."""
     prompts = [torch.tensor(problem["prompt_ids"], device=model.device) for problem in problems]
-    ones = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]  # padded: the mask
+    ones = [torch.ones_like(prompt, dtype=torch.bool) for prompt in prompts]  # before padding
     prompt_ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, P)
     prompt_mask = pad_sequence(ones, batch_first=True, padding_side="left")  # (B, P) bool
 
-    # As many prompts are sampled at a time as fit into --sampling-tokens, if all of their responses
-    # get the maximum length. At least one is.
+    # As many prompts are sampled at a time as fit into --sampling-tokens, even if all responses get
+    # the maximum length, but at least one.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     sampled = []
@@ -573,60 +575,9 @@ def eos_mask(rollout, eos_ids):
 # the cache is copied (and a CUDA graph recorded) more often. With longer ones, attention reads more
 # columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
-# Every so many tokens, generate asks whether all rows have finished. On a GPU, asking waits.
-# SEGMENT must be a multiple of this, because the start of a segment needs the answer.
+# Every so many tokens, generate asks whether all rows have finished. On a GPU, asking makes the CPU
+# wait. SEGMENT is a multiple of this, so that no segment begins when all rows have finished.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
-
-
-@dataclass
-class Decoding:
-    """What the model reads and writes for the next token, a row for each unfinished sequence."""
-
-    cache: StaticCache  # keys and values; it counts its filled columns in a tensor, for the graph
-    mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
-    logits: Tensor  # (rows, V): after the token that was fed last
-    token: Tensor  # (rows,): drawn last, fed next
-    position: Tensor  # (rows,): where it is fed, padding not counted
-    graph: torch.cuda.CUDAGraph | None = None  # feed_token, recorded: it uses these very tensors
-
-    def select(self, rows):
-        """Keep these rows, in this order. A row may repeat."""
-        self.graph = None  # it uses the old tensors
-        self.cache.reorder_cache(rows)  # keys[rows] and values[rows] of each layer
-        self.mask = self.mask[rows]
-        self.logits = self.logits[rows]
-        self.token = self.token[rows]
-        self.position = self.position[rows]
-
-    def grow(self, columns):
-        """Append empty columns to the cache."""
-        self.graph = None
-        for layer in self.cache.layers:
-            # Keys and values are (rows, heads, columns, size). Layers with linear attention or a
-            # convolution have a state of fixed size, which needs no columns.
-            if isinstance(layer, StaticLayer):
-                layer.keys = F.pad(layer.keys, (0, 0, 0, columns))
-                layer.values = F.pad(layer.values, (0, 0, 0, columns))
-                layer.max_cache_len += columns
-        # True, though they are empty: transformers itself hides the columns that aren't filled yet.
-        self.mask = F.pad(self.mask, (0, columns), value=True)
-
-    def advance(self, model, use_graph):
-        """Feed the token, so that the logits are those of the next one. Replay the graph if any."""
-        if self.graph is not None:
-            self.graph.replay()
-            return
-        self.feed_token(model)  # computes, and is the warm-up that CUDA needs before it records
-        if use_graph:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):  # records, and computes nothing
-                self.feed_token(model)
-
-    def feed_token(self, model):
-        """What a graph records. It writes in place, because a replay uses the same memory."""
-        token, position = self.token[:, None], self.position[:, None]  # (rows, 1)
-        self.logits.copy_(feed(model, self.cache, token, self.mask, position))
-        self.position.add_(1)
 
 
 @torch.no_grad()
@@ -634,9 +585,8 @@ def generate(args, model, prompt_ids, prompt_mask, num_samples, temperature, eos
     """Sample num_samples responses to each left-padded prompt (B, P), in one batch of N rows.
 
     Returns response_ids (N, R), response_mask (N, R) bool and the logprobs (N, R) float32 of the
-    sampled tokens. It samples from the model's whole softmax at this temperature, because the loss
-    has the log-probabilities of that distribution. Top-k, top-p or a repetition penalty would
-    sample from another one. Temperature 0 is greedy.
+    sampled tokens. It samples from the model's whole softmax at this temperature, which is the
+    distribution of the loss: no top-k, top-p or repetition penalty. Temperature 0 is greedy.
 
     Example, with two prompts, num_samples 1, --max-new-tokens 4 and the EOS token 2. The 0 is
     padding, and ? can be any id:
@@ -693,6 +643,57 @@ def draw(logits, temperature):
     return token, logprobs.gather(1, token[:, None]).squeeze(1)
 
 
+@dataclass
+class Decoding:
+    """What the model reads and writes for the next token, with a row for each sequence."""
+
+    cache: StaticCache  # keys and values; it counts filled columns in a tensor, as a graph needs
+    mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
+    logits: Tensor  # (rows, V): after the token that was fed last
+    token: Tensor  # (rows,): drawn last, fed next
+    position: Tensor  # (rows,): the position where it is fed, padding not counted
+    graph: torch.cuda.CUDAGraph | None = None  # feed_token, recorded: it uses these very tensors
+
+    def select(self, rows):
+        """Keep these rows, in this order. A row may repeat."""
+        self.graph = None  # it uses the old tensors
+        self.cache.reorder_cache(rows)  # keys[rows] and values[rows] of each layer
+        self.mask = self.mask[rows]
+        self.logits = self.logits[rows]
+        self.token = self.token[rows]
+        self.position = self.position[rows]
+
+    def grow(self, columns):
+        """Append empty columns to the cache."""
+        self.graph = None
+        for layer in self.cache.layers:
+            # Keys and values are (rows, heads, columns, size). Layers with linear attention or a
+            # convolution have a state of fixed size, which needs no columns.
+            if isinstance(layer, StaticLayer):
+                layer.keys = F.pad(layer.keys, (0, 0, 0, columns))
+                layer.values = F.pad(layer.values, (0, 0, 0, columns))
+                layer.max_cache_len += columns
+        # True, though they are empty: transformers itself hides the columns that aren't filled yet.
+        self.mask = F.pad(self.mask, (0, columns), value=True)
+
+    def advance(self, model, use_graph):
+        """Feed the token, so that the logits are those of the next one. Replay the graph if any."""
+        if self.graph is not None:
+            self.graph.replay()
+            return
+        self.feed_token(model)  # computes, and is the warm-up that CUDA needs before it records
+        if use_graph:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):  # records, and computes nothing
+                self.feed_token(model)
+
+    def feed_token(self, model):
+        """What a graph records. It writes in place, because a replay uses the same memory."""
+        token, position = self.token[:, None], self.position[:, None]  # (rows, 1)
+        self.logits.copy_(feed(model, self.cache, token, self.mask, position))
+        self.position.add_(1)
+
+
 def prefill(model, prompt_ids, prompt_mask):
     """The Decoding after the prompts (B, P), with a row for each of them."""
     # A StaticCache is written in place, as a CUDA graph requires. Its layers for a sliding window
@@ -746,8 +747,8 @@ def compute_logprobs(model, rollout, temperature):
     size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
     logprobs = []
     for inputs in zip(states.split(size), targets.split(size), strict=True):
-        chunk = checkpoint(chunk_logprobs, *inputs, use_reentrant=False, preserve_rng_state=False)
-        logprobs.append(chunk)  # (chunk,)
+        part = checkpoint(chunk_logprobs, *inputs, use_reentrant=False, preserve_rng_state=False)
+        logprobs.append(part)  # (chunk,)
     # masked_scatter fills row by row, in the order of targets.
     zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
     return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
@@ -832,7 +833,7 @@ def rollout_logprobs(args, model, rollout, minibatches):
     """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
 
     The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So these are the micro-batches of the updates: weights that haven't changed give the same bits.
+    So this splits as the updates do: as long as the weights stay, an update gets the same bits.
     """
     logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
     for minibatch in minibatches:
@@ -841,22 +842,22 @@ def rollout_logprobs(args, model, rollout, minibatches):
     return logprobs
 
 
-def micro_batches(args, rollout, sequences):
-    """Split sequence indices (m,) into micro-batches. Yield the indices of each, and its rollout.
+def micro_batches(args, rollout, minibatch):
+    """Split a minibatch (m,) into micro-batches. Yield the indices of each, and its sequences.
 
     A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
     longer than the maximum is alone.
     """
-    response_lengths = rollout.response_mask.sum(1).tolist()  # N
+    response_lengths = rollout.response_mask.sum(1).tolist()  # N numbers
     pairs = zip(rollout.prompts, response_lengths, strict=True)
-    lengths = [len(prompt) + response_length for prompt, response_length in pairs]  # N
+    lengths = [len(prompt) + response_length for prompt, response_length in pairs]  # N numbers
     # From the longest to the shortest, because neighbours of similar length need little padding.
-    # Of equal lengths, samples of one prompt stay together: they begin with the same tokens.
-    remaining = sorted(sequences.tolist(), key=lambda i: (-lengths[i], i))
+    # Of equal lengths, samples of one prompt stay together: common_tokens uses their equal start.
+    remaining = sorted(minibatch.tolist(), key=lambda i: (-lengths[i], i))
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
-        num_seqs = max(1, args.micro_batch_tokens // lengths[remaining[0]])
-        indices, remaining = remaining[:num_seqs], remaining[num_seqs:]
+        size = max(1, args.micro_batch_tokens // lengths[remaining[0]])
+        indices, remaining = remaining[:size], remaining[size:]
         yield indices, rollout.select(indices)
 
 
@@ -864,9 +865,9 @@ def common_tokens(model, prompts):
     """How many first tokens all prompts share, or 0 if computing them once is impossible or slower.
 
     Equal first tokens have equal keys and values, because a token sees none after it. This only
-    saves time, on a CPU: if it always returned 0, the numbers would be the same up to rounding.
+    saves time: if it always returned 0, the numbers would be the same up to rounding.
     """
-    # On a GPU it takes GB, and saves little time or none (docs/measurements.md).
+    # On a GPU it takes gigabytes, and saves little time or none (docs/measurements.md).
     if model.device.type != "cpu":
         return 0
     # With gradient checkpointing, transformers' layers ignore a cache.
@@ -893,11 +894,12 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
     scores = apply_rewards(completions, problems, model.device)  # name -> (N,) float32
+    first_scores = scores[REWARDS[0].__name__]  # (N,) float32, 1 if right
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
-        "eval/accuracy": means[REWARDS[0].__name__],
+        "eval/accuracy": first_scores.mean().item(),
         "eval/response_len": rollout.response_mask.sum().item() / len(problems),
         "eval/eos_frac": ended.float().mean().item(),
     }
@@ -907,7 +909,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         answers = [problem["columns"]["answer"] for problem in problems]
         lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
-    return metrics, (scores[REWARDS[0].__name__] == 1).tolist()
+    return metrics, (first_scores == 1).tolist()
 
 
 def apply_rewards(completions, problems, device):
@@ -977,7 +979,7 @@ def load_data(args, tokenizer):
 
 
 def hold_out(args, problems):
-    """Split the problems: the last tenth of the questions, with all rows of each, is for tests."""
+    """Hold out the last tenth of the questions, each with all of its rows."""
     prompts = list(dict.fromkeys(problem["prompt"] for problem in problems))  # each one once
     if len(prompts) == 1:
         raise ValueError(f"--dataset {args.dataset}: one question alone, so none can be held out")
@@ -1061,8 +1063,8 @@ def fill_template(tokenizer, chat, **options):
     """The chat as a text, in the model's template, with each message word for word.
 
     A template may drop a message, which is an error here, or change one: many delete the thoughts
-    of earlier turns. So it is filled twice, with the messages and with a placeholder for each. If a
-    message was changed, the second text is taken, and the messages replace their placeholders.
+    of earlier turns. So it is filled twice, with the messages and with a placeholder (mark) for
+    each. If a message was changed, the second text is taken, and the messages replace the marks.
     """
     options["tokenize"] = False
     text = tokenizer.apply_chat_template(chat, **options)
@@ -1072,6 +1074,7 @@ def fill_template(tokenizer, chat, **options):
     marks = [f"\ue000{i}\ue000" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
+    # The content itself won't do here: a short one may also be a part of another message.
     for mark, content in zip(marks, contents, strict=True):
         if mark not in filled:
             raise ValueError(f"--model: its chat template drops the message {content!r}")
@@ -1161,7 +1164,7 @@ def load_config(args, name):
     """A model's configuration, without dropout. Refuses lengths that don't fit into its context."""
     config = AutoConfig.from_pretrained(name)
     text_config = config.get_text_config()
-    # The noise of dropout would change the ratios. Every field with a rate has "drop" in its name.
+    # The noise of dropout would change the ratios. Fields with its rate have "drop" in their name.
     for part in (config, text_config):
         for key, value in vars(part).items():
             if isinstance(value, float) and "drop" in key:
@@ -1226,7 +1229,7 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "evaluations.jsonl")
 
 
 def check_args(args):
-    """Refuse values with which the run wouldn't train what the flags say."""
+    """Refuse values with which the run would not do what its flags say."""
     if args.num_generations < 2:
         raise ValueError("--num-generations must be at least 2, to compare the samples of a group")
     for name in ("temperature", "clip_eps", "max_grad_norm"):
@@ -1277,8 +1280,8 @@ def name_run(args):
 def open_run(args, run_dir, problems):
     """Open the run's logs. A new run gets a folder, with a copy of its code.
 
-    A command with --run-name that is repeated goes on from the checkpoint and appends to the logs.
-    Without a checkpoint, it starts over with empty logs. With --track, this also starts W&B.
+    A repeated command with --run-name goes on from the checkpoint and appends to the logs. Without
+    a checkpoint, it starts over with empty logs. With --track, this also starts W&B.
     """
     run = describe_run(args, problems)
     is_repeated = args.run_name is not None and (run_dir / "args.json").exists()
@@ -1309,7 +1312,7 @@ def describe_run(args, problems):
     """What args.json holds: the flags, digests of the code and of the data, and the versions."""
     code = [path.read_text(encoding="utf-8") for path in code_files()]
     rows = [problem["columns"] for problem in problems]
-    # An image or another object counts by its type.
+    # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
@@ -1373,7 +1376,7 @@ def show_progress(args, progress, metrics, record):
 
 
 def save_checkpoint(run_dir, trained, state, metrics):
-    """Save what load_checkpoint needs. By the rename, checkpoint.pt is complete at any time."""
+    """Save what load_checkpoint needs. Thanks to the rename, checkpoint.pt is always complete."""
     content = {name: part.state_dict() for name, part in trained.items()}
     content |= {"state": state, "metrics": metrics}
     content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}

@@ -1,4 +1,4 @@
-"""benchmark/plan.py, whose tables docs/gpu.md and docs/train.md show: it counts as torch does. test_cuda.py measures its peaks."""
+"""benchmark/plan.py, whose tables docs/gpu.md and train.md show: it counts as torch does. test_cuda.py measures."""
 
 import dataclasses
 from types import SimpleNamespace

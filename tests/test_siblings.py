@@ -67,7 +67,7 @@ def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):
     """Each of these changes to dr_grpo.py changes the part that contains it, and the page of docs/diffs/."""
     changes = {
         "generate": ("isin(token, eos_ids)", "isin(token, eos_ids) "),
-        "micro_batches": ('sequences):\n    """Split', 'sequences):\n    """ Split'),
+        "micro_batches": ('minibatch):\n    """Split', 'minibatch):\n    """ Split'),
         "inference_copy": ("def inference_copy(", "# x\ndef inference_copy("),
         "evaluate": ("def evaluate(", "@torch.no_grad()\ndef evaluate("),
         "Args.seed": ("    seed: int = 1", "    seed: int = 2"),

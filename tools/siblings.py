@@ -113,7 +113,7 @@ def table() -> str:
 <!-- made by python tools/siblings.py --write -->
 
 A removed line is one that only the parent has, and an added line is one that only the child has, without the
-docstring. The links show those of the equations, the loop and the sampling.
+docstring. The linked pages show the changes of the equations, the loop and the sampling.
 
 | script | diff to its parent | kB | lines removed | lines added |
 | --- | --- | --- | --- | --- |
@@ -175,19 +175,19 @@ def diff_of(block: str, before: dict[str, str], after: dict[str, str], n: int) -
 
 
 def diff_page(child: str) -> str:
-    """docs/diffs/CHILD.md: what the docstring says of the differences, and the diff of each block.
+    """docs/diffs/CHILD.md: the docstring down to the differences, and the diff of each block.
 
-    It leaves out set-up, log, arguments and constants, functions that only the parent has, and what
-    differs in comments only. Of these it has the name, and a digest of the diff: so a test that
-    compares the page notices every change.
+    The blocks are in the order of the child. It leaves out set-up, log, arguments and constants,
+    functions that only the parent has, and what differs in comments only. Of these it has the
+    name, and a digest of the diff: so a test that compares the page notices every change.
     """
     parent = parent_of(child)
     docstring = read_script(child).split('"""')[1]
-    says = re.search(r"^Parent: .*?(?=\n\n|\Z)", docstring, re.MULTILINE | re.DOTALL).group()
+    objective, says = re.search(r"\A(.*?)^(Parent: .*?)(?=\n\n|\Z)", docstring, re.MULTILINE | re.DOTALL).groups()
     mine, theirs = blocks(child), blocks(parent)
     section_of = sections(parent) | sections(child)
     shown, named, digests = [], [], []
-    for name in [*theirs, *(name for name in mine if name not in theirs)]:
+    for name in [*mine, *(name for name in theirs if name not in mine)]:
         if mine.get(name) == theirs.get(name):
             continue
         place = rank(name, section_of.get(name.partition(":")[0]))
@@ -203,7 +203,8 @@ def diff_page(child: str) -> str:
             shown.append((place, name))
     shown.sort(key=lambda pair: pair[0])
     made_by = "<!-- made by python tools/siblings.py --write -->"
-    lines = [f"# {child}.py, compared with {parent}.py", "", made_by, "", says, ""]
+    lines = [f"# {child}.py, compared with {parent}.py", "", made_by, ""]
+    lines += ["```", objective.strip(), "```", "", says, ""]
     for place, name in shown:
         diff = diff_of(name, theirs, mine, n=2 if place == 0 else 1)
         lines += [f"## {name}", "", "```diff", *diff[1:], "```", ""]
