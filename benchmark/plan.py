@@ -457,7 +457,7 @@ def report(script: str, config: dict, args, options, command: list[str]) -> str:
     counts = count(script, config, args, prompt, int(memory), gpus)
     lines = [f"{size / 1e9:8.2f} GB  {WORDS.get(name, name)}" for name, size in counts.items()]
     verdict = "fits" if counts["peak"] <= 1e9 * memory else "DOESN'T FIT"
-    lines.append(f"It {verdict} {memory:g} GB. (Calculated minus measured, on an H200: {error_range('GB')})")
+    lines.append(f"It {verdict} {memory:g} GB. (On an H200, calculated minus measured was {error_range('GB')}.)")
     if script == "host_adam":
         host = 8 * shape(config).parameters + counts.get("reference", 0)
         lines.append(f"The host's memory holds {host / 1e9:.1f} GB of averages and reference.")
