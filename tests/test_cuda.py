@@ -42,8 +42,10 @@ if "stop" in sys.argv[0]:
     grpo.sample_responses = stopped
 # The log must have the peak, and not the memory in use at the moment.
 peak, torch.cuda.max_memory_allocated = torch.cuda.max_memory_allocated, lambda: 7e8
+torch.backends.cuda.enable_cudnn_sdp(True)
 try:
     grpo.main(tyro.cli(grpo.Args))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 finally:
     torch.cuda.max_memory_allocated = peak
 """

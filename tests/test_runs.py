@@ -906,3 +906,7 @@ def test_an_evaluation_by_hand(script, monkeypatch):
         "eval/eos_frac": 0.5,
         "eval/accuracy_lenient": 1.0,
     }
+    # A part of a point isn't right.
+    monkeypatch.setattr(script, "REWARDS", [script.format_reward])
+    found, is_right = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
+    assert found["eval/accuracy"] == pytest.approx(0.35) and not any(is_right)
