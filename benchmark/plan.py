@@ -591,6 +591,8 @@ def main() -> None:
     script = path.removesuffix(".py")
     if script not in [*SCRIPTS, *MACHINE_PATCHES]:
         parser.error(f"{path} is none of the scripts: {', '.join([*SCRIPTS, *MACHINE_PATCHES])}")
+    names = {name.lower().replace(" ", ""): name for name in CARDS}  # rtx4090 is RTX 4090
+    options.card = names.get(options.card.lower().replace(" ", ""), options.card)
     if options.card not in CARDS and not options.card.replace(".", "").isdigit():
         parser.error(f"--card is a number of GB, or one of: {', '.join(CARDS)}")
     module = module_of(script)

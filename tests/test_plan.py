@@ -178,7 +178,7 @@ def test_the_program(monkeypatch, capsys):
     plan.main()
     text = capsys.readouterr().out
     assert "It fits 2 GB" in text and "rollout" not in text
-    monkeypatch.setattr("sys.argv", ["plan.py", "--card", "RTX 3090", *command])
+    monkeypatch.setattr("sys.argv", ["plan.py", "--card", "rtx3090", *command])
     plan.main()
     *_, before, last = capsys.readouterr().out.splitlines()
     assert "fits RTX 3090" in before and last.startswith("    python grpo.py --model")

@@ -5,8 +5,8 @@
     python tools/siblings.py --write             write the patches in variants/, docs/diffs/ and the diff in README.md
     python tools/siblings.py --patch cispo.py    write variants/cispo.diff from the whole script
 
-Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend. Of set-up, log,
-arguments and constants it shows only the name and a new digest.
+Read the git diff of docs/diffs/ before you commit it: it shows a difference that you didn't intend. Of data, model,
+runs, log, arguments and constants it shows only the name and a new digest.
 """
 
 import argparse
@@ -177,13 +177,13 @@ def diff_of(block: str, before: dict[str, str], after: dict[str, str], n: int) -
 def diff_page(child: str) -> str:
     """docs/diffs/CHILD.md: the docstring down to the differences, and the diff of each block.
 
-    The blocks are in the order of the child. It leaves out set-up, log, arguments and constants,
-    functions that only the parent has, and what differs in comments only. Of these it has the
+    The blocks are in the order of the child. It leaves out data, model, runs, log, arguments and
+    constants, functions that only the parent has, and what differs in comments only. Of these it has the
     name, and a digest of the diff: so a test that compares the page notices every change.
     """
     parent = parent_of(child)
     docstring = read_script(child).split('"""')[1]
-    objective, says = re.search(r"\A(.*?)^(Parent: .*?)(?=\n\n|\Z)", docstring, re.MULTILINE | re.DOTALL).groups()
+    says = re.search(r"\A.*?^Parent: .*?(?=\n\n|\Z)", docstring, re.MULTILINE | re.DOTALL).group()
     mine, theirs = blocks(child), blocks(parent)
     section_of = sections(parent) | sections(child)
     shown, named, digests = [], [], []
@@ -204,7 +204,7 @@ def diff_page(child: str) -> str:
     shown.sort(key=lambda pair: pair[0])
     made_by = "<!-- made by python tools/siblings.py --write -->"
     lines = [f"# {child}.py, compared with {parent}.py", "", made_by, ""]
-    lines += ["```", objective.strip(), "```", "", says, ""]
+    lines += ["```", says, "```", ""]
     for place, name in shown:
         diff = diff_of(name, theirs, mine, n=2 if place == 0 else 1)
         lines += [f"## {name}", "", "```diff", *diff[1:], "```", ""]
