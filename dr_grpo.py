@@ -195,7 +195,7 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def compute_advantages(rewards):
-    """The rewards (B, G) less the mean of their group: (B, G). Dr. GRPO, Section 3.2."""
+    """The rewards (B, G) minus the mean of their group: (B, G). Dr. GRPO, Section 3.2."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # Equal rewards must get advantages of exactly 0, because Adam can make a full step of a tiny
     # gradient. But the mean of equal numbers may be rounded. Minus the first reward, they are all

@@ -224,7 +224,7 @@ BUNDLED = Args(
 
 # ==== algorithm ====
 def subtract_tool_cost(args, rewards, num_calls):
-    """Rewards (N,) less --tool-cost for each of the num_calls (N,) that the tool answered."""
+    """Rewards (N,) minus --tool-cost for each of the num_calls (N,) that the tool answered."""
     return rewards - args.tool_cost * num_calls
 
 
