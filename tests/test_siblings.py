@@ -201,13 +201,16 @@ def test_each_line_is_carried_or_told(case):
     assert siblings.carry(expected, base, parent)[0] == expected  # a second time changes nothing
 
 
-def test_each_script_has_a_docstring_of_its_own():
-    """Its equal lines are carried, as that of the version, and the others aren't told."""
+def test_each_script_has_a_docstring_of_its_own(capsys):
+    """Its equal lines are carried, as that of the version, and a person is told to read it: it may be nonsense now."""
     base = '# 1.0\n"""A loss.\n\nShapes: N\n"""\n\nX = 1\n'
     parent = '# 2.0\n"""One loss.\n\nShapes: N, R\n"""\n\nX = 2\n'
     child = base.replace("A loss", "Another loss")
-    expected = parent.replace("One loss", "Another loss")
-    assert siblings.carry(child, base, parent) == (expected, {})
+    found, missing = siblings.carry(child, base, parent)
+    assert found == parent.replace("One loss", "Another loss") and list(missing) == ["docstring"]
+    siblings.tell("x.py", missing)
+    assert capsys.readouterr().out == "x.py: its docstring has changed, too. Read it.\n"
+    assert siblings.carry(child, base, base.replace("X", "Y"))[1] == {}
 
 
 def test_a_change_of_grpo_reaches_the_scripts_once(tmp_path, monkeypatch, capsys):

@@ -289,7 +289,9 @@ def carry(child: str, base: str, parent: str) -> tuple[str, dict[str, list[str]]
         carried[name], places[name] = text, place
         if name in old and name in new:
             carried[name], lines = merge(text, old[name], new[name])
-            if lines and name != "docstring":  # which is each script's own
+            if name == "docstring":  # each script has its own, so a person reads what it has become
+                lines = [] if carried[name] == text else [carried[name]]
+            if lines:
                 missing[name] = lines
         elif name in old or name in new:  # one of them has another part of this name, or none
             missing[name] = f"{text.strip()}\n".splitlines(keepends=True)[:3]
@@ -300,6 +302,9 @@ def carry(child: str, base: str, parent: str) -> tuple[str, dict[str, list[str]]
 def tell(name: str, missing: dict[str, list[str]]) -> None:
     """Print where a person has to look, with the lines that changed in the parent."""
     for part, lines in missing.items():
+        if part == "docstring":
+            print(f"{name}: its docstring has changed, too. Read it.")
+            continue
         print(f"{name} has other text, so look whether it needs the change in: {part}")
         print("".join(f"    {line}" for lines in lines for line in lines.splitlines(keepends=True)), end="")
 
