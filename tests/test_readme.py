@@ -24,8 +24,10 @@ def test_the_lesson_is_the_current_diff():
 
 def test_the_loop_shown_is_that_of_the_first_script():
     (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    indented = "".join(f"    {line}\n" for line in block.splitlines())
-    assert indented in (ROOT / "first.py").read_text(encoding="utf-8")
+    *functions, loop = block.split("\n\n\n")
+    script = (ROOT / "first.py").read_text(encoding="utf-8")
+    assert len(functions) == 2 and all(f"\n\n\n{text}\n\n\n" in script for text in functions)
+    assert "".join(f"    {line}\n" for line in loop.splitlines()) in script
 
 
 def test_the_sample_output_is_todays(tmp_path, capsys):
