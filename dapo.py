@@ -90,8 +90,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 
-# The reward is their sum. The first must give 1.0 to a right answer and 0.0 to any other, because
-# its mean is logged as the accuracy.
+# The reward is the sum of these. The first must give 1.0 to a right answer and 0.0 to any other,
+# because its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer, which --examples puts before each question. A
 # small model imitates an example better than it follows a description. If you change REWARDS or the
@@ -214,8 +214,8 @@ def compute_advantages(rewards):
     """The rewards (groups, G), normalized in each group: the same shape. Eq. 9."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # Equal rewards must get advantages of exactly 0, because Adam can make a full step of a tiny
-    # gradient. But the mean of equal numbers may be rounded. Minus the first reward, they are all
-    # 0, and so is their mean.
+    # gradient. But the mean of equal numbers may be rounded. So the first reward is subtracted:
+    # then all of them are 0, and so is their mean.
     rewards = rewards - rewards[:, :1]  # (groups, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 

@@ -96,8 +96,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 
-# The reward is their sum. The first must give 1.0 to a right answer and 0.0 to any other, because
-# its mean is logged as the accuracy.
+# The reward is the sum of these. The first must give 1.0 to a right answer and 0.0 to any other,
+# because its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # With these options the functions for state dicts read and write whole weights and Adam's averages,
 # not shards. Rank 0 gets them in the memory of the host, and the other processes get nothing.
@@ -219,8 +219,8 @@ def compute_advantages(rewards):
     """The rewards (B, G), normalized in each group: (B, G). DeepSeekMath 4.1.2."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # Equal rewards must get advantages of exactly 0, because Adam can make a full step of a tiny
-    # gradient. But the mean of equal numbers may be rounded. Minus the first reward, they are all
-    # 0, and so is their mean.
+    # gradient. But the mean of equal numbers may be rounded. So the first reward is subtracted:
+    # then all of them are 0, and so is their mean.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -243,8 +243,8 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
     """The GRPO loss, -J of Eq. 3, of the n sequences of a micro-batch.
 
-    mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and ref_logprobs (n,
-    R) are 0 elsewhere. advantages (n, 1). num_seqs is the number of sequences in the whole
+    mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and ref_logprobs
+    (n, R) are 0 elsewhere. advantages (n, 1). num_seqs is the number of sequences in the whole
     minibatch, so that the losses of its micro-batches add up to its loss. Returns the scalar loss,
     and the sum of each metric over these tokens.
     """
@@ -338,7 +338,7 @@ def main(args: Args) -> dict:
         state, metrics = load_checkpoint(args, run_dir, model, optimizer)
         refresh_sampler(sampler, model)
     else:
-        state = {"step": 0, "episodes": 0, "tokens": 0}  # episodes: responses; tokens: theirs
+        state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation

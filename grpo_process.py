@@ -213,8 +213,8 @@ def compute_advantages(rewards):
     """The rewards (B, G), normalized in each group: (B, G). DeepSeekMath 4.1.2."""
     assert rewards.ndim == 2 and rewards.shape[1] >= 2, rewards.shape
     # Equal rewards must get advantages of exactly 0, because Adam can make a full step of a tiny
-    # gradient. But the mean of equal numbers may be rounded. Minus the first reward, they are all
-    # 0, and so is their mean.
+    # gradient. But the mean of equal numbers may be rounded. So the first reward is subtracted:
+    # then all of them are 0, and so is their mean.
     rewards = rewards - rewards[:, :1]  # (B, G)
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
@@ -418,7 +418,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
-        state = {"step": 0, "episodes": 0, "tokens": 0}  # episodes: responses; tokens: theirs
+        state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation

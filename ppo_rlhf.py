@@ -333,9 +333,9 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     """The PPO policy loss, L_pi, of the n sequences of a micro-batch.
 
-    mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and advantages (n,
-    R) are 0 elsewhere. num_tokens is the number of these tokens in the whole minibatch, so that the
-    losses of its micro-batches add up to its loss. Returns the scalar loss, and the sum of each
+    mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and advantages
+    (n, R) are 0 elsewhere. num_tokens is the number of these tokens in the whole minibatch, so that
+    the losses of its micro-batches add up to its loss. Returns the scalar loss, and the sum of each
     metric over these tokens.
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
@@ -417,7 +417,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
-        state = {"step": 0, "episodes": 0, "tokens": 0}  # episodes: responses; tokens: theirs
+        state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         evaluation, eval_right = evaluate(
             args, sampler, reward_model, tokenizer, test_data, eos_ids

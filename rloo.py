@@ -72,8 +72,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 
-# The reward is their sum. The first must give 1.0 to a right answer and 0.0 to any other, because
-# its mean is logged as the accuracy.
+# The reward is the sum of these. The first must give 1.0 to a right answer and 0.0 to any other,
+# because its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # Nothing is clipped here. policy/clip_frac counts the tokens at which a clip of the ratio would
 # act, with this eps.
@@ -200,8 +200,8 @@ def compute_advantages(returns):
     """(B, G) -> (B, G): each return minus the mean of the prompt's other returns. Kool 2019."""
     assert returns.ndim == 2 and returns.shape[1] >= 2, returns.shape
     # Equal returns must get advantages of exactly 0, because Adam can make a full step of a tiny
-    # gradient. But the mean of equal numbers may be rounded. Minus the first return, they are all
-    # 0, and so is their mean.
+    # gradient. But the mean of equal numbers may be rounded. So the first return is subtracted:
+    # then all of them are 0, and so is their mean.
     returns = returns - returns[:, :1]  # (B, G)
     others_mean = (returns.sum(1, keepdim=True) - returns) / (returns.shape[1] - 1)  # (B, G)
     return returns - others_mean
@@ -224,8 +224,8 @@ def lr_factor(args, update, num_updates):
 def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
     """The REINFORCE loss of the n sequences of a micro-batch. Its gradient estimates that of -J.
 
-    mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and ref_logprobs (n,
-    R) are 0 elsewhere. advantages (n, 1). num_seqs is the number of sequences in the whole
+    mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and ref_logprobs
+    (n, R) are 0 elsewhere. advantages (n, 1). num_seqs is the number of sequences in the whole
     minibatch, so that the losses of its micro-batches add up to its loss. old_logprobs and
     ref_logprobs serve the metrics alone. Returns the scalar loss, and the sum of each metric over
     these tokens.
@@ -305,7 +305,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
-        state = {"step": 0, "episodes": 0, "tokens": 0}  # episodes: responses; tokens: theirs
+        state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation

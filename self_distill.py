@@ -85,8 +85,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 
-# The reward is their sum. The first must give 1.0 to a right answer and 0.0 to any other, because
-# its mean is logged as the accuracy.
+# The reward is the sum of these. The first must give 1.0 to a right answer and 0.0 to any other,
+# because its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer, which --examples puts before each question. A
 # small model imitates an example better than it follows a description. If you change REWARDS or the
@@ -330,7 +330,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
-        state = {"step": 0, "episodes": 0, "tokens": 0}  # episodes: responses; tokens: theirs
+        state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
         evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
