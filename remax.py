@@ -28,7 +28,7 @@ metrics episodes, tokens and time/tokens_per_s count the greedy responses, too.
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
-tokens in all. Where a function gets a part of a step, or an evaluation, B and N are its own.
+tokens in all. In functions that get fewer prompts, as in an evaluation, B and N count those.
 
     python remax.py                                 the bundled adder, on a CPU
     python remax.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -67,7 +67,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
 )
-from transformers.cache_utils import DynamicCache, StaticCache, StaticLayer
+from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from utils.masking import masked_sum
@@ -75,8 +75,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 
-# The reward is the sum of these. The first must give 1.0 to a right answer and 0.0 to any other,
-# because its mean is logged as the accuracy.
+# The reward is the sum of these. The mean of the first is logged as the accuracy: it gives 1.0 to a
+# right answer, 0.0 to a wrong one, or a grade between them.
 REWARDS = [accuracy_reward, format_reward]
 # Nothing is clipped here. policy/clip_frac counts the tokens at which a clip of the ratio would
 # act, with this eps.
@@ -335,7 +335,14 @@ def main(args: Args) -> dict:
         ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
         rollout_seconds = time.perf_counter() - start_time
 
-        # ---- 2. old and reference log-probabilities
+        # ---- 2. reward
+        scores = apply_rewards(completions, batch, model.device)  # name -> (N,) float32
+        greedy_scores = apply_rewards(greedy_completions, batch, model.device)
+        reward_seconds = time.perf_counter() - start_time - rollout_seconds
+        rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
+        greedy_rewards = sum(greedy_scores.values())  # (B,) float32, b(q)
+
+        # ---- 3. old and reference log-probabilities; return and advantage
         # Gradient checkpointing needs training mode, which changes nothing else: dropout is 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
@@ -345,14 +352,8 @@ def main(args: Args) -> dict:
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, step_minibatches)
-
-        # ---- 3. reward, return and advantage
-        scores = apply_rewards(completions, batch, model.device)  # name -> (N,) float32
-        rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         # (B, G): the rewards minus beta times the KL to the reference.
         returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
-        greedy_scores = apply_rewards(greedy_completions, batch, model.device)
-        greedy_rewards = sum(greedy_scores.values())  # (B,) float32, b(q)
         advantages = compute_advantages(returns, greedy_rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
@@ -390,7 +391,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that the time is right
-        update_seconds = time.perf_counter() - start_time - rollout_seconds
+        update_seconds = time.perf_counter() - start_time - rollout_seconds - reward_seconds
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
@@ -418,7 +419,8 @@ def main(args: Args) -> dict:
             "optim/lr": optimizer.param_groups[0]["lr"],  # of the last update
             "optim/skipped": num_skipped,
             "time/rollout_s": rollout_seconds,
-            "time/update_s": update_seconds,  # of parts 2 to 4
+            "time/reward_s": reward_seconds,
+            "time/update_s": update_seconds,  # with the log-probabilities of part 3
             "time/tokens_per_s": num_generated_tokens / rollout_seconds,
         }
         if model.device.type == "cuda":
@@ -501,7 +503,7 @@ def eos_mask(rollout, eos_ids):
 # columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # Every so many tokens, generate asks whether all rows have finished. On a GPU, asking makes the CPU
-# wait. SEGMENT is a multiple of this, so that no segment begins when all rows have finished.
+# wait. SEGMENT must be a multiple of this: no segment may begin without a row.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -572,12 +574,12 @@ def draw(logits, temperature):
 class Decoding:
     """What the model reads and writes for the next token, with a row for each sequence."""
 
-    cache: StaticCache  # keys and values; it counts filled columns in a tensor, as a graph needs
+    cache: StaticCache  # keys and values, written in place
     mask: Tensor  # (rows, columns) bool: False hides the padding of a prompt
     logits: Tensor  # (rows, V): after the token that was fed last
     token: Tensor  # (rows,): drawn last, fed next
     position: Tensor  # (rows,): the position where it is fed, padding not counted
-    graph: torch.cuda.CUDAGraph | None = None  # feed_token, recorded: it uses these very tensors
+    graph: torch.cuda.CUDAGraph | None = None  # feed_token, recorded with these very tensors
 
     def select(self, rows):
         """Keep these rows, in this order. A row may repeat."""
@@ -652,37 +654,75 @@ def feed(model, cache, ids, mask, positions):
     return outputs.logits[:, -1]
 
 
+@torch.no_grad()
+def rollout_logprobs(args, model, rollout, minibatches):
+    """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
+
+    The rows of all other sequences are NaN, so that no loss can use them unnoticed. Rounding
+    depends on which sequences share a micro-batch. So this splits as the updates do: then equal
+    weights give equal bits.
+    """
+    logprobs = torch.full_like(rollout.sampled_logprobs, math.nan)  # (N, R)
+    for minibatch in minibatches:
+        for indices, micro_batch in micro_batches(args, rollout, minibatch):
+            logprobs[indices] = compute_logprobs(model, micro_batch, args.temperature)
+    return logprobs
+
+
+def micro_batches(args, rollout, minibatch):
+    """Split a minibatch (m,) into micro-batches. Yield the indices of each, and their Rollout.
+
+    A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
+    longer than the maximum is alone.
+    """
+    response_lengths = rollout.response_mask.sum(1).tolist()  # N numbers
+    pairs = zip(rollout.prompts, response_lengths, strict=True)
+    lengths = [len(prompt) + response_length for prompt, response_length in pairs]  # N numbers
+    # From the longest to the shortest, because neighbours of similar length need little padding.
+    # Equal lengths are in the order of the rollout, however the minibatch is shuffled.
+    remaining = sorted(minibatch.tolist(), key=lambda i: (-lengths[i], i))
+    while remaining:
+        # The first one is the longest of its micro-batch. The others are padded to its length.
+        size = max(1, args.micro_batch_tokens // lengths[remaining[0]])
+        indices, remaining = remaining[:size], remaining[size:]
+        yield indices, rollout.select(indices)
+
+
 # compute_logprobs computes at most this many logits at a time. In the backward pass, each chunk of
 # them writes a gradient as large as the head. So larger chunks are faster, but need more memory.
 CHUNK_LOGITS = {"cpu": 2**24, "cuda": 2**26, "mps": 2**24}
 
 
-def compute_logprobs(model, rollout, temperature):
+def compute_logprobs(model, micro_batch, temperature):
     """Log-probabilities (n, R) float32 of n responses; 0 where response_mask is False."""
-    states = response_states(model, rollout)  # (T, D)
-    targets = rollout.response_ids[rollout.response_mask]  # (T,), in the order of the states
-
-    def chunk_logprobs(chunk_states, chunk_targets):
-        logits = compute_logits(model, chunk_states) / temperature  # (chunk, V) float32
-        return -F.cross_entropy(logits, chunk_targets, reduction="none")
+    mask = micro_batch.response_mask  # (n, R) bool
+    states = response_states(model, micro_batch)  # (T, D)
+    targets = micro_batch.response_ids[mask]  # (T,), in the order of the states
 
     # All logits at once would be the largest tensor. So they are computed for a chunk of tokens at
-    # a time, and again in the backward pass.
+    # a time. They aren't kept: with checkpoint, the backward pass computes them again.
     vocabulary_size = model.get_output_embeddings().weight.shape[0]
     size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
     logprobs = []
+    options = dict(use_reentrant=False, preserve_rng_state=False)
     for inputs in zip(states.split(size), targets.split(size), strict=True):
-        part = checkpoint(chunk_logprobs, *inputs, use_reentrant=False, preserve_rng_state=False)
+        part = checkpoint(chunk_logprobs, model, *inputs, temperature, **options)
         logprobs.append(part)  # (chunk,)
     # masked_scatter fills row by row, in the order of targets.
-    zeros = torch.zeros(rollout.response_mask.shape, device=states.device)  # (n, R)
-    return zeros.masked_scatter(rollout.response_mask, torch.cat(logprobs))
+    zeros = torch.zeros(mask.shape, device=states.device)  # (n, R)
+    return zeros.masked_scatter(mask, torch.cat(logprobs))
 
 
-def response_states(model, rollout):
+def chunk_logprobs(model, states, targets, temperature):
+    """Log-probabilities (chunk,) float32 of tokens, from the states (chunk, D) that predict them."""
+    logits = compute_logits(model, states) / temperature  # (chunk, V) float32
+    return -F.cross_entropy(logits, targets, reduction="none")
+
+
+def response_states(model, micro_batch):
     """The hidden states (T, D) from which the model predicts the T response tokens of n sequences.
 
-    The order is that of rollout.response_ids[rollout.response_mask].
+    The order is that of micro_batch.response_ids[micro_batch.response_mask].
 
     Example: the prompt [5, 6, 7] has the response [3, 2], and [8] has [3, 4, 2]. Then T is 5, for
     the states of 7 and 3, and of 8, 3 and 4:
@@ -690,10 +730,10 @@ def response_states(model, rollout):
         rows [[5, 6, 7, 3, 2],    predicts [[0, 0, 1, 1, 0],
               [8, 3, 4, 2, 0]]              [1, 1, 1, 0, 0]]
     """
-    device = rollout.response_ids.device
+    device = micro_batch.response_ids.device
     rows, predicts = [], []
-    responses = unpadded(rollout.response_ids, rollout.response_mask)  # n lists
-    for prompt, response in zip(rollout.prompts, responses, strict=True):
+    responses = unpadded(micro_batch.response_ids, micro_batch.response_mask)  # n lists
+    for prompt, response in zip(micro_batch.prompts, responses, strict=True):
         rows.append(torch.tensor(prompt + response))
         # The state at a token predicts the next one. So the last token of the prompt predicts the
         # first of the response, and the last of the response predicts no token that counts.
@@ -704,20 +744,10 @@ def response_states(model, rollout):
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # without the head, and without a vision part
-    common = common_tokens(model, rollout.prompts)
-    # With its cache, autocast would hold a bf16 copy of every weight at the same time.
+    # The cache of autocast would hold a bf16 copy of all weights at once, so it's off.
     with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
-        if common == 0:
-            outputs = decoder(rows, use_cache=False)
-        else:
-            # Feed the common tokens once, as one row. Copy their keys and values for each row, and
-            # feed the rest of each row after them. The gradients of all copies add up.
-            cache = DynamicCache()
-            decoder(rows[:1, :common], past_key_values=cache, use_cache=True)
-            cache.batch_repeat_interleave(len(rows))
-            outputs = decoder(rows[:, common:], past_key_values=cache, use_cache=True)
-        states = outputs.last_hidden_state  # (n, length - common, D)
-    return states[predicts[:, common:]]  # no common token predicts a response token
+        states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
+    return states[predicts]
 
 
 def unpadded(values, mask):
@@ -726,7 +756,7 @@ def unpadded(values, mask):
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states. Any other field is None, because some models ask for fields of their own."""
+    """A decoder's output with hidden states alone. Other fields are None: some models ask for them."""
 
     def __getattr__(self, name):
         return None
@@ -735,8 +765,9 @@ class DecoderOutput(BaseModelOutputWithPast):
 def compute_logits(model, states):
     """The logits (chunk, V) float32 of hidden states (chunk, D).
 
-    Families differ in what follows the decoder: some scale or cap the logits. So this calls the
-    model's own forward, with the decoder replaced by a function that returns these states.
+    In most models these are model.get_output_embeddings()(states). But some families also scale or
+    cap them, in the model's own forward. So this calls that forward, with the decoder replaced by a
+    function that returns these states at once.
     """
     states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
 
@@ -749,65 +780,9 @@ def compute_logits(model, states):
         mock.patch.object(base_model, "forward", return_states),
         mock.patch.object(decoder, "forward", return_states),
     ):
+        # The forward needs some input, which nothing reads.
         logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
     return logits.squeeze(0)
-
-
-@torch.no_grad()
-def rollout_logprobs(args, model, rollout, minibatches):
-    """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
-
-    The rows of all other sequences are 0. Rounding depends on which sequences share a micro-batch.
-    So this splits as the updates do: as long as the weights stay, an update gets the same bits.
-    """
-    logprobs = torch.zeros_like(rollout.sampled_logprobs)  # (N, R)
-    for minibatch in minibatches:
-        for indices, micro_batch in micro_batches(args, rollout, minibatch):
-            logprobs[indices] = compute_logprobs(model, micro_batch, args.temperature)
-    return logprobs
-
-
-def micro_batches(args, rollout, minibatch):
-    """Split a minibatch (m,) into micro-batches. Yield the indices of each, and its sequences.
-
-    A micro-batch has at most --micro-batch-tokens tokens, padding included. A sequence that is
-    longer than the maximum is alone.
-    """
-    response_lengths = rollout.response_mask.sum(1).tolist()  # N numbers
-    pairs = zip(rollout.prompts, response_lengths, strict=True)
-    lengths = [len(prompt) + response_length for prompt, response_length in pairs]  # N numbers
-    # From the longest to the shortest, because neighbours of similar length need little padding.
-    # Of equal lengths, samples of one prompt stay together: common_tokens uses their equal start.
-    remaining = sorted(minibatch.tolist(), key=lambda i: (-lengths[i], i))
-    while remaining:
-        # The first one is the longest of its micro-batch. The others are padded to its length.
-        size = max(1, args.micro_batch_tokens // lengths[remaining[0]])
-        indices, remaining = remaining[:size], remaining[size:]
-        yield indices, rollout.select(indices)
-
-
-def common_tokens(model, prompts):
-    """How many first tokens all prompts share, or 0 if computing them once is impossible or slower.
-
-    Equal first tokens have equal keys and values, because a token sees none after it. This only
-    saves time: if it always returned 0, the numbers would be the same up to rounding.
-    """
-    # On a GPU it takes gigabytes, and saves little time or none (docs/measurements.md).
-    if model.device.type != "cpu":
-        return 0
-    # With gradient checkpointing, transformers' layers ignore a cache.
-    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
-        return 0
-    # Linear attention and convolutions pass on more than keys and values. Without layer_types, all
-    # layers have full attention.
-    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
-    if not set(layer_types) <= {"full_attention", "sliding_attention"}:
-        return 0
-    # Without the last token of each prompt: its state predicts the first token of the response, and
-    # response_states drops the states of common tokens.
-    shareable = [prompt[:-1] for prompt in prompts]
-    common = len(os.path.commonprefix(shareable))  # made for paths, but it takes any lists
-    return common if common > 1 else 0  # for BOS alone, the extra pass takes longer
 
 
 # ==== evaluation and rewards ====
@@ -972,7 +947,7 @@ def render(args, tokenizer, chat):
     if tokenizer.chat_template:
         messages = [*examples, *earlier, last]
         if chat[0]["role"] == "system":  # it stays the first
-            messages = [earlier[0], *examples, *earlier[1:], last]
+            messages = [chat[0], *examples, *earlier[1:], last]
         return fill_template(tokenizer, messages, add_generation_prompt=True)
     if earlier:
         raise ValueError(f"--model {args.model}: a chat needs a model with a chat template")
@@ -1072,7 +1047,7 @@ def load_model(args, tokenizer):
     )
     device = find_device(args)
     if device == "cuda":
-        # cuDNN's attention makes a new plan for every shape, and its masked gradients can be NaN.
+        # cuDNN's attention makes a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
     return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
@@ -1192,7 +1167,8 @@ def open_run(args, run_dir, problems):
     """Open the run's logs. A new run gets a folder, with a copy of its code.
 
     A repeated command with --run-name goes on from the checkpoint and appends to the logs. Without
-    a checkpoint, it starts over with empty logs. With --track, this also starts W&B.
+    a checkpoint, it starts over with empty logs. With --track, this also starts W&B. The problems
+    go into the digest of the data.
     """
     run = describe_run(args, problems)
     is_repeated = args.run_name is not None and (run_dir / "args.json").exists()
@@ -1221,14 +1197,17 @@ def code_files():
 
 def describe_run(args, problems):
     """What args.json holds: the flags, digests of the code and of the data, and the versions."""
-    code = [path.read_text(encoding="utf-8") for path in code_files()]
+    code = {}  # name of a file -> its digest
+    for path in code_files():
+        name = path.relative_to(SCRIPT.parent).as_posix()
+        code[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     rows = [problem["columns"] for problem in problems]
     # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
         "rewards": [reward.__name__ for reward in REWARDS],
-        "code": hashlib.sha256(repr(code).encode()).hexdigest(),
+        **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
@@ -1265,7 +1244,9 @@ def start_wandb(args, run_dir, run, is_repeated):
 
 
 def log_metrics(args, file, metrics):
-    """Write the metrics as one line, and with --track to W&B."""
+    """Write the metrics that have a value as one line, and with --track to W&B."""
+    # JSON has no NaN and no infinity.
+    metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     print(json.dumps(metrics), file=file)
     if args.track:
         import wandb  # as above
@@ -1279,7 +1260,7 @@ def show_progress(args, progress, metrics, record):
     progress.set_postfix({word: metrics[f"rollout/{name}"] for word, name in names.items()})
     step = metrics["step"]
     if step == 1 or step % max(1, args.num_steps // 10) == 0:
-        seconds = metrics["time/rollout_s"] + metrics["time/update_s"]
+        seconds = metrics["time/rollout_s"] + metrics["time/reward_s"] + metrics["time/update_s"]
         left = seconds * (args.num_steps - step) / 60
         progress.write(f"step {step}: {progress.postfix}, {seconds:.2g} s, {left:.0f} min left")
         prompt, completion = record["prompt"][-60:], record["completions"][0]

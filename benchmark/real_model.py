@@ -133,7 +133,7 @@ COMPARED += ["ppo_rlhf", "vapo", "grpo_vllm", "trl_grpo", "trl_rloo"]
 KEPT = ["rollout/accuracy", "rollout/response_len", "rollout/eos_frac", "rollout/zero_std_frac"]
 KEPT += ["rollout/format_reward", "rollout/logprob_gap", "rollout/logprob_gap_max"]
 KEPT += ["policy/entropy", "policy/clip_frac", "policy/approx_kl", "optim/grad_norm", "kl/ref"]
-KEPT += ["value/explained_var", "time/rollout_s", "time/update_s"]
+KEPT += ["value/explained_var", "time/rollout_s", "time/reward_s", "time/update_s"]
 
 
 def record_of(name: str, seed: int, run: Path) -> dict:
@@ -151,7 +151,9 @@ def record_of(name: str, seed: int, run: Path) -> dict:
     }
     # vapo.py logs no metrics of the policy in its first steps.
     record["curves"] = {
-        key: [float(f"{line.get(key, math.nan):.4g}") for line in steps] for key in KEPT if key in steps[-1]
+        key: [float(f"{line.get(key, math.nan):.4g}") for line in steps]
+        for key in KEPT
+        if any(key in line for line in steps)
     }
     samples = read(run / "samples.jsonl")
     if name == "anywhere":  # what the other runs' reward would have been
@@ -348,7 +350,9 @@ def label(name: str) -> str:
 
 
 def step_seconds(record: dict) -> np.ndarray:
-    return np.add(record["curves"]["time/rollout_s"], record["curves"]["time/update_s"])
+    # In older records, the seconds of the rewards are a part of the update.
+    parts = [x for name, x in record["curves"].items() if name.startswith("time/")]
+    return np.sum(parts, axis=0)
 
 
 def greedy_curves(records: list[dict]) -> np.ndarray:

@@ -47,7 +47,7 @@ BROKEN = {
 FEWEST_STEPS = 20
 # What belongs to a run, and not to its configuration.
 OF_A_RUN = ["seed", "run_name", "runs_dir", "resume", "track", "eval_every", "save_every"]
-# What args.json has beside the flags.
+# What args.json has beside the flags and the digests of the code's files. "code" is that of an older run.
 NOT_FLAGS = ["script", "copy", "code", "data", "rewards", "versions", "device_name"]
 # The columns of the comparison. A column without an entry is left out.
 COLUMNS = ["seeds", "steps", "problems", "accuracy before", "accuracy after"]
@@ -398,8 +398,9 @@ def last_step(run):
 
 
 def seconds_of(run):
-    """The seconds of sampling and updates until the run's last evaluation."""
-    parts = [series(run["metrics"], name) for name in ("time/rollout_s", "time/update_s")]
+    """The seconds of sampling, rewards and updates until the run's last evaluation."""
+    names = ("time/rollout_s", "time/reward_s", "time/update_s")
+    parts = [series(run["metrics"], name) for name in names]
     return sum(seconds for part in parts for step, seconds in part if step <= last_step(run))
 
 
@@ -507,6 +508,8 @@ def flags_of(config, configs):
     for name in differing(configs):
         values = {other["settings"][name] for other in configs if name in other["settings"]}
         if name not in config["settings"] or name in NOT_FLAGS or len(values) == 1:
+            continue
+        if name.endswith(".py"):
             continue
         value = config["runs"][0]["args"][name]
         flag = name.replace("_", "-")

@@ -364,10 +364,13 @@ def test_everything_is_compared(tmp_path):
     """All flags, rewards, code and data. Only a run's folder, the versions and the machine may change."""
     args = tiny_args(grpo, tmp_path, run_name="a")
     run = grpo.describe_run(args, [])
-    assert run.keys() == vars(args).keys() | {"rewards", "code", "data", "versions", "device_name"}
+    code = {path.relative_to(ROOT).as_posix() for path in grpo.code_files()}
+    assert {"grpo.py", "utils/rewards.py"} <= code
+    rest = {"rewards", "data", "versions", "device_name"}
+    assert run.keys() == vars(args).keys() | code | rest
     free = ("runs_dir", "run_name", "versions", "device_name")
     names = [name for name in run if name not in free]
-    for changed in (names[:1], names[1:4], names[::2], ["rewards"], ["code", "data"], names):
+    for changed in (names[:1], names[1:4], names[::2], ["rewards"], ["grpo.py", "data"], names):
         saved = {name: "another" if name in changed else x for name, x in run.items()}
         saved |= dict(runs_dir="elsewhere", run_name=None, versions="others", device_name="other")
         (tmp_path / "args.json").write_text(json.dumps(saved))
@@ -423,10 +426,10 @@ def test_a_run_of_other_code_is_refused(finished, tmp_path, monkeypatch, change)
     text = (code / name).read_text(encoding="utf-8")
     assert old in text
     (code / name).write_text(text.replace(old, new), encoding="utf-8")
-    refused(args, run, "code")
+    refused(args, run, name)
     # The rewards of a script have names, too.
     monkeypatch.setattr(grpo, "REWARDS", [grpo.lenient_accuracy_reward])
-    refused(args, run, "rewards, code")
+    refused(args, run, f"rewards, {name}")
 
 
 def test_a_run_of_another_script_is_refused(tmp_path):
@@ -435,7 +438,7 @@ def test_a_run_of_another_script_is_refused(tmp_path):
     script.main(tiny_args(script, tmp_path, run_name="a", num_steps=1))
     run = tmp_path / "runs" / "a"
     args = tiny_args(grpo, tmp_path, run_name="a", num_steps=1, beta=script.BUNDLED.beta)
-    refused(args, run, "code")
+    refused(args, run, "grpo.py")
 
 
 @pytest.mark.parametrize(

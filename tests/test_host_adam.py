@@ -1,6 +1,6 @@
 """variants/host_adam.diff: a run ends as one of the parent to the last bit, and a GPU needs less memory.
 
-The commands of docs/gpu.md make the script, and those of five other parents.
+docs/gpu.md has the commands for grpo.py, and says what patch rejects for the other PARENTS.
 """
 
 import importlib.util
@@ -29,8 +29,7 @@ from test_runs import (
 SECTION = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
 SECTION = SECTION.split("\n### All weights on a GPU of 24 GB\n")[1].split("\n## ")[0]
 COMMANDS = "".join(re.findall(r"^```\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)).splitlines()
-# The name of the new script, and of its parent.
-MADE = re.findall(r"^patch -o (\w+)\.py (\w+)\.py", "\n".join(COMMANDS), re.MULTILINE)
+PARENTS = ["grpo", "dr_grpo", "rloo", "gspo", "dapo", "ppo_rlhf"]
 EMULATED = ROOT / "tests" / "emulated_cuda"
 # Train with grpo.py, and with host_adam.py, which is stopped after its first step and goes on. Print the peaks.
 # The folder of this program has both scripts.
@@ -101,18 +100,31 @@ print("FOUND", json.dumps(found))
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A folder with the parents and the scripts that the commands make, and what each command printed."""
+    """A folder with the parents and the scripts that the page's command makes, and what patch printed for each."""
     folder = tmp_path_factory.mktemp("host_adam")
-    for _, parent in MADE:
+    for parent in PARENTS:
         shutil.copy(ROOT / f"{parent}.py", folder)
     for name in ("variants", "assets"):
         (folder / name).symlink_to(ROOT / name)
     printed = {}
-    for command in COMMANDS:
-        if not command.startswith("python"):
-            options = dict(cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            printed[command] = subprocess.run(["bash", "-c", command], **options).stdout
+    for parent in PARENTS:
+        command = (
+            COMMANDS[0]
+            .replace("grpo.py", f"{parent}.py")
+            .replace("host_adam.py", f"{made_name(parent)}.py")
+        )
+        options = dict(cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        printed[parent] = subprocess.run(shlex.split(command), **options).stdout
+    # What the page says to do by hand.
+    path = folder / "ppo_rlhf_host.py"
+    path.write_text(
+        path.read_text(encoding="utf-8").replace("torch.optim.Adam(", "HostAdam("), encoding="utf-8"
+    )
     return folder, printed
+
+
+def made_name(parent):
+    return "host_adam" if parent == "grpo" else f"{parent}_host"
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +154,17 @@ def load(made, name):
     return script
 
 
-def test_the_commands_reject_only_what_the_page_says(made):
-    """A comment on the page has the number of rejected hunks, and without one there is none."""
+def test_the_command_rejects_only_what_the_page_says(made):
+    """The docstring of another parent, and a hunk more in dapo.py (no reference) and ppo_rlhf.py (its optimizer)."""
     folder, printed = made
-    assert len(printed) == len(MADE) + 1  # the last command changes a line
-    for command, text in printed.items():
-        assert re.findall(r"\d out of \d hunks FAILED", text) == command.split("  # ")[1:], text
-    for name, parent in MADE:
+    assert COMMANDS[0] == "patch -o host_adam.py grpo.py variants/host_adam.diff"
+    sentence = SECTION.split("It also fits ")[1].split(". ")[0]
+    assert [name for name in re.findall(r"(\w+)\.py", sentence)] == PARENTS[1:]
+    for parent, text in printed.items():
+        name = made_name(parent)
+        rejected = {"grpo": 0, "dapo": 2, "ppo_rlhf": 2}.get(parent, 1)
+        counted = [f"{rejected} out of 5 hunks FAILED"] if rejected else []
+        assert re.findall(r"\d out of \d hunks FAILED", text) == counted, text
         text = (folder / f"{name}.py").read_text(encoding="utf-8")
         assert "optimizer = HostAdam(" in text and "= torch.optim.Adam(" not in text, name
         assert text.count('ref_model.to("cpu")') == (parent != "dapo"), name
@@ -163,9 +179,9 @@ def test_the_command_is_accepted(made):
     assert args.model == "SmolLM2-1.7B-Instruct" and args.beta > 0
 
 
-@pytest.mark.parametrize(("name", "parent"), MADE)
-def test_a_run_is_one_of_the_parent(made, finished, name, parent, tmp_path):
-    train(load(made, name), tmp_path / "run")
+@pytest.mark.parametrize("parent", PARENTS)
+def test_a_run_is_one_of_the_parent(made, finished, parent, tmp_path):
+    train(load(made, made_name(parent)), tmp_path / "run")
     assert_same_runs(tmp_path / "run", finished(parent))
     records = read_jsonl(tmp_path / "run" / "metrics.jsonl")
     assert max(record["optim/grad_norm"] for record in records[1:]) > 0

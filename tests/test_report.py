@@ -258,8 +258,19 @@ def test_a_folder_that_is_not_there(tmp_path, capsys, names):
 STEPS = [
     {"step": 0, "eval/accuracy": 0.5},
     {"step": 1, "time/rollout_s": 1.25, "time/update_s": 2.0, "eval/accuracy": 0.625},
-    {"step": 2, "time/rollout_s": 1.5, "time/update_s": 2.25, "eval/accuracy": 0.75},
-    {"step": 3, "time/rollout_s": 90.0, "time/update_s": 90.0},  # not evaluated yet
+    {
+        "step": 2,
+        "time/rollout_s": 1.0,
+        "time/reward_s": 0.5,
+        "time/update_s": 2.25,
+        "eval/accuracy": 0.75,
+    },
+    {
+        "step": 3,
+        "time/rollout_s": 90.0,
+        "time/reward_s": 9.0,
+        "time/update_s": 90.0,
+    },  # not evaluated yet
 ]
 
 
@@ -458,7 +469,9 @@ def test_the_table_for_a_paper(tmp_path, capsys, monkeypatch):
     """Each cell by hand, in Markdown and in LaTeX. The seconds end with the last evaluation."""
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     versions = {"torch": "2.13.0", "transformers": "5.23.0"}
-    same = dict(versions=versions, device_name="NVIDIA_H100 80 GB", model="org/a_model", code="c0")
+    same = dict(
+        versions=versions, device_name="NVIDIA_H100 80 GB", model="org/a_model", **{"grpo.py": "c0"}
+    )
     one, two = dict(same, learning_rate=1e-5), dict(same, learning_rate=3e-5, examples=False)
     folders = [
         write_evaluated(tmp_path / "a1", "1100", examples=True, **one),
@@ -544,7 +557,7 @@ def test_a_flag_that_only_one_script_has_is_not_shown(tmp_path):
 
 
 def test_equal_flags_are_told_apart_by_the_names_of_the_runs(tmp_path, capsys):
-    folders = [write_evaluated(tmp_path / name, "1100", code=name) for name in "ab"]
+    folders = [write_evaluated(tmp_path / name, "1100", **{"grpo.py": name}) for name in "ab"]
     lines = print_table(capsys, *folders, "--table")
     names = [f"{tmp_path.name}/{name}".replace("_", "\\_") for name in "ab"]
     assert [line.split(" | ")[0] for line in lines[2:4]] == [f"| grpo.py ({x})" for x in names]

@@ -8,6 +8,7 @@ is a real process, forked from the tests' own process.
 import dataclasses
 import gc
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -65,9 +66,14 @@ def make_args(script, **given):
 
 
 def read_jsonl(path: Path) -> list[dict]:
+    """The records of a file, which must be strict JSON: without NaN and Infinity."""
+
+    def refuse(constant):
+        raise ValueError(f"{path} has {constant}, which isn't JSON")
+
     text = path.read_text(encoding="utf-8")
     assert text.endswith("\n") or not text
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
 
 
 def read_checkpoint(folder: Path) -> dict:
@@ -153,7 +159,8 @@ def finished_runs(tmp_path_factory, data):
             folder = tmp_path_factory.mktemp("finished")
             given = dict(runs_dir=str(folder), run_name="run", dataset=data, **MANY_UPDATES)
             metrics = script.main(make_args(script, **given))
-            assert metrics == read_jsonl(folder / "run" / "metrics.jsonl")[-1]
+            finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+            assert finite == read_jsonl(folder / "run" / "metrics.jsonl")[-1]
             runs[script] = folder / "run"
         return runs[script]
 
@@ -179,19 +186,18 @@ def test_files(script, finished):
 
     args = json.loads((finished / "args.json").read_text())
     fields = {field.name for field in dataclasses.fields(script.Args)}
-    assert set(args) == fields | {"rewards", "code", "data", "versions", "device_name"}
+    code = {f"{script.__name__}.py", *(f"utils/{name}" for name in utils)}
+    assert set(args) == fields | code | {"rewards", "data", "versions", "device_name"}
     assert args["rewards"] == [reward.__name__ for reward in script.REWARDS]
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     assert args["versions"] == versions and args["device_name"] == "cpu"
-    assert re.fullmatch("[0-9a-f]{64} [0-9a-f]{64}", f"{args['code']} {args['data']}")
+    assert all(re.fullmatch("[0-9a-f]{64}", args[name]) for name in [*code, "data"])
     assert args["num_prompts"] == 4
 
     metrics = read_jsonl(finished / "metrics.jsonl")
     N = args["num_prompts"] * args["num_generations"]
     assert [record["step"] for record in metrics] == list(range(args["num_steps"] + 1))
-    values = [x for record in metrics for name, x in record.items() if name != "tool/call_accuracy"]
-    # tool/call_accuracy is NaN without a call, so the list leaves it out.
-    assert all(isinstance(value, int | float) for value in values)
+    assert all(isinstance(x, int | float) for record in metrics for x in record.values())
     assert all("eval/accuracy" in metrics[step] for step in (0, -1))
     group = args["num_generations"]
     # remax.py also generates one greedy response per prompt, which doesn't count as a sample.
@@ -344,7 +350,7 @@ def test_the_lines_that_a_run_prints(run, capsys):
         line, sample_line = out[start + 2 + 2 * i : start + 4 + 2 * i]
         found = re.fullmatch(rf"{pattern}({number}) s, (\d+) min left", line)
         assert found and int(found[1]) == step
-        seconds = records[step]["time/rollout_s"] + records[step]["time/update_s"]
+        seconds = sum(records[step][f"time/{part}_s"] for part in ("rollout", "reward", "update"))
         assert float(found[2]) == pytest.approx(seconds, rel=0.06)  # two digits
         assert int(found[3]) == round(seconds * (20 - step) / 60)
         sample = [x for x in samples if x["step"] == step][-1]
@@ -673,10 +679,31 @@ def test_a_gradient_that_is_not_finite_is_skipped(script, run, monkeypatch, tmp_
     monkeypatch.setattr(torch, "save", watched_save)
     metrics = read_jsonl(run(save_every=1, num_steps=4) / "metrics.jsonl")
     assert [record.get("optim/skipped") for record in metrics] == [None, 0, 1, 1, 0]
+    # A metric without a value isn't logged.
+    assert ["policy/loss" in record for record in metrics] == [False, True, False, False, True]
     for step in range(2, 5):
         before, after = states[step - 2], states[step - 1]
         assert all(torch.equal(before[name], after[name]) for name in before) == (step in (2, 3))
         assert all(tensor.isfinite().all() for tensor in after.values())
+
+
+@pytest.mark.scripts("grpo", "dapo", "remax", "grpo_process", "grpo_multigpu")
+def test_the_seconds_of_the_rewards_are_apart(script, run, monkeypatch):
+    """With a slow judge, neither the rollout nor the update takes longer."""
+
+    def judge(completions, **columns):
+        time.sleep(0.5)
+        return [0.5] * len(completions)
+
+    monkeypatch.setattr(script, "REWARDS", [script.accuracy_reward, judge])
+    record = read_jsonl(run(num_steps=1, eval_size=2, max_new_tokens=8) / "metrics.jsonl")[-1]
+    sampled = record.get("batches", 1)  # dapo.py asks the judge once for each batch
+    asked = sampled * (2 if script.__name__ == "remax" else 1)
+    assert record["time/reward_s"] > 0.5 * asked
+    others = record["time/rollout_s"] + record["time/update_s"]
+    judged = record["time/reward_s"] - 0.5 * asked
+    assert judged < 0.4, "the tests' own rewards take no time"
+    assert others < 0.5 * asked or others < 4, "a step of this size takes a fraction of a second"
 
 
 def test_the_ratio_moves_in_a_default_run_of_dapo(tmp_path, data):

@@ -1,125 +1,133 @@
-"""Micro-batches that compute what all prompts begin with once: log-probabilities, values, scores and gradients.
+"""variants/shared_prompts.diff: the common tokens of a micro-batch's prompts are computed once, and no number changes.
 
-The reference is a forward pass of each sequence alone. What a micro-batch holds and shares is told by hand.
-test_sampling.py has the model families, and test_whole_step.py the steps of all scripts.
+The patch is tried on the parents of host_adam. test_micro_batches.py has the same comparison without the patch.
 """
 
-from itertools import pairwise
+import functools
+import importlib.util
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import FOLDERS, ROOT
+from families import FAMILIES
 from test_critics import tiny_classifier
 from test_errors import tiny_args
-from test_lora import adapted
-from test_lora import make_args as lora_args
-from test_sampling import assert_near, assert_same_gradients, build, random_rollout, slow_logprobs
+from test_host_adam import PARENTS
+from test_micro_batches import GROUPS, N, compare, micro_batches
+from test_runs import read_jsonl
+from test_sampling import (
+    assert_near,
+    build,
+    exact_logprobs,
+    gradients,
+    load_family,
+    random_rollout,
+    slow_logprobs,
+)
 from test_sampling import double as double  # a fixture
 
 import grpo
-import grpo_lora
-import grpo_offpolicy
-import grpo_tools
-import ppo_rlhf
-import vapo
 
-# Lengths of prompts and of their responses. One response has one token.
-GROUPS = [(14, [8, 1, 12, 9, 5]), (12, [4, 4, 6, 2, 1]), (14, [7, 30, 3, 2, 25]), (13, [6, 3, 21])]
-N, BEGINNING = 18, 11
+BEGINNING = 11
 
 
-def micro_batches(script, rollout, sequences, budget):
-    args = SimpleNamespace(micro_batch_tokens=budget)
-    batches = list(script.micro_batches(args, rollout, sequences))
-    assert sorted(sum([rows for rows, _ in batches], [])) == sorted(sequences.tolist())
-    return batches
+@functools.cache
+def patched(parent):
+    """The module that the patch makes of this parent. patch may reject the docstring alone."""
+    FOLDERS.append(tempfile.TemporaryDirectory())
+    folder = FOLDERS[-1].name
+    shutil.copy(ROOT / f"{parent}.py", folder)
+    name = f"{parent}_shared"
+    command = ["patch", "-o", f"{name}.py", f"{parent}.py", ROOT / "variants/shared_prompts.diff"]
+    done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True)
+    failed = re.findall(r"\d out of \d hunks FAILED", done.stdout)
+    assert failed == ([] if parent == "grpo" else ["1 out of 4 hunks FAILED"]), done.stdout
+    if failed:
+        assert "\n@@ -1," in Path(folder, f"{name}.py.rej").read_text(encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, f"{folder}/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.BUNDLED = __import__(parent).BUNDLED  # whose folders are those of the repository
+    return module
 
 
-def gradients_of(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+@pytest.mark.parametrize("parent", PARENTS)
+def test_a_run_is_one_of_the_parent(parent, tmp_path):
+    """Up to rounding. The prompts begin with the instructions, which are computed once."""
+    module, original = patched(parent), __import__(parent)
+    shared = []
+    common_tokens = module.common_tokens
+
+    def recorded(*call):
+        shared.append(common_tokens(*call))
+        return shared[-1]
+
+    module.common_tokens = recorded
+    given = dict(instructions="1+2=3 " * 8, max_prompt_tokens=128, num_steps=2, num_minibatches=2)
+    records = []
+    for script in (original, module):
+        folder = tmp_path / script.__name__
+        script.main(tiny_args(original, folder, run_name="run", **given))
+        records.append(read_jsonl(folder / "runs" / "run" / "metrics.jsonl"))
+    module.common_tokens = common_tokens
+    assert max(shared) >= 40
+    for one, other in zip(*records, strict=True):
+        assert one.keys() == other.keys()
+        for metric, value in one.items():
+            if not metric.startswith("time/"):
+                assert other[metric] == pytest.approx(value, rel=1e-3, abs=1e-4), metric
 
 
-def compare(script, model, rollout, compute, expected):
-    """What compute returns for micro-batches, and the gradients, against expected (N, R), which has a gradient.
-
-    The sequences are all of a rollout, or half of them, which splits groups, in any order.
-    """
-    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    weights *= rollout.response_mask
-    shuffled = torch.randperm(N, generator=torch.Generator().manual_seed(2))
-    for sequences in (torch.arange(N), shuffled, shuffled[: N // 2]):
-        model.zero_grad()
-        (expected * weights)[sequences].sum().backward(retain_graph=True)
-        slow = gradients_of(model)
-        for budget in (100, 10**6):
-            batches = micro_batches(script, rollout, sequences, budget)
-            assert (
-                max(script.common_tokens(model, part.prompts) for _, part in batches) >= BEGINNING
-            )
-            model.zero_grad()
-            for rows, part in batches:
-                found = compute(model, part)
-                assert_near(found, expected[rows])
-                (found * weights[rows]).sum().backward()
-            assert_same_gradients(gradients_of(model), slow)
-
-
-@pytest.mark.parametrize("module", [grpo, grpo_tools, grpo_lora])
-def test_log_probabilities_and_gradients_are_those_of_single_sequences(double, module):
-    model = build("Llama, tied head")
-    if module is grpo_lora:
-        model = adapted(lora_args(), model)
-    double(model)
+def test_log_probabilities_and_gradients_are_those_of_single_sequences(double):
+    module, model = patched("grpo"), double(build("Llama, tied head"))
     rollout = random_rollout(module, GROUPS, beginning=BEGINNING)
+    assert module.common_tokens(model, rollout.prompts) == BEGINNING
     expected = slow_logprobs(model, rollout, 0.7)
-
-    def compute(model, part):
-        return module.compute_logprobs(model, part, 0.7)
-
-    compare(module, model, rollout, compute, expected)
-    names = {name[-6:] for name, p in model.named_parameters() if p.grad is not None}
-    assert module is not grpo_lora or names == {"lora_A", "lora_B"}
+    compare(module, model, rollout, lambda *call: module.compute_logprobs(*call, 0.7), expected)
 
 
-@pytest.mark.parametrize("module", [ppo_rlhf, vapo])
-def test_values_scores_and_gradients_are_those_of_single_sequences(double, module):
-    network = double(tiny_classifier())
+def test_values_and_gradients_are_those_of_single_sequences(double):
+    module, network = patched("ppo_rlhf"), double(tiny_classifier())
     rollout = random_rollout(module, GROUPS, beginning=BEGINNING, vocabulary=30)
-    texts, values = [], []
+    assert module.common_tokens(network, rollout.prompts) == BEGINNING
+    values = []
     for i in range(N):
         prompt = torch.tensor(rollout.prompts[i])
         response = rollout.response_ids[i][rollout.response_mask[i]]
-        texts.append(torch.cat([prompt, response])[None])
-        states = network.base_model(texts[-1]).last_hidden_state[0, len(prompt) - 1 : -1]
+        text = torch.cat([prompt, response])[None]
+        states = network.base_model(text).last_hidden_state[0, len(prompt) - 1 : -1]
         padding = rollout.response_ids.shape[1] - len(response)
         values.append(torch.nn.functional.pad(network.score(states)[:, 0], (0, padding)))
     compare(module, network, rollout, module.compute_values, torch.stack(values))
-    if module is ppo_rlhf:
-        scores = ppo_rlhf.rollout_scores(ppo_rlhf.Args(micro_batch_tokens=100), network, rollout)
-        assert_near(scores, torch.cat([network(text).logits[0] for text in texts]))
 
 
-@pytest.mark.parametrize("module", [grpo, grpo_tools])
-def test_micro_batches_keep_to_the_budget(module):
-    """A micro-batch has at most --micro-batch-tokens tokens, padding included, unless it has one sequence."""
-    rollout = random_rollout(module, GROUPS)
-    # A tool's tokens take memory, too.
-    mask = getattr(rollout, "context_mask", rollout.response_mask)
-    prompt_lengths = torch.tensor([len(prompt) for prompt in rollout.prompts])
-    lengths = (prompt_lengths + mask.sum(1)).tolist()
-    for budget in (1, 30, 40, 99, 10**6):
-        batches = micro_batches(module, rollout, torch.arange(N), budget)
-        for rows, part in batches:
-            longest = max(lengths[i] for i in rows)
-            assert len(rows) == 1 or len(rows) * longest <= budget
-            assert torch.equal(part.response_ids, rollout.response_ids[rows])
-            assert part.prompts == [rollout.prompts[i] for i in rows]
-        # A next sequence wouldn't fit, and neighbours are of similar length.
-        for (rows, _), (following, _) in pairwise(batches):
-            assert (len(rows) + 1) * max(lengths[i] for i in rows) > budget
-            assert min(lengths[i] for i in rows) >= max(lengths[i] for i in following)
-        assert budget > 1 or len(batches) == N
-    assert len(batches) == 1
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_exactly(double, tmp_path, family):
+    """Layers that pass on more than keys and values share nothing."""
+    module, model = patched("grpo"), double(load_family(family, tmp_path)).train()
+    model.set_experts_implementation("eager")
+    rollout = random_rollout(module, [(9, [8, 1, 5]), (7, [12, 3])], beginning=6)
+    layer_types = getattr(model.config.get_text_config(), "layer_types", None) or []
+    is_attention = set(layer_types) <= {"full_attention", "sliding_attention"}
+    assert module.common_tokens(model, rollout.prompts) == (6 if is_attention else 0)
+    if not is_attention:
+        return
+    weights = torch.randn(rollout.response_mask.shape, generator=torch.Generator().manual_seed(0))
+    expected = exact_logprobs(model, rollout, 0.7)
+    slow = gradients(model, (expected * weights).sum())
+    largest = max(grad.abs().max() for grad in slow.values())
+    tolerance = 5e-4 if family == "Gemma 4" else 5e-5  # Gemma 4 rounds to float32 in between
+    logprobs = module.compute_logprobs(model, rollout, 0.7)
+    assert_near(logprobs, expected, tolerance)
+    found = gradients(model, (logprobs * weights).sum())
+    for name in found.keys() & slow.keys():
+        assert (found[name] - slow[name]).abs().max() <= tolerance * largest, name
 
 
 # Prompts, the lengths of their responses, and the micro-batches of at most 64 tokens, with the tokens that each of them
@@ -147,8 +155,9 @@ def test_micro_batches_by_hand(case):
     rollout = grpo.Rollout(prompts, mask.long(), mask, mask.float())
     model = build("Llama")
     shuffled = torch.tensor([*range(0, len(prompts), 2), *range(1, len(prompts), 2)])
-    batches = micro_batches(grpo, rollout, shuffled, 64)
-    found = [(sorted(rows), grpo.common_tokens(model, part.prompts)) for rows, part in batches]
+    module = patched("grpo")
+    batches = micro_batches(module, rollout, shuffled, 64)
+    found = [(sorted(rows), module.common_tokens(model, part.prompts)) for rows, part in batches]
     assert sorted(found) == expected
 
 
@@ -157,32 +166,47 @@ def test_what_the_model_is_called_with():
     model, shapes = build("Llama").train(), []
     embedding = model.get_input_embeddings()
     embedding.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
-    rollout = random_rollout(grpo, [(13, [9, 4, 2, 2])])
-    grpo.compute_logprobs(model, rollout, 1.0)
+    module = patched("grpo")
+    rollout = random_rollout(module, [(13, [9, 4, 2, 2])])
+    module.compute_logprobs(model, rollout, 1.0)
     model.gradient_checkpointing_enable()
-    grpo.compute_logprobs(model, rollout, 1.0)
+    module.compute_logprobs(model, rollout, 1.0)
     assert shapes == [(1, 12), (4, 10), (4, 22)]
     # A reference, a copy in evaluation mode, computes the same rows.
-    grpo.compute_logprobs(model.eval(), rollout, 1.0)
+    module.compute_logprobs(model.eval(), rollout, 1.0)
     assert shapes[3:] == [(4, 22)]
     model = build("Llama")
-    assert grpo.common_tokens(model, rollout.prompts) == 12
-    assert grpo.common_tokens(model, [[1, 5, 6], [1, 7, 6]]) == 0, "BOS alone isn't worth a pass"
-    assert grpo.common_tokens(model, [[1, 5, 6], [1, 5, 7]]) == 2
+    assert module.common_tokens(model, rollout.prompts) == 12
+    assert module.common_tokens(model, [[1, 5, 6], [1, 7, 6]]) == 0, "BOS alone isn't worth a pass"
+    assert module.common_tokens(model, [[1, 5, 6], [1, 5, 7]]) == 2
     for kind in ("linear_attention", "conv", "hybrid", "chunked_attention"):
         model.config.layer_types = ["full_attention", kind]
-        assert grpo.common_tokens(model, rollout.prompts) == 0
+        assert module.common_tokens(model, rollout.prompts) == 0
     on_gpu = SimpleNamespace(device=torch.device("cuda"))
-    assert grpo.common_tokens(on_gpu, rollout.prompts) == 0
+    assert module.common_tokens(on_gpu, rollout.prompts) == 0
+
+
+def test_the_gradient_is_the_same_to_the_last_bit_with_two_threads():
+    """The rows of a micro-batch add up in the states of the common tokens, too."""
+    module = patched("grpo")
+    model = build("Llama", hidden_size=128, head_dim=64, num_key_value_heads=4)
+    rollout = random_rollout(module, [(400, [3] * 120)])
+    torch.set_num_threads(2)
+    try:
+        first = gradients(model, module.compute_logprobs(model, rollout, 1.0).sum())
+        again = gradients(model, module.compute_logprobs(model, rollout, 1.0).sum())
+        assert all(torch.equal(again[name], grad) for name, grad in first.items())
+    finally:
+        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("module", [grpo, grpo_lora, grpo_offpolicy])
-def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module, checkpointing):
+def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, checkpointing):
     """Before the first update both are equal to the bit. If all rewards are 0, Adam makes a step of any difference.
 
     All prompts begin with the instructions. Both networks share them, or neither does.
     """
+    module = patched("grpo")
     policy_loss, common_tokens, found, shared = module.policy_loss, module.common_tokens, [], []
 
     def recorded_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named):
@@ -197,7 +221,7 @@ def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module
     monkeypatch.setattr(module, "common_tokens", recorded_shared)
     given = dict(instructions="1+2=3 " * 8, beta=0.1, gradient_checkpointing=checkpointing)
     # In a smaller model the bits would be equal by chance.
-    given |= dict(model=module.BUNDLED.model, dataset=module.BUNDLED.dataset, num_prompts=4)
+    given |= dict(model=grpo.BUNDLED.model, dataset=grpo.BUNDLED.dataset, num_prompts=4)
     module.main(tiny_args(module, tmp_path, max_prompt_tokens=128, num_steps=1, **given))
     assert found and all(found)
     assert max(shared) == 0 if checkpointing else max(shared) >= 48

@@ -35,8 +35,8 @@ MULTI_PROCESS = ["grpo_multigpu"]
 # that sample are skipped. An emulated GPU has no vLLM.
 NEEDS_VLLM = ["grpo_vllm"]
 # These patches change the machine and no loss, so the tables and records of losses don't have them.
-# tests/test_host_adam.py compares them with their parents.
-MACHINE_PATCHES = ["host_adam"]
+# tests/test_NAME.py compares their runs with those of the parents.
+MACHINE_PATCHES = ["host_adam", "shared_prompts"]
 # These train a value network beside the policy.
 CRITICS = ["ppo_rlhf", "vapo"]
 # These have code that only they have, and that makes or moves tensors. So the tests run them on an
