@@ -24,6 +24,9 @@ In W4, the trainers differ in two points. TRL samples with the float32 weights, 
 its keys and values are in float32, too. These take 39 GB for 16 x 8 samples. And TRL attends with torch's defaults: on
 a Hopper GPU, torch tries cuDNN's attention first. grpo.py turns cuDNN's attention off.
 
+In W3 and W5, the patch shared_prompts takes part, too: grpo.py with it computes once what all prompts begin with. It
+and grpo.py have the size of micro-batches that is best for each.
+
 records/trl-speed.jsonl gets a line, which replaces the old line of the workload. "seconds" is the median wall time of a
 step (rollout, reward, update, logging) over all rounds. The first step is the warm-up and isn't counted. "memory_mb" is
 the highest resident set of the process, minus the resident set after its imports, before any model was loaded. On a
@@ -50,7 +53,7 @@ from unittest.mock import patch
 import tyro
 
 from plan import MODELS, llama
-from shared import FOLDER, ROOT, memory, provenance, read, read_run, table, write
+from shared import FOLDER, ROOT, in_place, memory, provenance, read, read_run, table, write
 
 sys.path.insert(0, str(ROOT))
 
@@ -70,8 +73,10 @@ WORKLOADS = {
     "W2": (16, 8, 384, 2048, 128),
     "W3": (4, 4, 64, 512, 16),
     "W4": (16, 8, 512, 16384, 16),
-    "W5": (4, 8, 128, 4096, 8),
+    "W5": (4, 8, 128, 2048, 8),
 }
+# The tokens of a micro-batch with the patch shared_prompts.
+SHARED = {"W3": 512, "W5": 4096}
 SHAPES = {"W3": llama(30, 576, 9, 3, 1536, 49152), "W4": MODELS["SmolLM2-1.7B"]}
 
 # ---- a run of each side, in a process of its own
@@ -261,11 +266,11 @@ def measure_speed(side: str, options, data: Path) -> dict:
     """The wall seconds and tokens of each step after the first, and the peak memory."""
     on_gpu = options.workload == "W4"
     common = dict(num_generations=options.num_generations, beta=0.0, learning_rate=1e-5)
-    if side == "plainrl":
-        import grpo
-
-        grpo.REWARDS = [length_reward]
-        args = grpo.Args(
+    if side != "trl":
+        script = importlib.import_module(side)
+        script.REWARDS = [length_reward]
+        budget = options.micro_batch_tokens if side == "grpo" else SHARED[options.workload]
+        args = script.Args(
             **common,
             device="cuda" if on_gpu else "cpu",
             model=str(options.model),
@@ -279,13 +284,13 @@ def measure_speed(side: str, options, data: Path) -> dict:
             num_steps=1 + options.steps,
             lr_schedule="constant_with_warmup",
             warmup_updates=0,
-            micro_batch_tokens=options.micro_batch_tokens,
+            micro_batch_tokens=budget,
             gradient_checkpointing=on_gpu,
             eval_size=1,
             eval_every=0,
             save_every=0,
         )
-        run = train_plainrl(grpo, args)
+        run = train_plainrl(script, args)
         # The metrics count the tokens of all steps so far.
         tokens = [after["tokens"] - before["tokens"] for before, after in pairwise(run["metrics"])]
     else:
@@ -350,8 +355,10 @@ def speed(
 
         # In another process, because CUDA would keep memory in this one.
         record["machine"]["gpu"] = in_own_process(torch.cuda.get_device_name)
-    runs = {"plainrl": [], "trl": []}
-    with tempfile.TemporaryDirectory() as temporary:
+    runs = {"grpo": [], "trl": []}
+    if workload in SHARED:
+        runs |= {"shared_prompts": []}
+    with tempfile.TemporaryDirectory() as temporary, in_place(runs):
         folder = Path(temporary)
         model = model or (ADDITION / "adder" if workload == "W1" else folder / "model")
         options = SimpleNamespace(**fields, model=model)

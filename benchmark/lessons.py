@@ -383,7 +383,7 @@ LESSONS = {
         rows=2,
     ),
     "baselines": Lesson(
-        "The usual baselines raise the variance once nine of ten answers are right",
+        "No baseline raises the accuracy of the additions",
         {
             "no baseline": f"{BASELINE} --baseline none",
             "moving average": f"{BASELINE} --baseline moving_average",

@@ -14,7 +14,9 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
+import subprocess
 import sys
 import time
 from importlib.util import find_spec
@@ -23,7 +25,6 @@ from pathlib import Path
 import numpy as np
 
 from pictures import GRAY, digest, draw_band, panels, save, smooth
-from reasoning import JUDGE, write_task
 from shared import FOLDER, ROOT, command_line, fill, provenance, read, read_run, table, time_command, write
 
 RECORDS = FOLDER / "real-model.jsonl"
@@ -43,6 +44,10 @@ TASK = f"{ARITHMETIC} --num-steps 40"
 GROUPS = f"{TASK} --num-prompts 4 --num-generations 8"
 SINGLE = f"{TASK} --num-prompts 32 --num-generations 1"
 
+# The two programs of docs/extend.md: one writes a task as a data set, the other is the reward.
+SECTION = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+SECTION = SECTION.partition("## A task of reasoning-gym\n")[2].partition("\n## ")[0]
+WRITE_TASK, JUDGE = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 # A prompt begins with three solved entries of the task.
 TASK_OF_GYM = (
     f"{ON_CPU} --no-examples --num-prompts 4 --max-new-tokens 32 --num-steps 40 --warmup-updates 3 --beta 0 "
@@ -63,7 +68,7 @@ REWARDS = [anywhere_reward]
 
 # The rounding of a GPU on a CPU: autocast in the update, and a sampler and a reference in bf16.
 ROUNDED = {
-    'torch.autocast("cuda", torch.bfloat16, enabled=rests.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
+    'torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
     'model.device.type == "cuda"': "True",
 }
 
@@ -178,6 +183,13 @@ def last_number_curve(samples: list[dict], num_steps: int) -> list[float]:
     return [round(sum(values) / len(values), 4) for values in right]
 
 
+def write_task(folder: Path, task: str) -> Path:
+    """Write a task of reasoning-gym as folder/task.jsonl."""
+    program = WRITE_TASK.replace('"gcd"', json.dumps(task))
+    subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+    return folder / "task.jsonl"
+
+
 def run(name: str, seed: int, model: str, data: str) -> dict:
     """Make or finish one run, and return its record."""
     script, flags, rewards = RUNS[name]
@@ -195,7 +207,12 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
         command = [sys.executable, __file__, model, f"{name}:{seed}", "--in-this-process"]
     else:
         copy = folder / f"{script}.py"
-        lines = (ROOT / f"{script}.py").read_text(encoding="utf-8").splitlines(keepends=True)
+        shutil.copy(ROOT / f"{script}.py", copy)
+        if script != "grpo_vllm":
+            # On a CPU it saves time. It may reject the hunk of the docstring.
+            patch = ["patch", "-s", copy, ROOT / "variants" / "shared_prompts.diff"]
+            subprocess.run(patch, stdout=subprocess.DEVNULL)
+        lines = copy.read_text(encoding="utf-8").splitlines(keepends=True)
         if rewards:
             lines = [rewards if line.startswith("REWARDS =") else line for line in lines]
         text = "".join(lines)
@@ -467,25 +484,16 @@ def draw_gym(records: list[dict]) -> None:
     save(figure, PICTURES / "tasks.svg", digest(records))
 
 
-def samples_block(record: dict, num_prompts: int = 3) -> str:
+def samples_block(record: dict) -> str:
     """The first samples of the first and of the last step, as a code block."""
     lines = ["```\n"]
     for step, shown in record["samples"].items():
         lines.append(f"step {step}\n")
-        for prompt, answer, completions in shown[:num_prompts]:
+        for prompt, answer, completions in shown:
             question = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
             lines.append(f"  {question}  ({answer})\n")
             lines += [f"      {completion!r}\n" for completion in completions]
     return "".join([*lines, "```\n"])
-
-
-def gym_samples(records: list[dict]) -> str:
-    """A prompt of the first and of the last step of seed 1 of each task, with two responses each."""
-    texts = []
-    for record in records:
-        if record["name"].startswith("gym_") and record["seed"] == 1:
-            texts.append(f"{record['name'].removeprefix('gym_')}:\n\n{samples_block(record, 1)}")
-    return "\n".join(texts)
 
 
 def draw_three_seeds(runs: list[dict]) -> None:
@@ -536,7 +544,6 @@ def blocks() -> dict[str, str]:
         "samples": samples_block(first),
         "pairs": pairs_table(records),
         "gym": gym_table(records),
-        "gym samples": gym_samples(records),
     }
 
 

@@ -53,14 +53,19 @@ def speed_table() -> str:
         # W4 needs a GPU. The page has the measurements on a CPU.
         if name not in WORKLOADS:
             continue
-        mine, theirs = record["plainrl"], record["trl"]
-        digits = 2 if mine["seconds"] < 1 else 1
-        row = [f"{name}: {WORKLOADS[name]}"]
-        for side in (mine, theirs):
-            row.append(f"{side['seconds']:.{digits}f} s, {side['memory_mb'] / 1e3:.2f} GB")
-        row.append(f"{theirs['seconds'] / mine['seconds']:.2f}x")
-        row.append(f"{mine['memory_mb'] / theirs['memory_mb']:.2f}x")
-        rows.append(row)
+        theirs = record["trl"]
+        for side, title in (("grpo", WORKLOADS[name]), ("shared_prompts", "with shared_prompts")):
+            if side not in record:
+                continue
+            mine = record[side]
+            digits = 2 if mine["seconds"] < 1 else 1
+            row = [f"{name}: {title}"]
+            for numbers in (mine, theirs):
+                seconds, memory = numbers["seconds"], numbers["memory_mb"] / 1e3
+                row.append(f"{seconds:.{digits}f} s, {memory:.2f} GB")
+            row.append(f"{theirs['seconds'] / mine['seconds']:.2f}x")
+            row.append(f"{mine['memory_mb'] / theirs['memory_mb']:.2f}x")
+            rows.append(row)
     return table(["workload", "grpo.py", "TRL 1.16", "speed", "memory"], rows)
 
 

@@ -58,7 +58,7 @@ GROUPS = {
     "eight updates": (
         "--num-minibatches 8",
         ("1.5e-5", "5e-5"),
-        "grpo dr_grpo dapo gspo rloo cispo dppo sapo gmpo vespo topr mdpo".split() + ["p3o", "grpo with a KL"],
+        "grpo dr_grpo dapo gspo rloo cispo dppo sapo gmpo vespo mdpo".split() + ["p3o", "grpo with a KL"],
     ),
     "stale sampler": (
         "--num-minibatches 8 --staleness 8",

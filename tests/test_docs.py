@@ -110,7 +110,6 @@ def test_the_worked_examples_are_the_scripts():
 def test_the_page_on_the_real_model_states_what_is_recorded():
     """Tables, samples and pictures of docs/real-model.md are those of the records."""
     import real_model
-    import reasoning
 
     page = real_model.PAGE.read_text(encoding="utf-8")
     for name, text in real_model.blocks().items():
@@ -118,8 +117,6 @@ def test_the_page_on_the_real_model_states_what_is_recorded():
     for name, records in real_model.drawn().items():
         picture = (real_model.PICTURES / f"{name}.svg").read_text(encoding="utf-8")
         assert real_model.digest(records) in picture, f"{name}: the picture shows other records"
-    tasks = reasoning.tasks_table(reasoning.read(reasoning.RECORDS))
-    assert f"<!-- tasks -->\n{tasks}<!-- end tasks -->\n" in page
 
 
 def test_the_lessons_state_what_is_recorded():

@@ -29,7 +29,7 @@ from utils.rewards import accuracy_reward, format_reward
 PATCHES = {path.stem for path in (ROOT / "variants").glob("*.diff")}
 PATCHES = sorted(PATCHES - set(MACHINE_PATCHES))
 # The patches that change policy_loss.
-LOSSES = ["cispo", "dppo", "gmpo", "mdpo", "sapo", "topr", "vespo"]
+LOSSES = ["cispo", "dppo", "gmpo", "mdpo", "sapo", "vespo"]
 load = functools.cache(load_patched)  # the patch must apply without fuzz
 
 
@@ -81,9 +81,6 @@ HAND = [
         tuple(-4 * r / (1 + math.exp(-1)) / (1 + math.exp(1)) for r in (1.5, 0.5)),
         None,
     ),
-    # A good response has weight 1, although its probability fell to 0.75 of the old one.
-    ("topr", 2.0, {}, None, (-0.2, -0.2), None),
-    ("topr", -2.0, {}, None, (0.15, 0.15), None),
     # phi(0.75) = 0.75^2 e^(3/4) for A > 0, 0.75^3 e^(1/2) for A < 0.
     ("vespo", 2.0, {}, None, (-(0.75**2) * math.exp(0.75),) * 2, None),
     ("vespo", -2.0, {}, None, (0.75**3 * math.exp(0.5),) * 2, None),
@@ -125,7 +122,7 @@ def slow_gradient(name, logprobs, old, ref, advantages, mask, num_seqs, num_toke
         logratios = [(logprobs[i, t] - old[i, t]).item() for t in range(length)]
         l = math.fsum(logratios)  # noqa: E741
         cut = [min(x, 0.4) if A > 0 else max(x, -0.4) for x in logratios]
-        divisor = {"mdpo": 10, "topr": 10}.get(name, length) * num_seqs
+        divisor = (10 if name == "mdpo" else length) * num_seqs
         if name in ("cispo", "dppo", "vespo"):
             divisor = num_tokens
         for t, x in enumerate(logratios):
@@ -145,8 +142,6 @@ def slow_gradient(name, logprobs, old, ref, advantages, mask, num_seqs, num_toke
                 tau = 1.3 if A > 0 else 1.9
                 gate = 1 / (1 + math.exp(-tau * (rho - 1)))
                 weight = 4 * gate * (1 - gate) * rho
-            elif name == "topr":
-                weight, out = (1.0, False) if A >= 0 else (min(1.0, math.exp(l)), l < 0)
             elif name == "vespo":
                 k, lam = (1.5, 2.5) if A >= 0 else (2.0, 1.0)
                 weight = math.exp(l) ** k * math.exp(lam * (1 - math.exp(l)))
@@ -365,7 +360,7 @@ def expected_advantages(name, samples):
         return (sum(normal) - sum(normal).mean()) / (sum(normal).std() + 1e-4)
     if name == "reinforce_pp":
         return (rewards - mean) / ((rewards - mean).std() + 1e-4)
-    return (rewards - mean) / (1.0 if name in ("mdpo", "topr") else std + 1e-4)
+    return (rewards - mean) / (1.0 if name == "mdpo" else std + 1e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in PATCHES if name not in IN_WHOLE_STEPS])

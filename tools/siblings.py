@@ -87,12 +87,6 @@ def diff_lines(before: str, after: str, n: int) -> list[str]:
     return ["..." if line.startswith("@@") else line.rstrip() for line in list(diff)[2:]]
 
 
-def changed_lines(child: str) -> tuple[int, int]:
-    """The number of lines that only the parent has, and of lines that only the child has."""
-    diff = diff_lines(body(parent_of(child)), body(child), n=0)
-    return sum(line[0] == "-" for line in diff), sum(line[0] == "+" for line in diff)
-
-
 def algorithm(name: str) -> str:
     """The script's equations, without their docstrings."""
     text = read_script(name).partition("# ==== algorithm ====\n")[2].partition("# ====")[0]
@@ -103,28 +97,6 @@ def lesson() -> str:
     """The diff that README.md shows: from GRPO's equations to Dr. GRPO's, with blank lines between the hunks."""
     diff = diff_lines(algorithm("grpo"), algorithm("dr_grpo"), n=0)
     return "\n".join("" if line == "..." else line for line in diff[1:])
-
-
-def table() -> str:
-    """docs/diffs/README.md: the size of each script and the changed lines."""
-    text = """\
-# What each script changes
-
-<!-- made by python tools/siblings.py --write -->
-
-A removed line is one that only the parent has, and an added line is one that only the child has, without the
-docstring. The linked pages show the changes of the equations, the loop and the sampling.
-
-| script | diff to its parent | kB | lines removed | lines added |
-| --- | --- | --- | --- | --- |
-"""
-    for name in SCRIPTS:
-        diff, changed = "-", ("-", "-")
-        if name in CHILDREN:
-            diff, changed = f"[{parent_of(name)}.py]({name}.md)", changed_lines(name)
-        size = f"{len(read_script(name).encode()) / 1000:.0f}"
-        text += f"| {name}.py | {diff} | {size} | {changed[0]} | {changed[1]} |\n"
-    return text
 
 
 def blocks(name: str) -> dict[str, str]:
@@ -217,7 +189,6 @@ def diff_page(child: str) -> str:
 def write_pages() -> None:
     folder = ROOT / "docs" / "diffs"
     folder.mkdir(exist_ok=True)
-    (folder / "README.md").write_text(table(), encoding="utf-8")
     readme = ROOT / "README.md"
     before, rest = readme.read_text(encoding="utf-8").split("```diff\n", 1)
     _, after = rest.split("\n```\n", 1)
