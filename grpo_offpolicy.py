@@ -47,7 +47,7 @@ and w doesn't correct for that. So the gradient is biased even where no weight i
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
-tokens in all. In functions that get fewer prompts, as in an evaluation, B and N count those.
+tokens in all. In functions that get other prompts, as in an evaluation, B and N count those.
 
     python grpo_offpolicy.py --staleness 4 --num-minibatches 4   the bundled adder, on a CPU
     python grpo_offpolicy.py --model SmolLM2-1.7B-Instruct       GSM8K, on one GPU
@@ -334,11 +334,11 @@ def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     check_args(args)
     tokenizer = AutoTokenizer.from_pretrained(find_model(args))
-    train_data, test_data = load_data(args, tokenizer)
+    train_data, test_data = load_data(args, tokenizer)  # lists of problems
     model, eos_ids = load_model(args, tokenizer)
     on_gpu = model.device.type == "cuda"
     # The reference is the initial policy, so it's copied before a checkpoint is loaded. (On a GPU
-    # it's rounded to bf16, so even the first KL isn't exactly 0.)
+    # it's rounded to bf16, except its head, so even the first KL isn't exactly 0.)
     ref_model = inference_copy(model, in_bf16=on_gpu) if args.beta > 0 else None
     # The engine samples the rollouts. It imitates a fast engine that holds its own weights.
     engine_dtype = args.engine_dtype
@@ -518,7 +518,7 @@ def main(args: Args) -> dict:
                 "ended": ended[group].tolist(),
             }
             print(json.dumps(record), file=samples_file)
-        show_progress(args, progress, metrics, record)  # of the step's last prompt
+        show_progress(args, progress, metrics, record)  # the record of the last prompt
         was_fresh = (step - 1) % args.staleness == 0  # the rollout was of the trainer's weights
         if step == first_step and was_fresh:
             check_gap(args, engine, gap.mean())
@@ -690,7 +690,7 @@ class Decoding:
                 self.feed_token(model)
 
     def feed_token(self, model):
-        """What a graph records. It writes in place, because a replay uses the same memory."""
+        """Feed the token. This writes in place, because a graph's replay uses the same memory."""
         token, position = self.token[:, None], self.position[:, None]  # (rows, 1)
         self.logits.copy_(feed(model, self.cache, token, self.mask, position))
         self.position.add_(1)
@@ -730,15 +730,15 @@ def feed(model, cache, ids, mask, positions):
 
 
 @torch.no_grad()
-def rollout_logprobs(args, model, rollout, minibatches):
-    """Log-probabilities (N, R) of the sequences in these minibatches, without gradient.
+def rollout_logprobs(args, model, rollout, some_minibatches):
+    """Log-probabilities (N, R) of the sequences in some minibatches, without gradient.
 
     The rows of all other sequences are NaN, so that no loss can use them unnoticed. Rounding
     depends on which sequences share a micro-batch. So this splits as the updates do: then equal
     weights give equal bits.
     """
     logprobs = torch.full_like(rollout.sampled_logprobs, math.nan)  # (N, R)
-    for minibatch in minibatches:
+    for minibatch in some_minibatches:
         for indices, micro_batch in micro_batches(args, rollout, minibatch):
             logprobs[indices] = compute_logprobs(model, micro_batch, args.temperature)
     return logprobs
@@ -754,7 +754,7 @@ def micro_batches(args, rollout, minibatch):
     pairs = zip(rollout.prompts, response_lengths, strict=True)
     lengths = [len(prompt) + response_length for prompt, response_length in pairs]  # N numbers
     # From the longest to the shortest, because neighbours of similar length need little padding.
-    # Equal lengths are in the order of the rollout, however the minibatch is shuffled.
+    # Ties are in the order of the rollout, so with one minibatch all passes are split alike.
     remaining = sorted(minibatch.tolist(), key=lambda i: (-lengths[i], i))
     while remaining:
         # The first one is the longest of its micro-batch. The others are padded to its length.
@@ -779,9 +779,9 @@ def compute_logprobs(model, micro_batch, temperature):
     vocabulary_size = model.get_output_embeddings().weight.shape[0]
     size = max(1, CHUNK_LOGITS[states.device.type] // vocabulary_size)
     logprobs = []
-    options = dict(use_reentrant=False, preserve_rng_state=False)
-    for inputs in zip(states.split(size), targets.split(size), strict=True):
-        part = checkpoint(chunk_logprobs, model, *inputs, temperature, **options)
+    for chunk, chunk_targets in zip(states.split(size), targets.split(size), strict=True):
+        inputs = (model, chunk, chunk_targets, temperature)
+        part = checkpoint(chunk_logprobs, *inputs, use_reentrant=False, preserve_rng_state=False)
         logprobs.append(part)  # (chunk,)
     # masked_scatter fills row by row, in the order of targets.
     zeros = torch.zeros(mask.shape, device=states.device)  # (n, R)
@@ -789,7 +789,7 @@ def compute_logprobs(model, micro_batch, temperature):
 
 
 def chunk_logprobs(model, states, targets, temperature):
-    """Log-probabilities (chunk,) float32 of tokens, from the states (chunk, D) that predict them."""
+    """Log-probabilities (chunk,) float32 of tokens, from the states (chunk, D) before them."""
     logits = compute_logits(model, states) / temperature  # (chunk, V) float32
     return -F.cross_entropy(logits, targets, reduction="none")
 
@@ -831,7 +831,7 @@ def unpadded(values, mask):
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """A decoder's output with hidden states alone. Other fields are None: some models ask for them."""
+    """Hidden states alone. Other fields are None: GPT-2 asks for cross_attentions, for example."""
 
     def __getattr__(self, name):
         return None
@@ -849,7 +849,8 @@ def compute_logits(model, states):
     def return_states(*inputs, **options):
         return DecoderOutput(last_hidden_state=states)
 
-    # Most models call base_model before the head. OPT calls its decoder. So both are replaced.
+    # Most models call base_model before the head. OPT calls its decoder. So both are replaced. (In
+    # most models they are the same module, which is then replaced twice.)
     base_model, decoder = model.base_model, model.base_model.get_decoder()
     with (
         mock.patch.object(base_model, "forward", return_states),
@@ -1040,6 +1041,7 @@ def fill_template(tokenizer, chat, **options):
     A template may drop a message, which is an error here, or change one: many delete the thoughts
     of earlier turns. So it is filled twice, with the messages and with a placeholder (mark) for
     each. If a message was changed, the second text is taken, and the messages replace the marks.
+    (Not always, because a template may look for a switch in a message, such as /no_think.)
     """
     options["tokenize"] = False
     text = tokenizer.apply_chat_template(chat, **options)
@@ -1049,14 +1051,14 @@ def fill_template(tokenizer, chat, **options):
     marks = [f"\ue000{i}\ue000" if content else "" for i, content in enumerate(contents)]
     marked = [message | {"content": mark} for message, mark in zip(chat, marks, strict=True)]
     filled = tokenizer.apply_chat_template(marked, **options)
-    # The content itself won't do here: a short one may also be a part of another message.
+    # A short content may also be a part of another message, so here the marks are looked for.
     for mark, content in zip(marks, contents, strict=True):
         if mark not in filled:
             raise ValueError(f"--model: its chat template drops the message {content!r}")
-    if all(content in text for content in contents):  # the usual case: no message was changed
+    if all(content in text for content in contents):  # the usual case: nothing was changed
         return text
     if chat[0]["role"] == "system":
-        # It goes in as it is: the template may look for a switch in it, such as /no_think.
+        # It goes in as it is, because of the switches.
         filled = tokenizer.apply_chat_template([chat[0], *marked[1:]], **options)
     for mark, content in zip(marks, contents, strict=True):
         filled = filled.replace(mark, content)
@@ -1359,7 +1361,7 @@ def show_progress(args, progress, metrics, record):
 def save_checkpoint(run_dir, trained, state, metrics):
     """Save what load_checkpoint needs. Thanks to the rename, checkpoint.pt is always complete."""
     content = {name: part.state_dict() for name, part in trained.items()}
-    content |= {"state": state, "metrics": metrics}
+    content |= {"state": state, "metrics": metrics}  # main of an ended run returns these metrics
     content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}
     torch.save(content, run_dir / "checkpoint.tmp")
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
@@ -1380,6 +1382,7 @@ def load_checkpoint(args, run_dir, trained):
 
 
 if __name__ == "__main__":
+    # The defaults depend on --model, so it is looked for before tyro reads the flags.
     has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
     main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))
