@@ -413,13 +413,13 @@ def main(args: Args) -> dict:
         advantages = compute_advantages(rewards).view(-1, 1)  # (N, 1)
 
         # ---- 3. old and reference log-probabilities
-        # Gradient checkpointing needs training mode, which changes nothing else: dropout is 0.
+        # Gradient checkpointing needs training mode. load_config has set all dropout to 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
         first_pass = step_minibatches[: args.num_minibatches]  # each sequence once
         # The sampler's log-probabilities are rounded differently, so those of pi_old are computed
         # here, except for the first minibatch: its update (part 4) computes them anyway, and until
-        # then its rows are NaN.
+        # then its rows are NaN. (With one minibatch, nothing is computed here.)
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
@@ -728,8 +728,8 @@ def rollout_logprobs(args, model, rollout, some_minibatches):
     """Log-probabilities (N, R) of the sequences in some minibatches, without gradient.
 
     The rows of all other sequences are NaN, so that no loss can use them unnoticed. Rounding
-    depends on which sequences share a micro-batch. So this splits as the updates do: then equal
-    weights give equal bits.
+    depends on which sequences share a micro-batch. So this splits as the updates of a pass do: then
+    a network with the policy's weights gets the same log-probabilities to the last bit.
     """
     logprobs = torch.full_like(rollout.sampled_logprobs, math.nan)  # (N, R)
     for minibatch in some_minibatches:
@@ -825,7 +825,7 @@ def unpadded(values, mask):
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states alone. Other fields are None: GPT-2 asks for cross_attentions, for example."""
+    """Hidden states alone. Any other attribute is None: GPT-2 asks for cross_attentions."""
 
     def __getattr__(self, name):
         return None
@@ -850,7 +850,7 @@ def compute_logits(model, states):
         mock.patch.object(base_model, "forward", return_states),
         mock.patch.object(decoder, "forward", return_states),
     ):
-        # The forward needs some input, which nothing reads.
+        # The states come from return_states. The forward only wants some input.
         logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
     return logits.squeeze(0)
 

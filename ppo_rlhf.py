@@ -452,7 +452,7 @@ def main(args: Args) -> dict:
         response_rewards = sum(scores.values())  # (N,) float32
 
         # ---- 3. old and reference log-probabilities, old values; advantage
-        # Gradient checkpointing needs training mode, which changes nothing else: dropout is 0.
+        # Gradient checkpointing needs training mode. load_config has set all dropout to 0.
         model.train()
         value_model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
@@ -793,8 +793,8 @@ def rollout_logprobs(args, model, rollout, some_minibatches):
     """Log-probabilities (N, R) of the sequences in some minibatches, without gradient.
 
     The rows of all other sequences are NaN, so that no loss can use them unnoticed. Rounding
-    depends on which sequences share a micro-batch. So this splits as the updates do: then equal
-    weights give equal bits.
+    depends on which sequences share a micro-batch. So this splits as the updates of a pass do: then
+    a network with the policy's weights gets the same log-probabilities to the last bit.
     """
     logprobs = torch.full_like(rollout.sampled_logprobs, math.nan)  # (N, R)
     for minibatch in some_minibatches:
@@ -941,7 +941,7 @@ def compute_scores(reward_model, micro_batch):
 
 
 class DecoderOutput(BaseModelOutputWithPast):
-    """Hidden states alone. Other fields are None: GPT-2 asks for cross_attentions, for example."""
+    """Hidden states alone. Any other attribute is None: GPT-2 asks for cross_attentions."""
 
     def __getattr__(self, name):
         return None
@@ -966,7 +966,7 @@ def compute_logits(model, states):
         mock.patch.object(base_model, "forward", return_states),
         mock.patch.object(decoder, "forward", return_states),
     ):
-        # The forward needs some input, which nothing reads.
+        # The states come from return_states. The forward only wants some input.
         logits = model(inputs_embeds=states, use_cache=False).logits  # (1, chunk, V)
     return logits.squeeze(0)
 

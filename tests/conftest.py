@@ -4,9 +4,12 @@ Also: one CPU thread, the same kernels on every x86 machine, and the order of th
 """
 
 import contextlib
+import functools
 import importlib.util
 import os
 import random
+import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -70,6 +73,25 @@ def load_patched(name: str):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def patched_by(patch: str, parent: str):
+    """The module that a patch for another parent makes of this one. patch may reject the docstring alone."""
+    FOLDERS.append(tempfile.TemporaryDirectory())
+    folder, name = Path(FOLDERS[-1].name), f"{parent}_{patch}"
+    shutil.copy(ROOT / f"{parent}.py", folder)
+    command = ["patch", "-o", f"{name}.py", f"{parent}.py", ROOT / "variants" / f"{patch}.diff"]
+    printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True).stdout
+    is_parent = f"--- {parent}.py\n" in (ROOT / "variants" / f"{patch}.diff").read_text("utf-8")
+    failed = re.findall(r"(\d) out of \d hunks FAILED", printed)
+    assert failed == ([] if is_parent else ["1"]), printed
+    assert is_parent or "\n@@ -1," in (folder / f"{name}.py.rej").read_text("utf-8"), printed
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.BUNDLED = __import__(parent).BUNDLED  # whose folders are those of the repository
     return module
 
 

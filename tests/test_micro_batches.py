@@ -1,7 +1,7 @@
 """Micro-batches: what they hold. Log-probabilities, values, scores and gradients are those of single sequences.
 
 The reference is a forward pass of each sequence alone. test_sampling.py has the model families, test_whole_step.py the
-steps of all scripts, and test_shared_prompts.py the patch that computes the common tokens of a micro-batch once.
+steps of all scripts, and test_shared_prompts.py more on the patch that computes common tokens once.
 """
 
 from itertools import pairwise
@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import patched_by
 from test_critics import tiny_classifier
 from test_errors import tiny_args
 from test_lora import adapted
@@ -25,7 +26,8 @@ import vapo
 
 # Lengths of prompts and of their responses. One response has one token.
 GROUPS = [(14, [8, 1, 12, 9, 5]), (12, [4, 4, 6, 2, 1]), (14, [7, 30, 3, 2, 25]), (13, [6, 3, 21])]
-N = 18
+N, BEGINNING = 18, 11
+SHARED = {name: patched_by("shared_prompts", name) for name in ("grpo", "ppo_rlhf")}
 
 
 def micro_batches(script, rollout, sequences, budget):
@@ -53,6 +55,9 @@ def compare(script, model, rollout, compute, expected):
         slow = gradients_of(model)
         for budget in (100, 10**6):
             batches = micro_batches(script, rollout, sequences, budget)
+            if script in SHARED.values():
+                common = [script.common_tokens(model, part.prompts) for _, part in batches]
+                assert max(common) >= BEGINNING
             model.zero_grad()
             for rows, part in batches:
                 found = compute(model, part)
@@ -61,13 +66,13 @@ def compare(script, model, rollout, compute, expected):
             assert_same_gradients(gradients_of(model), slow)
 
 
-@pytest.mark.parametrize("module", [grpo, grpo_tools, grpo_lora])
+@pytest.mark.parametrize("module", [grpo, grpo_tools, grpo_lora, SHARED["grpo"]])
 def test_log_probabilities_and_gradients_are_those_of_single_sequences(double, module):
     model = build("Llama, tied head")
     if module is grpo_lora:
         model = adapted(lora_args(), model)
     double(model)
-    rollout = random_rollout(module, GROUPS)
+    rollout = random_rollout(module, GROUPS, beginning=BEGINNING)
     expected = slow_logprobs(model, rollout, 0.7)
 
     def compute(model, part):
@@ -78,10 +83,10 @@ def test_log_probabilities_and_gradients_are_those_of_single_sequences(double, m
     assert module is not grpo_lora or names == {"lora_A", "lora_B"}
 
 
-@pytest.mark.parametrize("module", [ppo_rlhf, vapo])
+@pytest.mark.parametrize("module", [ppo_rlhf, vapo, SHARED["ppo_rlhf"]])
 def test_values_scores_and_gradients_are_those_of_single_sequences(double, module):
     network = double(tiny_classifier())
-    rollout = random_rollout(module, GROUPS, vocabulary=30)
+    rollout = random_rollout(module, GROUPS, beginning=BEGINNING, vocabulary=30)
     texts, values = [], []
     for i in range(N):
         prompt = torch.tensor(rollout.prompts[i])
@@ -119,10 +124,25 @@ def test_micro_batches_keep_to_the_budget(module):
     assert len(batches) == 1
 
 
+def test_rows_that_are_not_computed_are_nan():
+    """A loss that uses them before main has computed them must not take them for log-probabilities."""
+    model = build("Llama")
+    rollout = random_rollout(grpo, GROUPS)
+    computed = torch.tensor([3, 0, 11])
+    args = SimpleNamespace(micro_batch_tokens=30, temperature=1.0)
+    logprobs = grpo.rollout_logprobs(args, model, rollout, [computed[:2], computed[2:]])
+    others = torch.ones(N, dtype=torch.bool)
+    others[computed] = False
+    assert logprobs[others].isnan().all() and logprobs[computed].isfinite().all()
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("module", [grpo, grpo_lora, grpo_offpolicy])
+@pytest.mark.parametrize("module", [grpo, grpo_lora, grpo_offpolicy, SHARED["grpo"]])
 def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module, checkpointing):
-    """Before the first update both are equal to the bit. If all rewards are 0, Adam makes a step of any difference."""
+    """Before the first update both are equal to the bit. If all rewards are 0, Adam makes a step of any difference.
+
+    All prompts begin with the instructions, which the patch shares in both networks.
+    """
     policy_loss, found = module.policy_loss, []
 
     def recorded_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named):
@@ -130,8 +150,8 @@ def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module
         return policy_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named)
 
     monkeypatch.setattr(module, "policy_loss", recorded_loss)
-    given = dict(beta=0.1, gradient_checkpointing=checkpointing)
+    given = dict(instructions="1+2=3 " * 8, beta=0.1, gradient_checkpointing=checkpointing)
     # In a smaller model the bits would be equal by chance.
     given |= dict(model=module.BUNDLED.model, dataset=module.BUNDLED.dataset, num_prompts=4)
-    module.main(tiny_args(module, tmp_path, num_steps=1, **given))
+    module.main(tiny_args(module, tmp_path, max_prompt_tokens=128, num_steps=1, **given))
     assert found and all(found)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import patched_by
 from families import (
     DIFFERENT,
     FAILING,
@@ -445,19 +446,24 @@ def test_every_family_trains_exactly(double, tmp_path, family):
                     assert (parameter.grad - slow[name]).abs().max() <= tolerance * largest, name
 
 
-def test_the_gradient_is_the_same_to_the_last_bit_with_two_threads():
-    """A run on two threads must also be repeatable, so the order of the threads must not change any sum."""
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_the_gradient_is_the_same_to_the_last_bit_with_two_threads(is_shared):
+    """A run on two threads must also be repeatable, so the order of the threads must not change any sum.
+
+    The rows of a prompt add up in the embedding, and with the patch shared_prompts in its states, too.
+    """
+    script = patched_by("shared_prompts", "grpo") if is_shared else grpo
     model = build("Llama", hidden_size=128, head_dim=64, num_key_value_heads=4)
-    rollout = random_rollout(grpo, [(9, [14] * 8)] * 5)
+    rollout = random_rollout(script, [(400, [3] * 120)] if is_shared else [(9, [14] * 8)] * 5)
     # Without shuffling each thread would have whole groups.
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(len(rollout.prompts), generator=torch.Generator().manual_seed(0))
     rollout = rollout.select(order)
     assert rollout.response_mask.sum() * 128 > 2**15  # threads share the work on larger tensors
     torch.set_num_threads(2)
     try:
-        first = gradients(model, grpo.compute_logprobs(model, rollout, 1.0).sum())
+        first = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
         for _ in range(2):
-            again = gradients(model, grpo.compute_logprobs(model, rollout, 1.0).sum())
+            again = gradients(model, script.compute_logprobs(model, rollout, 1.0).sum())
             assert all(torch.equal(again[name], grad) for name, grad in first.items())
     finally:
         torch.set_num_threads(1)
