@@ -124,6 +124,7 @@ def read_run(folder, name):
     for path in folder.glob("*.py"):
         args["script"] = path.name
         args["copy"] = hashlib.sha256(path.read_bytes()).hexdigest()[:7]
+        args.pop(path.name, None)  # the same digest
     metrics, metrics_gaps = read_records(folder / "metrics.jsonl", lambda record: True)
     samples, samples_gaps = read_records(folder / "samples.jsonl", has_completions)
     evaluations, evaluations_gaps = read_records(folder / "evaluations.jsonl", has_right)

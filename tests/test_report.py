@@ -470,7 +470,10 @@ def test_the_table_for_a_paper(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     versions = {"torch": "2.13.0", "transformers": "5.23.0"}
     same = dict(
-        versions=versions, device_name="NVIDIA_H100 80 GB", model="org/a_model", **{"grpo.py": "c0"}
+        versions=versions,
+        device_name="NVIDIA_H100 80 GB",
+        model="org/a_model",
+        **{"utils/rewards.py": "c0"},
     )
     one, two = dict(same, learning_rate=1e-5), dict(same, learning_rate=3e-5, examples=False)
     folders = [
@@ -557,7 +560,9 @@ def test_a_flag_that_only_one_script_has_is_not_shown(tmp_path):
 
 
 def test_equal_flags_are_told_apart_by_the_names_of_the_runs(tmp_path, capsys):
-    folders = [write_evaluated(tmp_path / name, "1100", **{"grpo.py": name}) for name in "ab"]
+    folders = [
+        write_evaluated(tmp_path / name, "1100", **{"utils/rewards.py": name}) for name in "ab"
+    ]
     lines = print_table(capsys, *folders, "--table")
     names = [f"{tmp_path.name}/{name}".replace("_", "\\_") for name in "ab"]
     assert [line.split(" | ")[0] for line in lines[2:4]] == [f"| grpo.py ({x})" for x in names]
