@@ -96,8 +96,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 
-# The reward is the sum of these. The mean of the first is logged as the accuracy: it gives 1.0 to a
-# right answer, 0.0 to a wrong one, or a grade between them.
+# The reward is the sum of these. The first gives 1.0 to a right answer, 0.0 to a wrong one, or a
+# grade between them: its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # With these options the functions for state dicts read and write whole weights and Adam's averages,
 # not shards. Rank 0 gets them in the memory of the host, and the other processes get nothing.
@@ -1478,7 +1478,7 @@ def save_checkpoint(run_dir, trained, state, metrics):
     if process_rank() > 0:
         return
     content = {"model": model_state, "optimizer": optimizer_state}
-    content |= {"state": state, "metrics": metrics}  # main of an ended run returns these metrics
+    content |= {"state": state, "metrics": metrics}  # main returns the metrics if no step is left
     content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}
     torch.save(content, run_dir / "checkpoint.tmp")
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")

@@ -94,8 +94,8 @@ from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accu
 
 SCRIPT = Path(__file__).resolve()
 
-# The reward is the sum of these. The mean of the first is logged as the accuracy: it gives 1.0 to a
-# right answer, 0.0 to a wrong one, or a grade between them.
+# The reward is the sum of these. The first gives 1.0 to a right answer, 0.0 to a wrong one, or a
+# grade between them: its mean is logged as the accuracy.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer, which --examples puts before each question. A
 # small model imitates an example better than it follows a description. If you change REWARDS or the
@@ -1361,7 +1361,7 @@ def show_progress(args, progress, metrics, record):
 def save_checkpoint(run_dir, trained, state, metrics):
     """Save what load_checkpoint needs. Thanks to the rename, checkpoint.pt is always complete."""
     content = {name: part.state_dict() for name, part in trained.items()}
-    content |= {"state": state, "metrics": metrics}  # main of an ended run returns these metrics
+    content |= {"state": state, "metrics": metrics}  # main returns the metrics if no step is left
     content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}
     torch.save(content, run_dir / "checkpoint.tmp")
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")

@@ -1513,7 +1513,7 @@ def show_progress(args, progress, metrics, record):
 def save_checkpoint(run_dir, trained, state, metrics):
     """Save what load_checkpoint needs. Thanks to the rename, checkpoint.pt is always complete."""
     content = {name: part.state_dict() for name, part in trained.items()}
-    content |= {"state": state, "metrics": metrics}  # main of an ended run returns these metrics
+    content |= {"state": state, "metrics": metrics}  # main returns the metrics if no step is left
     content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}
     torch.save(content, run_dir / "checkpoint.tmp")
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
