@@ -24,8 +24,8 @@ In W4, the trainers differ in two points. TRL samples with the float32 weights, 
 its keys and values are in float32, too. These take 39 GB for 16 x 8 samples. And TRL attends with torch's defaults: on
 a Hopper GPU, torch tries cuDNN's attention first. grpo.py turns cuDNN's attention off.
 
-In W3 and W5, the patch shared_prompts takes part, too: grpo.py with it computes once what all prompts begin with. It
-and grpo.py have the size of micro-batches that is best for each.
+In W3 and W5, the patch shared_prompts takes part, too: with it, grpo.py computes once what all prompts of a micro-batch
+begin with. In W5, the micro-batches of both have the size with which they are fastest.
 
 records/trl-speed.jsonl gets a line, which replaces the old line of the workload. "seconds" is the median wall time of a
 step (rollout, reward, update, logging) over all rounds. The first step is the warm-up and isn't counted. "memory_mb" is

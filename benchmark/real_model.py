@@ -212,6 +212,7 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
             # On a CPU it saves time. It may reject the hunk of the docstring.
             patch = ["patch", "-s", copy, ROOT / "variants" / "shared_prompts.diff"]
             subprocess.run(patch, stdout=subprocess.DEVNULL)
+            assert "def common_tokens(" in copy.read_text(encoding="utf-8")
         lines = copy.read_text(encoding="utf-8").splitlines(keepends=True)
         if rewards:
             lines = [rewards if line.startswith("REWARDS =") else line for line in lines]
