@@ -25,8 +25,8 @@ pi_old is the policy before the step's first update, and pi_ref is the initial m
 Parent: grpo.py. Differences:
     (1) Only A and B are trained (--lora-rank, --lora-alpha).
     (2) The reference is the model without A and B. It shares the policy's weights W in memory.
-    (3) On a GPU the weights are in bf16, and the head, A and B are in float32.
-    (4) The trained model itself samples. There is no merged copy of it, because a merge into bf16
+    (3) On a GPU the weights have 16 bits, and the head, A and B 32.
+    (4) The trained model itself samples. There is no merged copy, because a merge into 16 bits
         would round small updates away.
     (5) A checkpoint holds A, B and their averages in Adam. At its end a run writes the adapters
         alone, in the format of peft, and the model with B A merged into its weights in float32.
@@ -123,6 +123,8 @@ class Args:
     """seed of everything random: the order of the data, the samples, the minibatches, LoRA's A"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    """16-bit format on a GPU; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -217,7 +219,7 @@ def add_low_rank(args, output, x, A, B):
 
     output, W x, (..., out); x (..., in); A (rank, in); B (out, rank). Returns (..., out).
     """
-    A, B = A.to(x.dtype), B.to(x.dtype)  # on a GPU x is in bf16, A and B are in float32
+    A, B = A.to(x.dtype), B.to(x.dtype)  # on a GPU x has 16 bits, A and B have 32
     reduced = F.linear(x, A).flatten(0, -2)  # (tokens, rank): all axes but the last become one
     # addmm is output + scale * (reduced @ B.T), in one kernel and with one rounding. It takes
     # matrices, so both are flattened.
@@ -232,8 +234,8 @@ def add_adapters(args, model):
     """
     model.requires_grad_(False)
     if model.device.type == "cuda":
-        # The head computes in float32, so that no logit is rounded to bf16. It may share its weight
-        # with the embedding, so it's replaced by a float32 copy. The hook converts its input.
+        # The head computes in float32, so that no logit is rounded to 16 bits. It may share its
+        # weight with the embedding, so a float32 copy replaces it. The hook converts its input.
         head = copy.deepcopy(model.get_output_embeddings()).float()
         head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
         model.set_output_embeddings(head)
@@ -370,9 +372,13 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(adapters.parameters(), lr=args.learning_rate, fused=True)
+    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
+    # and divides the gradients by it. In the other formats it does nothing.
+    scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": adapters,  # A and B alone: the weights of the model don't change
         "optimizer": optimizer,
+        "scaler": scaler,
     }
 
     run_dir = name_run(args)
@@ -448,16 +454,18 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_seqs=len(minibatch),
                 )
-                loss.backward()
+                scaler.scale(loss).backward()
                 total_loss += loss.detach()
                 for name, value in stats.items():
                     token_sums[name] += value
+            scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
             if torch.isfinite(grad_norm):  # else the update is left out, and counted
                 optimizer.step()
             else:
                 num_skipped += 1
+            scaler.update()  # lowers the scale if a gradient was infinite or NaN
             optimizer.zero_grad()
         total_loss = float(total_loss)  # waits for the GPU, so that the time is right
         update_seconds = time.perf_counter() - start_time - rollout_seconds - reward_seconds
@@ -513,7 +521,7 @@ def main(args: Args) -> dict:
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
         if step == first_step:  # only now, so that the log has the gap
-            check_gap(args, model, gap.mean())
+            check_gap(args, gap.mean())
 
         # ---- 6. save
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
@@ -813,8 +821,9 @@ def response_states(model, micro_batch):
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # without the head, and without a vision part
-    # The cache of autocast would hold a bf16 copy of all weights at once, so it's off.
-    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
+    # load_model has set the format. Autocast's cache would hold all weights in 16 bits at the same
+    # time, so it's off.
+    with torch.autocast("cuda", enabled=rows.is_cuda, cache_enabled=False):
         states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
     return states[predicts]
 
@@ -838,7 +847,7 @@ def compute_logits(model, states):
     cap them, in the model's own forward. So this calls that forward, with the decoder replaced by a
     function that returns these states at once.
     """
-    states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
+    states = states.float()[None]  # (1, chunk, D), float32 because 16-bit logits are rounded
 
     def return_states(*inputs, **options):
         return DecoderOutput(last_hidden_state=states)
@@ -1090,7 +1099,7 @@ def find_model(args):
 def load_model(args, tokenizer):
     """The model on its device, and the ids of all tokens that end a response.
 
-    On a GPU the weights are in bf16: they never change, because only the adapters are trained.
+    On a GPU the weights have 16 bits: they never change, because only the adapters are trained.
     """
     # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
     # keeps the old names, because 5.19 knows only those.
@@ -1098,7 +1107,7 @@ def load_model(args, tokenizer):
     name = find_model(args)
     config = load_config(args, name)
     device = find_device(args)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = getattr(torch, find_dtype(args))
     if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         auto_class = AutoModelForCausalLM
     else:  # a model with a vision part, such as Ministral 3; a run doesn't use or train that part
@@ -1121,6 +1130,7 @@ def load_model(args, tokenizer):
         # cuDNN's attention makes a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+        torch.set_autocast_dtype("cuda", dtype)
     return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
@@ -1129,6 +1139,16 @@ def find_device(args):
     if args.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return args.device
+
+
+def find_dtype(args):
+    """The name of the format in which layers compute: 16 bits on an NVIDIA GPU, 32 elsewhere."""
+    if find_device(args) != "cuda":
+        return "float32"
+    if args.dtype == "auto":
+        # Before Ampere (8.0), GPUs only emulate bf16, which is slow.
+        return "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    return args.dtype
 
 
 def load_config(args, name):
@@ -1192,17 +1212,19 @@ def check_args(args):
         raise ValueError("two functions in REWARDS have the same name")
 
 
-def check_gap(args, model, gap):
+def check_gap(args, gap):
     """Raise an error if sampler and trainer differ by too many nats a token.
 
     They have the same weights up to rounding, so a large gap means that generate or
     compute_logprobs computes this kind of model wrongly.
     """
-    tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
+    dtype = find_dtype(args)
+    tolerance = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}[dtype]  # for rounding
+    hint = " or needs --dtype bfloat16" if dtype == "float16" else ""
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: sampling and training differ by {gap:.2g} nats a token: this "
-            "family isn't supported, or generate and compute_logprobs in this file disagree"
+            f"family isn't supported{hint}, or generate and compute_logprobs in this file disagree"
         )
 
 
@@ -1259,6 +1281,7 @@ def describe_run(args, problems):
         "rewards": [reward.__name__ for reward in REWARDS],
         **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
+        "precision": find_dtype(args),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
     }
@@ -1267,7 +1290,7 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code or data."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "versions", "device_name"]
+    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]

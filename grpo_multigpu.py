@@ -130,6 +130,8 @@ class Args:
     """seed of everything random: the order of the data, the samples, the minibatches"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: cuda if there is one, else cpu"""
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    """16-bit format on a GPU; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -313,7 +315,7 @@ def main(args: Args) -> dict:
     train_data, test_data = load_data(args, tokenizer)  # lists of problems
     model, eos_ids = load_model(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded. (On a GPU
-    # it's rounded to bf16, except its head, so even the first KL isn't exactly 0.)
+    # it's rounded to 16 bits, except its head, so even the first KL isn't exactly 0.)
     ref_model = inference_copy(model) if args.beta > 0 else None
     sampler = inference_copy(model)  # every process samples from a whole copy
     # policy(rollout, temperature) gathers the sharded weights and calls compute_logprobs.
@@ -327,15 +329,19 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
+    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
+    # and divides the gradients by it. In the other formats it does nothing.
+    scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
         "optimizer": optimizer,
+        "scaler": scaler,
     }
 
     run_dir = name_run(args)
     metrics_file, samples_file, evals_file = open_run(args, run_dir, train_data + test_data)
     if (run_dir / "checkpoint.pt").exists():
-        state, metrics = load_checkpoint(args, run_dir, model, optimizer)
+        state, metrics = load_checkpoint(args, run_dir, trained)
         refresh_sampler(sampler, model)
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
@@ -406,7 +412,7 @@ def main(args: Args) -> dict:
                 if is_repeat:
                     # Another process counts these sequences. This one only takes part in the
                     # communication of the backward pass.
-                    (0.0 * logprobs.sum()).backward()
+                    scaler.scale(0.0 * logprobs.sum()).backward()
                     continue
                 if update == first_update:  # the policy is still pi_old, so every ratio is 1
                     old_logprobs[indices] = logprobs.detach()
@@ -420,7 +426,7 @@ def main(args: Args) -> dict:
                     num_seqs=len(minibatch),
                 )
                 # FSDP averages the gradients of the W processes, but the update needs their sum.
-                (W * loss).backward()
+                scaler.scale(W * loss).backward()
                 total_loss += loss.detach()
                 for name, value in stats.items():
                     token_sums[name] += value
@@ -429,6 +435,7 @@ def main(args: Args) -> dict:
                 first_logprobs = old_logprobs[minibatch]  # (m, R)
                 dist.all_reduce(first_logprobs, dist.ReduceOp.SUM)
                 old_logprobs[minibatch] = first_logprobs
+            scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             grad_norm = grad_norm.full_tensor()  # of the shards of all processes
             total_grad_norm += grad_norm
@@ -436,6 +443,7 @@ def main(args: Args) -> dict:
                 optimizer.step()
             else:
                 num_skipped += 1
+            scaler.update()  # lowers the scale if a gradient was infinite or NaN
             optimizer.zero_grad()
         refresh_sampler(sampler, model)
         # Each process has the sums of its own micro-batches, which are added up here. This also
@@ -495,7 +503,7 @@ def main(args: Args) -> dict:
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
         if step == first_step:  # only now, so that the log has the gap
-            check_gap(args, model, gap.mean())
+            check_gap(args, gap.mean())
 
         # ---- 6. save
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
@@ -853,8 +861,9 @@ def response_states(model, micro_batch):
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # without the head, and without a vision part
-    # The cache of autocast would hold a bf16 copy of all weights at once, so it's off.
-    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
+    # load_model has set the format. Autocast's cache would hold all weights in 16 bits at the same
+    # time, so it's off.
+    with torch.autocast("cuda", enabled=rows.is_cuda, cache_enabled=False):
         states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
     return states[predicts]
 
@@ -878,7 +887,7 @@ def compute_logits(model, states):
     cap them, in the model's own forward. So this calls that forward, with the decoder replaced by a
     function that returns these states at once.
     """
-    states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
+    states = states.float()[None]  # (1, chunk, D), float32 because 16-bit logits are rounded
 
     def return_states(*inputs, **options):
         return DecoderOutput(last_hidden_state=states)
@@ -925,11 +934,11 @@ def shard(policy, mesh):
 
 @torch.no_grad()
 def refresh_sampler(sampler, model):
-    """Copy the weights of the sharded model into the sampler. A bf16 sampler rounds them.
+    """Copy the weights of the sharded model into the sampler. A 16-bit sampler rounds them.
 
     All processes have to call it. The weights are gathered one at a time, to save memory.
     """
-    # A tied head shares the embedding's weight in the model, but is a copy in a bf16 sampler. So
+    # A tied head shares the embedding's weight in the model, but is a copy in a 16-bit sampler. So
     # both names are needed: remove_duplicate=False.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         sampler.get_parameter(name).copy_(parameter.full_tensor())
@@ -1182,8 +1191,8 @@ def find_model(args):
 def load_model(args, tokenizer):
     """The policy on its device, and a tensor of the ids of all tokens that end a response.
 
-    The weights are float32: at these learning rates most updates are too small to change a bf16
-    weight. On a GPU, autocast computes in bf16.
+    The weights are float32: at these learning rates most updates are too small to change a 16-bit
+    weight. On a GPU, autocast computes in bf16 or float16.
     """
     # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
     # keeps the old names, because 5.19 knows only those.
@@ -1213,6 +1222,7 @@ def load_model(args, tokenizer):
         # cuDNN's attention makes a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+        torch.set_autocast_dtype("cuda", getattr(torch, find_dtype(args)))
     return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
@@ -1221,6 +1231,16 @@ def find_device(args):
     if args.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return args.device
+
+
+def find_dtype(args):
+    """The name of the format in which layers compute: 16 bits on an NVIDIA GPU, 32 elsewhere."""
+    if find_device(args) != "cuda":
+        return "float32"
+    if args.dtype == "auto":
+        # Before Ampere (8.0), GPUs only emulate bf16, which is slow.
+        return "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    return args.dtype
 
 
 def load_config(args, name):
@@ -1292,8 +1312,8 @@ def connect(args):
 def inference_copy(model):
     """A frozen copy of the model: the reference, or on a GPU the sampler.
 
-    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
-    weights, keys and values, and in bf16 they have half as many bytes.
+    On a GPU all its weights except the head have 16 bits. Sampling spends most of its time reading
+    weights, keys and values, which then have half as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type != "cuda":
@@ -1305,12 +1325,12 @@ def inference_copy(model):
         return output
 
     copied.base_model.get_decoder().register_forward_hook(float_states)
-    # In many models the embedding, which becomes bf16 below, has the head's weight. So the head
+    # In many models the embedding, which is rounded below, has the head's weight. So the head
     # gets a copy.
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
     for parameter in copied.base_model.parameters():  # buffers (rotary frequencies) stay float32
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(torch.get_autocast_dtype("cuda"))
     return copied
 
 
@@ -1338,17 +1358,19 @@ def check_args(args):
         raise ValueError("two functions in REWARDS have the same name")
 
 
-def check_gap(args, model, gap):
+def check_gap(args, gap):
     """Raise an error if sampler and trainer differ by too many nats a token.
 
     They have the same weights up to rounding, so a large gap means that generate or
     compute_logprobs computes this kind of model wrongly.
     """
-    tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
+    dtype = find_dtype(args)
+    tolerance = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}[dtype]  # for rounding
+    hint = " or needs --dtype bfloat16" if dtype == "float16" else ""
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: sampling and training differ by {gap:.2g} nats a token: this "
-            "family isn't supported, or generate and compute_logprobs in this file disagree"
+            f"family isn't supported{hint}, or generate and compute_logprobs in this file disagree"
         )
 
 
@@ -1409,6 +1431,7 @@ def describe_run(args, problems):
         "rewards": [reward.__name__ for reward in REWARDS],
         **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
+        "precision": find_dtype(args),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
     }
@@ -1417,7 +1440,7 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code or data."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "versions", "device_name"]
+    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]
@@ -1478,20 +1501,23 @@ def save_checkpoint(run_dir, trained, state, metrics):
     if process_rank() > 0:
         return
     content = {"model": model_state, "optimizer": optimizer_state}
+    content["scaler"] = trained["scaler"].state_dict()
     content |= {"state": state, "metrics": metrics}  # main returns the metrics if no step is left
     content["log_sizes"] = {name: (run_dir / name).stat().st_size for name in LOGS}
     torch.save(content, run_dir / "checkpoint.tmp")
     os.replace(run_dir / "checkpoint.tmp", run_dir / "checkpoint.pt")
 
 
-def load_checkpoint(args, run_dir, model, optimizer):
-    """Load the run's checkpoint into model and optimizer, and return its state and metrics."""
+def load_checkpoint(args, run_dir, trained):
+    """Load the run's checkpoint into the trained parts, and return its state and metrics."""
     path = run_dir / "checkpoint.pt"
     # mmap: the processes of a machine share the memory of the checkpoint.
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    model, optimizer = trained["model"], trained["optimizer"]
     # Each process reads the whole checkpoint, and keeps its shards. pop frees the memory.
     sharded_state.set_model_state_dict(model, saved.pop("model"), options=WHOLE)
     sharded_state.set_optimizer_state_dict(model, optimizer, saved.pop("optimizer"), options=WHOLE)
+    trained["scaler"].load_state_dict(saved.pop("scaler"))
     # The steps after the checkpoint are repeated, so their lines are cut off. The files are open in
     # append mode, so writing goes on at the new end.
     if process_rank() == 0:

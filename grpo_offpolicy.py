@@ -33,7 +33,7 @@ Parent: grpo.py. Differences:
         token.
     (3) A copy of the model, the engine, samples the rollouts. It imitates a sampling engine on one
         device: it gets the trainer's weights every --staleness steps, rounded to --engine-dtype.
-        Evaluation uses the trainer's current weights (in bf16 on a GPU), not the engine.
+        Evaluation uses the trainer's current weights (in 16 bits on a GPU), not the engine.
 
 With the defaults on a CPU the engine has the trainer's weights and precision, and the script trains
 as grpo.py does, except for rounding.
@@ -125,6 +125,8 @@ class Args:
     """seed of everything random: the order of the data, the samples, the minibatches"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    """16-bit format on a GPU; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -167,8 +169,8 @@ class Args:
     """on a GPU, replay the decode step from a CUDA graph; turn off if a model doesn't allow it"""
     staleness: int = 1
     """steps between refreshes of the engine, the copy of the model that samples; 1: never stale"""
-    engine_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """precision of the engine's weights, except its head; auto: bfloat16 on a GPU, else float32"""
+    engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """precision of the engine's weights, except its head; auto: --dtype on a GPU, else float32"""
     # ---- optimization
     num_steps: int = 200
     """steps in the whole run, each with a rollout and its updates"""
@@ -338,26 +340,28 @@ def main(args: Args) -> dict:
     model, eos_ids = load_model(args, tokenizer)
     on_gpu = model.device.type == "cuda"
     # The reference is the initial policy, so it's copied before a checkpoint is loaded. (On a GPU
-    # it's rounded to bf16, except its head, so even the first KL isn't exactly 0.)
-    ref_model = inference_copy(model, in_bf16=on_gpu) if args.beta > 0 else None
+    # it's rounded to 16 bits, except its head, so even the first KL isn't exactly 0.)
+    ref_model = inference_copy(model, find_dtype(args)) if args.beta > 0 else None
     # The engine samples the rollouts. It imitates a fast engine that holds its own weights.
-    engine_dtype = args.engine_dtype
-    if engine_dtype == "auto":
-        engine_dtype = "bfloat16" if on_gpu else "float32"
-    engine = inference_copy(model, in_bf16=engine_dtype == "bfloat16")
-    # The evaluation uses the current weights: the model itself, or on a GPU a copy in bf16. The
+    engine_dtype = find_dtype(args) if args.engine_dtype == "auto" else args.engine_dtype
+    engine = inference_copy(model, engine_dtype)
+    # The evaluation uses the current weights: the model itself, or on a GPU a 16-bit copy. The
     # engine's weights may be old.
-    eval_model = inference_copy(model, in_bf16=True) if on_gpu else model
+    eval_model = inference_copy(model, find_dtype(args)) if on_gpu else model
 
     G = args.num_generations
     N = args.num_prompts * G
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
+    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
+    # and divides the gradients by it. In the other formats it does nothing.
+    scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
         "engine": engine,  # not trained, but saved: its weights may be older than the model's
         "optimizer": optimizer,
+        "scaler": scaler,
     }
 
     run_dir = name_run(args)
@@ -442,19 +446,21 @@ def main(args: Args) -> dict:
                     response_mask[indices],
                     num_seqs=len(minibatch),
                 )
-                loss.backward()
+                scaler.scale(loss).backward()
                 total_loss += loss.detach()
                 for name, value in stats.items():
                     token_sums[name] += value
+            scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
             if torch.isfinite(grad_norm):  # else the update is left out, and counted
                 optimizer.step()
             else:
                 num_skipped += 1
+            scaler.update()  # lowers the scale if a gradient was infinite or NaN
             optimizer.zero_grad()
         if eval_model is not model:
-            # This rounds the new weights to bf16.
+            # This rounds the new weights to 16 bits.
             eval_model.load_state_dict(model.state_dict())
         if step % args.staleness == 0:  # otherwise the engine keeps its older weights
             engine.load_state_dict(model.state_dict())  # rounds them to --engine-dtype
@@ -819,8 +825,9 @@ def response_states(model, micro_batch):
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # without the head, and without a vision part
-    # The cache of autocast would hold a bf16 copy of all weights at once, so it's off.
-    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
+    # load_model has set the format. Autocast's cache would hold all weights in 16 bits at the same
+    # time, so it's off.
+    with torch.autocast("cuda", enabled=rows.is_cuda, cache_enabled=False):
         states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
     return states[predicts]
 
@@ -844,7 +851,7 @@ def compute_logits(model, states):
     cap them, in the model's own forward. So this calls that forward, with the decoder replaced by a
     function that returns these states at once.
     """
-    states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
+    states = states.float()[None]  # (1, chunk, D), float32 because 16-bit logits are rounded
 
     def return_states(*inputs, **options):
         return DecoderOutput(last_hidden_state=states)
@@ -1096,8 +1103,8 @@ def find_model(args):
 def load_model(args, tokenizer):
     """The policy on its device, and a tensor of the ids of all tokens that end a response.
 
-    The weights are float32: at these learning rates most updates are too small to change a bf16
-    weight. On a GPU, autocast computes in bf16.
+    The weights are float32: at these learning rates most updates are too small to change a 16-bit
+    weight. On a GPU, autocast computes in bf16 or float16.
     """
     # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
     # keeps the old names, because 5.19 knows only those.
@@ -1127,6 +1134,7 @@ def load_model(args, tokenizer):
         # cuDNN's attention makes a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+        torch.set_autocast_dtype("cuda", getattr(torch, find_dtype(args)))
     return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
@@ -1135,6 +1143,16 @@ def find_device(args):
     if args.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return args.device
+
+
+def find_dtype(args):
+    """The name of the format in which layers compute: 16 bits on an NVIDIA GPU, 32 elsewhere."""
+    if find_device(args) != "cuda":
+        return "float32"
+    if args.dtype == "auto":
+        # Before Ampere (8.0), GPUs only emulate bf16, which is slow.
+        return "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    return args.dtype
 
 
 def load_config(args, name):
@@ -1174,14 +1192,14 @@ def find_eos_ids(model, tokenizer):
     return sorted(set(eos_ids) - {None})
 
 
-def inference_copy(model, in_bf16):
-    """A copy of the model that isn't trained. in_bf16: all but its head is rounded to bf16.
+def inference_copy(model, dtype):
+    """A frozen copy of the model, with all weights but its head in the format that dtype names.
 
-    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
-    weights, keys and values, and in bf16 they have half as many bytes.
+    On a GPU all its weights except the head have 16 bits. Sampling spends most of its time reading
+    weights, keys and values, which then have half as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
-    if not in_bf16:
+    if dtype == "float32":
         return copied
 
     # The head stays in float32, so the states are converted for it.
@@ -1190,12 +1208,12 @@ def inference_copy(model, in_bf16):
         return output
 
     copied.base_model.get_decoder().register_forward_hook(float_states)
-    # In many models the embedding, which becomes bf16 below, has the head's weight. So the head
+    # In many models the embedding, which is rounded below, has the head's weight. So the head
     # gets a copy.
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
     for parameter in copied.base_model.parameters():  # buffers (rotary frequencies) stay float32
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     return copied
 
 
@@ -1237,13 +1255,15 @@ def check_gap(args, engine, gap):
     They have the same weights up to rounding, so a large gap means that generate or
     compute_logprobs computes this kind of model wrongly.
     """
-    # On a GPU the trainer computes in bf16, whatever the engine's precision.
-    has_bf16 = engine.device.type == "cuda" or engine.dtype == torch.bfloat16
-    tolerance = 0.1 if has_bf16 else 1e-3  # bf16 rounds more
+    # On a GPU the trainer computes in 16 bits, whatever the engine's precision.
+    dtypes = [find_dtype(args), str(engine.dtype).removeprefix("torch.")]
+    tolerances = {"float16": 0.05, "bfloat16": 0.1}  # for rounding
+    tolerance = max(tolerances.get(dtype, 1e-3) for dtype in dtypes)
+    hint = " or needs --dtype bfloat16" if "float16" in dtypes else ""
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: sampling and training differ by {gap:.2g} nats a token: this "
-            "family isn't supported, or generate and compute_logprobs in this file disagree"
+            f"family isn't supported{hint}, or generate and compute_logprobs in this file disagree"
         )
 
 
@@ -1300,6 +1320,7 @@ def describe_run(args, problems):
         "rewards": [reward.__name__ for reward in REWARDS],
         **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
+        "precision": find_dtype(args),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
     }
@@ -1308,7 +1329,7 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code or data."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "versions", "device_name"]
+    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]

@@ -124,6 +124,8 @@ class Args:
     """seed of everything random: the order of the data, the samples, the minibatches"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
+    dtype: Literal["auto", "bfloat16", "float16"] = "auto"
+    """16-bit format on a GPU; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -307,9 +309,9 @@ def main(args: Args) -> dict:
     tokenizer = AutoTokenizer.from_pretrained(find_model(args))
     train_data, test_data = load_data(args, tokenizer)  # lists of problems
     model, eos_ids = load_model(args, tokenizer)
-    # The teacher stays in float32, also on a GPU, because bf16 would round its small moves away.
+    # The teacher stays in float32, also on a GPU, because 16 bits would round its small moves away.
     teacher = copy.deepcopy(model).requires_grad_(False).eval()
-    # A GPU samples from a bf16 copy, which is faster.
+    # A GPU samples from a 16-bit copy, which is faster.
     sampler = inference_copy(model) if model.device.type == "cuda" else model
 
     G = args.num_generations
@@ -317,10 +319,14 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
+    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
+    # and divides the gradients by it. In the other formats it does nothing.
+    scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
         "teacher": teacher,  # not trained, but saved: a resumed run couldn't compute it again
         "optimizer": optimizer,
+        "scaler": scaler,
     }
 
     run_dir = name_run(args)
@@ -403,16 +409,18 @@ def main(args: Args) -> dict:
                     loss_mask[indices],
                     num_seqs=len(minibatch),
                 )
-                loss.backward()
+                scaler.scale(loss).backward()
                 total_loss += loss.detach()
                 for name, value in stats.items():
                     token_sums[name] += value
+            scaler.unscale_(optimizer)
             grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             total_grad_norm += grad_norm
             if torch.isfinite(grad_norm):  # else the update is left out, and counted
                 optimizer.step()
             else:
                 num_skipped += 1
+            scaler.update()  # lowers the scale if a gradient was infinite or NaN
             optimizer.zero_grad()
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
@@ -476,7 +484,7 @@ def main(args: Args) -> dict:
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
         if step == first_step:  # only now, so that the log has the gap
-            check_gap(args, model, gap.mean())
+            check_gap(args, gap.mean())
 
         # ---- 6. save
         if step == args.num_steps or (args.save_every and step % args.save_every == 0):
@@ -796,8 +804,9 @@ def response_states(model, micro_batch):
     predicts = pad_sequence(predicts, batch_first=True).to(device)  # (n, length) bool
 
     decoder = model.base_model.get_decoder()  # without the head, and without a vision part
-    # The cache of autocast would hold a bf16 copy of all weights at once, so it's off.
-    with torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda, cache_enabled=False):
+    # load_model has set the format. Autocast's cache would hold all weights in 16 bits at the same
+    # time, so it's off.
+    with torch.autocast("cuda", enabled=rows.is_cuda, cache_enabled=False):
         states = decoder(rows, use_cache=False).last_hidden_state  # (n, length, D)
     return states[predicts]
 
@@ -821,7 +830,7 @@ def compute_logits(model, states):
     cap them, in the model's own forward. So this calls that forward, with the decoder replaced by a
     function that returns these states at once.
     """
-    states = states.float()[None]  # (1, chunk, D), float32 because bf16 logits would be rounded
+    states = states.float()[None]  # (1, chunk, D), float32 because 16-bit logits are rounded
 
     def return_states(*inputs, **options):
         return DecoderOutput(last_hidden_state=states)
@@ -1082,8 +1091,8 @@ def find_model(args):
 def load_model(args, tokenizer):
     """The policy on its device, and a tensor of the ids of all tokens that end a response.
 
-    The weights are float32: at these learning rates most updates are too small to change a bf16
-    weight. On a GPU, autocast computes in bf16.
+    The weights are float32: at these learning rates most updates are too small to change a 16-bit
+    weight. On a GPU, autocast computes in bf16 or float16.
     """
     # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
     # keeps the old names, because 5.19 knows only those.
@@ -1113,6 +1122,7 @@ def load_model(args, tokenizer):
         # cuDNN's attention makes a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+        torch.set_autocast_dtype("cuda", getattr(torch, find_dtype(args)))
     return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
 
 
@@ -1121,6 +1131,16 @@ def find_device(args):
     if args.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return args.device
+
+
+def find_dtype(args):
+    """The name of the format in which layers compute: 16 bits on an NVIDIA GPU, 32 elsewhere."""
+    if find_device(args) != "cuda":
+        return "float32"
+    if args.dtype == "auto":
+        # Before Ampere (8.0), GPUs only emulate bf16, which is slow.
+        return "bfloat16" if torch.cuda.get_device_capability() >= (8, 0) else "float16"
+    return args.dtype
 
 
 def load_config(args, name):
@@ -1164,8 +1184,8 @@ def find_eos_ids(model, tokenizer):
 def inference_copy(model):
     """A frozen copy of the model: the reference, or on a GPU the sampler.
 
-    On a GPU all its weights except the head are in bf16. Sampling spends most of its time reading
-    weights, keys and values, and in bf16 they have half as many bytes.
+    On a GPU all its weights except the head have 16 bits. Sampling spends most of its time reading
+    weights, keys and values, which then have half as many bytes.
     """
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     if model.device.type != "cuda":
@@ -1177,12 +1197,12 @@ def inference_copy(model):
         return output
 
     copied.base_model.get_decoder().register_forward_hook(float_states)
-    # In many models the embedding, which becomes bf16 below, has the head's weight. So the head
+    # In many models the embedding, which is rounded below, has the head's weight. So the head
     # gets a copy.
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
     for parameter in copied.base_model.parameters():  # buffers (rotary frequencies) stay float32
-        parameter.data = parameter.data.to(torch.bfloat16)
+        parameter.data = parameter.data.to(torch.get_autocast_dtype("cuda"))
     return copied
 
 
@@ -1210,17 +1230,19 @@ def check_args(args):
         raise ValueError("two functions in REWARDS have the same name")
 
 
-def check_gap(args, model, gap):
+def check_gap(args, gap):
     """Raise an error if sampler and trainer differ by too many nats a token.
 
     They have the same weights up to rounding, so a large gap means that generate or
     compute_logprobs computes this kind of model wrongly.
     """
-    tolerance = 0.1 if model.device.type == "cuda" else 1e-3  # bf16 rounds more
+    dtype = find_dtype(args)
+    tolerance = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}[dtype]  # for rounding
+    hint = " or needs --dtype bfloat16" if dtype == "float16" else ""
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: sampling and training differ by {gap:.2g} nats a token: this "
-            "family isn't supported, or generate and compute_logprobs in this file disagree"
+            f"family isn't supported{hint}, or generate and compute_logprobs in this file disagree"
         )
 
 
@@ -1277,6 +1299,7 @@ def describe_run(args, problems):
         "rewards": [reward.__name__ for reward in REWARDS],
         **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
+        "precision": find_dtype(args),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "device_name": torch.cuda.get_device_name() if device == "cuda" else device,
     }
@@ -1285,7 +1308,7 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code or data."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "versions", "device_name"]
+    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]

@@ -67,9 +67,12 @@ REWARDS = [anywhere_reward]
 '''
 
 # The rounding of a GPU on a CPU: autocast in the update, and a sampler and a reference in bf16.
+# The third line is for grpo.py's copies, and the fourth for those of grpo_offpolicy.py.
 ROUNDED = {
-    'torch.autocast("cuda", torch.bfloat16, enabled=rows.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
+    'torch.autocast("cuda", enabled=rows.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
     'model.device.type == "cuda"': "True",
+    'torch.get_autocast_dtype("cuda")': "torch.bfloat16",
+    'return "float32"': 'return "bfloat16"',
 }
 
 # For each name: the script, its flags, and what stands for the line of REWARDS in a copy of it.
@@ -218,8 +221,8 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
             lines = [rewards if line.startswith("REWARDS =") else line for line in lines]
         text = "".join(lines)
         if name.endswith("_bf16"):
+            assert sum(on_gpu in text for on_gpu in ROUNDED) >= 3
             for on_gpu, on_cpu in ROUNDED.items():
-                assert on_gpu in text
                 text = text.replace(on_gpu, on_cpu)
         if rewards is ANYWHERE:
             text = text.replace("import os\n", "import os\nimport re\n", 1)

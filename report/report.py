@@ -48,7 +48,7 @@ FEWEST_STEPS = 20
 # What belongs to a run, and not to its configuration.
 OF_A_RUN = ["seed", "run_name", "runs_dir", "resume", "track", "eval_every", "save_every"]
 # What args.json has beside the flags and the digests of the code's files. "code" is that of an older run.
-NOT_FLAGS = ["script", "copy", "code", "data", "rewards", "versions", "device_name"]
+NOT_FLAGS = ["script", "copy", "code", "data", "rewards", "precision", "versions", "device_name"]
 # The columns of the comparison. A column without an entry is left out.
 COLUMNS = ["seeds", "steps", "problems", "accuracy before", "accuracy after"]
 COLUMNS += ["s.e. over seeds"]

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import random
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -130,6 +131,40 @@ def skip_without_engine(script):
         pytest.skip("vllm is not installed")
 
 
+EMULATED = ROOT / "tests" / "emulated_cuda"
+
+
+@functools.cache
+def count_gpus() -> int | None:
+    """How many GPUs torch sees. None: it's built without them, so one can be emulated."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return None
+    command = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    return int(subprocess.run(command, env=with_gpus(), stdout=subprocess.PIPE, check=True).stdout)
+
+
+def with_gpus() -> dict[str, str]:
+    """The environment of a program that may use the GPUs."""
+    found = {name: x for name, x in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    given = os.environ["PLAINRL_GPUS"]
+    return found if given == "all" else found | {"CUDA_VISIBLE_DEVICES": given}
+
+
+def run_on_gpu(lines, folder, **environment):
+    """Run command lines in a process with a GPU, or with an emulated one. Skip the test if there is neither."""
+    gpus, environment = count_gpus(), with_gpus() | environment
+    if gpus == 0 or gpus is None and (shutil.which("g++") is None or sys.platform != "linux"):
+        pytest.skip(
+            "torch sees no GPU; emulating one needs Linux, g++, and a torch built without CUDA"
+        )
+    if gpus is None:
+        device = runpy.run_path(str(EMULATED / "__main__.py"))["build"]()
+        environment["LD_PRELOAD"] = str(device)  # else the emulator would start itself again
+        environment.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [sys.executable, EMULATED, *lines]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
 def free_port() -> int:
     """A port below those that the system gives to connections.
 
@@ -155,6 +190,10 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "scripts(*names): run the test for these scripts alone")
     # The tests may run in the background, where Python ignores SIGINT. They need it as in a terminal.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # All tests run on the CPU, except those that use run_on_gpu, which needs the value from before. So torch must see
+    # no GPU, also in the programs that the tests start.
+    os.environ.setdefault("PLAINRL_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_generate_tests(metafunc):

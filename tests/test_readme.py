@@ -2,6 +2,7 @@
 
 import json
 import re
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -55,13 +56,29 @@ def test_the_sample_output_is_todays(tmp_path, capsys):
 
 
 def test_continuous_integration_runs_the_commands_of_the_pages():
-    """.ci/run begins with README.md's first run and CONTRIBUTING.md's tests."""
-    pages = README + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The tests")[1]
-    blocks = re.findall(r"```\n(pip install -r .*?)```", pages, re.DOTALL)
+    """.ci/run begins with README.md's two lines and CONTRIBUTING.md's tests. The workflow has the two lines."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## The tests")[1]
+    both, tests = [
+        re.search(r"```\n(pip .*?)```", x, re.DOTALL)[1].splitlines() for x in (README, page)
+    ]
+    commands = [command for line in both for command in line.split(" && ")]
     lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
     first = lines.index("pip install -r requirements.txt")
     steps = [line for line in lines[first:] if line and not line.startswith("#")]
-    assert steps[:6] == "".join(blocks[:2]).splitlines()
+    assert commands[2:] == tests[:2] and len(tests) == 4
+    assert steps[:6] == commands + tests[2:]
+    workflow = (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    assert all(f"- run: {line}\n" in workflow for line in both)
+
+
+def test_the_packages_are_the_same_for_pip_and_for_uv():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    lists = [(ROOT / x / "requirements.txt").read_text().splitlines() for x in (".", "tests")]
+    assert project["project"]["dependencies"] == lists[0]
+    assert ["-r ../requirements.txt", *project["dependency-groups"]["dev"]] == lists[1]
+    assert f"# PlainRL {project['project']['version']}, " in (ROOT / "grpo.py").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_version_of_vllm_is_the_same_everywhere():
@@ -84,7 +101,6 @@ def test_every_flag_in_it_exists():
     pages = [ROOT / "docs" / f"{name}.md" for name in ("train", "metrics")]
     # Alone or with a value in a code span; a longer span is a command.
     spans = [re.findall(r"`--([a-z-]+)[^`]*`", x.read_text(encoding="utf-8")) for x in pages]
-    of_others = {"dtype", "generation-config", "max-lora-rank"}  # vLLM's
-    of_others |= {"no-project", "with-requirements"}  # uv's
+    of_others = {"generation-config", "max-lora-rank"}  # vLLM's
     used = set(re.findall(r"--([a-z][a-z-]+)", README)).union(*spans) - of_others
     assert len(used) > 25 and used <= flags

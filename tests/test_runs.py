@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -187,10 +188,12 @@ def test_files(script, finished):
     args = json.loads((finished / "args.json").read_text())
     fields = {field.name for field in dataclasses.fields(script.Args)}
     code = {f"{script.__name__}.py", *(f"utils/{name}" for name in utils)}
-    assert set(args) == fields | code | {"rewards", "data", "versions", "device_name"}
+    assert set(args) == fields | code | {"rewards", "data", "precision", "versions", "device_name"}
     assert args["rewards"] == [reward.__name__ for reward in script.REWARDS]
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    assert args["versions"] == versions and args["device_name"] == "cpu"
+    # torch.__version__ may have an ending such as +cu130, which the package's version doesn't have.
+    versions = {"torch": version("torch"), "transformers": transformers.__version__}
+    assert args["versions"] == versions
+    assert (args["device_name"], args["dtype"], args["precision"]) == ("cpu", "auto", "float32")
     assert all(re.fullmatch("[0-9a-f]{64}", args[name]) for name in [*code, "data"])
     assert args["num_prompts"] == 4
 

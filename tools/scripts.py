@@ -4,6 +4,7 @@ Add a new script to SCRIPTS, and to each list below that is true of it. Don't ad
 script names it.
 """
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -31,8 +32,8 @@ SCRIPTS = [
 ]
 # These run as several processes.
 MULTI_PROCESS = ["grpo_multigpu"]
-# These sample with vLLM, which requirements.txt doesn't have. Where vllm isn't installed, the tests
-# that sample are skipped. An emulated GPU has no vLLM.
+# These sample with vLLM, which requirements.txt doesn't have. Where vLLM's build for CPUs isn't
+# installed, the tests that sample are skipped. An emulated GPU has no vLLM.
 NEEDS_VLLM = ["grpo_vllm"]
 # These patches change the machine and no loss, so the tables and records of losses don't have them.
 # tests/test_NAME.py compares their runs with those of the parents.
@@ -56,8 +57,12 @@ OWN_TENSORS = [
 
 
 def can_sample(name: str) -> bool:
-    """Whether the packages are installed that the script needs to sample."""
-    return name not in NEEDS_VLLM or importlib.util.find_spec("vllm") is not None
+    """Whether the packages are installed that the script needs to sample on a CPU."""
+    if name not in NEEDS_VLLM:
+        return True
+    # vLLM's build for GPUs comes with a torch for GPUs.
+    has_vllm = importlib.util.find_spec("vllm") is not None
+    return has_vllm and importlib.import_module("torch").version.cuda is None
 
 
 def read_script(name: str) -> str:

@@ -1,12 +1,12 @@
-"""Run command lines on an emulated CUDA device, on a machine that has none.
+"""Run command lines on the machine's GPU, or on an emulated CUDA device where torch sees none.
 
     python tests/emulated_cuda "grpo.py --num-steps 2" ["rloo.py --num-steps 2" ...]
     torchrun --nproc-per-node 2 tests/emulated_cuda "grpo_multigpu.py --num-steps 2"
 
-The device runs every line of a script's GPU path on the CPU's kernels, including autocast, the bf16 copy and CUDA
-graphs. It doesn't show a GPU's speed or test a GPU's kernels.
+The emulated device runs every line of a script's GPU path on the CPU's kernels, including autocast, the 16-bit copy and
+CUDA graphs. It doesn't show a GPU's speed or test a GPU's kernels. It needs a torch that was built without CUDA.
 
-Like a GPU, the device refuses an operation on tensors of two devices (device.cpp), and an operation that makes the host
+Like a GPU, it refuses an operation on tensors of two devices (device.cpp), and an operation that makes the host
 wait while a graph is recorded. It also refuses a replay that uses freed memory; a GPU would read this memory without
 an error. Like on a GPU, recording computes nothing, and a replay reads and writes the recorded memory. Each process has
 a device, and processes communicate through the host.
@@ -272,8 +272,14 @@ def install(library: Path) -> None:
     # On a GPU histc also counts integers.
     histc = torch.histc
     torch.histc = lambda x, *args, **kwargs: histc(x.float(), *args, **kwargs).to(x.dtype)
+
+    def device_count():  # as in device.cpp
+        return 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1
+
     functions = dict(
-        is_available=lambda: True, is_bf16_supported=lambda *_: True, device_count=lambda: 1
+        is_available=lambda: device_count() > 0,
+        is_bf16_supported=lambda *_: True,
+        device_count=device_count,
     )
     functions |= dict(
         current_device=lambda: 0, _exchange_device=lambda _: 0, _maybe_exchange_device=lambda _: 0
@@ -301,10 +307,26 @@ def install(library: Path) -> None:
     install_convolution()
 
 
-def main() -> None:
+def count_graphs() -> None:
+    """Count the graphs of a real GPU."""
+
+    class Counted(torch.cuda.CUDAGraph):
+        def capture_begin(self, *args, **kwargs):
+            counts["recorded"] += 1
+            super().capture_begin(*args, **kwargs)
+
+        def replay(self):
+            counts["replayed"] += 1
+            super().replay()
+
+    torch.cuda.CUDAGraph = Counted
+
+
+def emulate() -> None:
     if torch.version.cuda is not None:
         raise SystemExit(
-            "error: this torch was built with CUDA; the emulated device needs one that was not"
+            "error: this torch was built with CUDA, and sees no GPU; the emulated device needs one "
+            "that was built without"
         )
     library = build()
     # torch looks for devices once, during its import. So the process must start again with the library.
@@ -315,6 +337,13 @@ def main() -> None:
     del os.environ["LD_PRELOAD"]
     os.environ.pop("LOCAL_WORLD_SIZE", None)  # each process has a device of its own
     install(library)
+
+
+def main() -> None:
+    if torch.cuda.is_available():
+        count_graphs()
+    else:
+        emulate()
     worst = 0
     for line in sys.argv[1:]:
         sys.argv = shlex.split(line)

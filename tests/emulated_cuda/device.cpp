@@ -19,11 +19,15 @@
 
 using namespace at;
 static const Device CUDA0(DeviceType::CUDA, 0);
+static DeviceIndex number() {  // of devices: as CUDA, it has none where the program shall see none
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  return visible != nullptr && *visible == 0 ? 0 : 1;
+}
 
 // ---- one device, with one stream on which everything is done at once
 namespace c10::impl {
 struct EmulatedGuard final : NoOpDeviceGuardImpl<DeviceType::CUDA> {
-  DeviceIndex deviceCount() const noexcept override { return 1; }
+  DeviceIndex deviceCount() const noexcept override { return number(); }
   Device getDevice() const override { return CUDA0; }
   Device exchangeDevice(Device) const override { return CUDA0; }
   Stream getStream(Device) const noexcept override { return Stream(Stream::DEFAULT, CUDA0); }
@@ -42,9 +46,9 @@ struct CUDAHooks final : CUDAHooksInterface {  // the registry knows this name
   void init() const override {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
+  bool isAvailable() const override { return number() > 0; }
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return 1; }
+  DeviceIndex deviceCount() const override { return number(); }
   DeviceIndex getCurrentDevice() const override { return 0; }
 };
 REGISTER_CUDA_HOOKS(CUDAHooks);
