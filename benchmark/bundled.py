@@ -13,6 +13,7 @@ the tables of the pages.
     python benchmark/bundled.py --scripts cispo sapo --out benchmark/records/variants.jsonl   scripts of variants/
     python benchmark/bundled.py --task sums --scripts grpo --seeds 1 2 3     assets/sums; bundled-sums.jsonl
     python benchmark/bundled.py --device emulated   a GPU's precision on a CPU: tests/emulated_cuda
+    python benchmark/bundled.py --device emulated --dtype float16 --seeds 1     bundled-emulated-float16.jsonl
 """
 
 import shlex
@@ -40,14 +41,14 @@ SUMS = "--model assets/sums/student --dataset assets/sums --no-examples --num-st
 TASKS = {"adder": "", "sums": f"{SUMS} --eval-every 20"}
 
 
-def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
+def run(script: str, seed: int, device: str, task: str = "adder", dtype: str = "auto") -> dict:
     # Asked first, because the script of a patch would count as a change.
     source = provenance()
     with tempfile.TemporaryDirectory() as folder, in_place([script]):
         launcher = "-m torch.distributed.run --nproc-per-node 2" if script in MULTI_PROCESS else ""
         on = "cuda" if device == "emulated" else device
         flags = f"{script}.py --seed {seed} --device {on} --runs-dir {folder} --run-name run"
-        flags = f"{flags} {TASKS[task]}".split()
+        flags = f"{flags} --dtype {dtype} {TASKS[task]}".split()
         if device == "emulated":
             launcher, flags = f"{launcher} tests/emulated_cuda", [shlex.join(flags)]
         command = [sys.executable, *launcher.split(), *flags]
@@ -63,6 +64,9 @@ def run(script: str, seed: int, device: str, task: str = "adder") -> dict:
         "peak_mem_gb": round(peak, 3),
         "episodes": metrics[-1]["episodes"],
         "device": device,
+        "dtype": dtype,
+        # Updates whose gradient wasn't finite.
+        "skipped": sum(line["optim/skipped"] for line in metrics[1:]),
         # The gap of the worst step.
         "logprob_gap": max(line["rollout/logprob_gap"] for line in metrics[1:]),
     }
@@ -84,9 +88,11 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--task", choices=list(TASKS), default="adder")
     parser.add_argument("--device", choices=("cpu", "emulated"), default="cpu")
+    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float16"), default="auto")
     parser.add_argument("--out", type=Path, help="default: records/bundled-TASK-DEVICE.jsonl")
     args = parser.parse_args()
     kinds = [args.task] * (args.task != "adder") + [args.device] * (args.device != "cpu")
+    kinds += [args.dtype] * (args.dtype != "auto")
     name = "-".join(["bundled", *kinds]) + ".jsonl"
     out = args.out or FOLDER / name
     scripts = args.scripts
@@ -95,7 +101,7 @@ def main() -> None:
         scripts = [name for name in SCRIPTS if can_sample(name) and name not in without]
     for seed in args.seeds:
         for script in scripts:
-            record = run(script, seed, args.device, args.task)
+            record = run(script, seed, args.device, args.task, args.dtype)
             shown = ("script", "seed", "seconds", "peak_mem_gb", "accuracy", "accuracy_lenient")
             print(*(f"{name} {record[name]}" for name in shown), flush=True)
             others = [x for x in read(out) if (x["script"], x["seed"]) != (script, seed)]
