@@ -3,9 +3,10 @@
     python benchmark/plan.py --card "RTX 4090" grpo_lora.py --model SmolLM2-1.7B-Instruct --max-new-tokens 512
 
 Write the command of the run behind `plan.py` and its own flags, with `python` or without. The card is a name in CARDS
-below, or a number of GB (then there are no seconds). `--prompt-tokens` and `--response-tokens` are the lengths of a
-usual prompt and response: 330, as GSM8K's with the examples, and --max-new-tokens, the most. Of the model, only its
-config.json is read: from a folder, from MODELS below, or from the hub.
+below or its end (4090), or a number of GB (then there are no seconds). `--prompt-tokens` and `--response-tokens` are
+the lengths of a usual prompt and response: 330, as GSM8K's with the examples, and --max-new-tokens, the most. Of the
+model, only its config.json is read: from a folder, from MODELS below, or from the hub. A copy of a script, with your
+changes, is imported for its flags, and counted as the script whose lines it shares most.
 
 Without a command, it writes the tables of docs/gpu.md and the first one of docs/train.md.
 
@@ -18,17 +19,23 @@ most cards have 3 to 7 % more, which are left for both.
 card's bandwidth (23 % with adapters), but counts at most an H100's bandwidth: an H200, with more, was no faster. An
 update takes its FLOP over 36 % of the card's peak, and LAYER_SECONDS for each layer of each micro-batch. These shares
 are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with each recorded step. Other
-cards, and vLLM, haven't been measured.
+cards, and vLLM, haven't been measured. The prefill of the prompts isn't counted: it takes about 1 % of a step.
+
+A T4 and an RTX 2080 Ti have no TF32. So they compute the float32 output head without tensor cores, which takes half of
+the update or more if the vocabulary is large. Their default is float16. They emulate bf16: `--dtype bfloat16` is
+counted as EMULATION times slower in the layers, and its larger attention scores aren't counted.
 """
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import math
+import re
 import shlex
 import sys
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -39,10 +46,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from shared import FOLDER, ROOT, command_line, fill, read, table
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-from scripts import CRITICS, MACHINE_PATCHES, SCRIPTS  # noqa: E402
+from scripts import CRITICS, MACHINE_PATCHES, SCRIPTS, read_script  # noqa: E402
 
-# GB, bytes per second, and dense FLOP per second in bf16, of the makers' data sheets.
+# GB, bytes per second, and dense FLOP per second in 16 bits (added up in float32), of the makers' data sheets.
 CARDS = {
+    "T4": (15, 0.32e12, 65e12),  # sold as 16 GB, of which programs see 15.6
+    "RTX 2080 Ti": (11, 0.616e12, 53.8e12),
     "RTX 3090": (24, 0.94e12, 71e12),
     "RTX 4090": (24, 1.01e12, 165e12),
     "RTX 5090": (32, 1.79e12, 210e12),
@@ -55,6 +64,9 @@ CARDS = {
     "H200": (141, 4.8e12, 989e12),
     "B200": (180, 8.0e12, 2250e12),
 }
+# These cards have no TF32, so their output head has this rate: FLOP per second in float32.
+FLOAT32 = {"T4": 8.1e12, "RTX 2080 Ti": 13.4e12}
+EMULATION = 4.3  # how much slower they are in bf16: a published batch on a T4 took 1.29 s, and 0.30 s in float16
 # The shares of bandwidth and FLOP that a step reaches, as the docstring explains.
 DECODING_SHARE, DECODING_SHARE_LORA = 0.30, 0.23
 MOST_BANDWIDTH = CARDS["H100"][1]
@@ -64,6 +76,25 @@ BUS = 16e9  # bytes per second between host and GPU, from pageable memory: 14 to
 LAYER_SECONDS, LAYER_SECONDS_LORA = 0.003, 0.011
 # These compute the old log-probabilities of all sequences in a pass. The others leave out the first minibatch.
 OLD_LOGPROBS_OF_ALL = ["reinforce_baseline", "rloo", "remax", "ppo_rlhf", "vapo"]
+# What a script has, and grpo_lora.py doesn't.
+LOST = {
+    "reinforce_baseline": "REINFORCE's baseline and loss",
+    "rloo": "RLOO's advantages and loss",
+    "dr_grpo": "Dr. GRPO's advantages and loss",
+    "dapo": "DAPO's loss and its new samples for equal groups",
+    "ppo_rlhf": "the value network and the reward model",
+    "gspo": "GSPO's ratio of whole responses",
+    "remax": "the greedy baseline",
+    "grpo_offpolicy": "the corrections for another sampler",
+    "grpo_process": "rewards for single steps",
+    "distill": "the teacher",
+    "self_distill": "the teacher",
+    "vapo": "the value network",
+    "grpo_tools": "the tool",
+    "grpo_multigpu": "the other GPUs",
+    "grpo_vllm": "vLLM",
+    "shared_prompts": "the shared prompts",
+}
 # The names of a count that need more words for a reader.
 WORDS = {
     "averages": "Adam's averages",
@@ -90,15 +121,17 @@ MODELS = {
     "Qwen2.5-3B": llama(36, 2048, 16, 2, 11008, 151936, **QWEN2),
     "Qwen2.5-7B": llama(28, 3584, 28, 4, 18944, 152064, tied=False, **QWEN2),
 }
+# The layers of these families have several shapes.
+REFUSED = ("gemma3n", "gemma4")
 # The rows of the table of peaks, and its columns.
 IN_TABLE = ["Qwen2.5-0.5B", "Qwen3-0.6B", "Qwen2.5-1.5B", "SmolLM2-1.7B", "Qwen2.5-3B", "Qwen2.5-7B"]
 COUNTED = ["grpo", "host_adam", "grpo_lora", "ppo_rlhf"]
 
 
-# The first table of docs/train.md: the GB of a card, a card of this size, and a command for it.
+# The first table of docs/train.md: the GB by which a card is sold, a card of this size, and a command for it.
 COMMANDS = [
-    (16, "RTX 4090", "grpo_lora.py --model SmolLM2-1.7B-Instruct --sampling-tokens 24576"),
-    (16, "RTX 4090", "grpo.py --model Qwen/Qwen2.5-0.5B-Instruct"),
+    (16, "T4", "grpo.py --model Qwen/Qwen2.5-0.5B-Instruct --sampling-tokens 98304"),
+    (16, "T4", "grpo_lora.py --model SmolLM2-1.7B-Instruct"),
     (24, "RTX 4090", "grpo_lora.py --model SmolLM2-1.7B-Instruct"),
     (24, "RTX 4090", "grpo_lora.py --model Qwen/Qwen2.5-7B-Instruct --micro-batch-tokens 4096 --sampling-tokens 24576"),
     (40, "A100 40GB", "grpo.py --model SmolLM2-1.7B-Instruct"),
@@ -124,7 +157,8 @@ def shape(config: dict) -> SimpleNamespace:
     parameters: all of the model. A head that is the embedding counts once.
     matrices: (in, out) of each linear layer of the decoder; layer_weights: the numbers in a layer's matrices, and
     largest: in the largest of them, experts included.
-    Q, keys: the length of a token's queries and of its keys in one layer; attending: the layers that keep keys.
+    Q, keys: the length of a token's queries and of its keys in one layer; attending: the layers that keep keys. (Keys
+    that several heads share, or that are kept compressed, as in DeepSeek V3, are counted as if each head had its own.)
     normed: whether the model normalizes queries and keys.
     """
     return shape_of_text(json.dumps(config, default=str))
@@ -132,31 +166,37 @@ def shape(config: dict) -> SimpleNamespace:
 
 @cache
 def shape_of_text(config: str) -> SimpleNamespace:
-    whole = AutoConfig.for_model(**json.loads(config))
+    fields = json.loads(config)
+    if fields["model_type"].startswith(REFUSED):
+        sys.exit(f"plan.py can't count the family {fields['model_type']}: its layers have several shapes")
+    whole = AutoConfig.for_model(**fields)
     is_text = type(whole) in MODEL_FOR_CAUSAL_LM_MAPPING
     auto_class = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
     with torch.device("meta"):  # without memory for the weights
         model = auto_class.from_config(whole)
     c = whole.get_text_config()
+    if not hasattr(c, "num_attention_heads"):
+        sys.exit(f"plan.py can't count the family {c.model_type}: it has no attention")
     decoder = model.base_model.get_decoder()
-    embedding = decoder.get_input_embeddings().weight
-    weights = [x.numel() for x in decoder.parameters() if x.ndim > 1 and x is not embedding]
+    tables = [id(x.weight) for x in decoder.modules() if isinstance(x, torch.nn.Embedding)]
+    matrices = [x for x in decoder.parameters() if x.ndim > 1 and id(x) not in tables]
     linear = [x for x in decoder.modules() if isinstance(x, torch.nn.Linear)]
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
     return SimpleNamespace(
         parameters=sum(weight.numel() for weight in model.parameters()),
         matrices=[(x.in_features, x.out_features) for x in linear],
-        layer_weights=sum(weights) // c.num_hidden_layers,
-        largest=max(weights),
+        layer_weights=sum(x.numel() for x in matrices) // c.num_hidden_layers,
+        largest=max(x.numel() for x in matrices),
         layers=c.num_hidden_layers,
-        attending=sum("attention" in kind and "linear" not in kind for kind in kinds),
+        # A hybrid layer has a state and attention.
+        attending=sum(kind == "hybrid" or "attention" in kind and "linear" not in kind for kind in kinds),
         V=c.vocab_size,
         D=c.hidden_size,
-        F=getattr(c, "intermediate_size", None) or max(x.out_features for x in linear),
+        F=getattr(c, "intermediate_size", None) or max(max(x.shape) for x in matrices),
         Q=c.num_attention_heads * head,
         keys=(getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * head,
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight or c.tie_word_embeddings,
+        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         normed=any(name.endswith("q_norm") for name, _ in decoder.named_modules()),
     )
 
@@ -166,8 +206,8 @@ def adapters(config: dict, rank: int) -> int:
     return sum(rank * (width + out) for width, out in shape(config).matrices)
 
 
-def in_bf16(config: dict) -> int:
-    """Bytes of a copy in bf16 with a separate head in float32."""
+def in_16_bits(config: dict) -> int:
+    """Bytes of a copy in bf16 or float16, with a separate head in float32."""
     s = shape(config)
     head = s.V * s.D
     return 2 * s.parameters + 4 * head - (0 if s.tied else 2 * head)
@@ -179,15 +219,15 @@ def in_bf16(config: dict) -> int:
 def activations(script: str, config: dict, tokens: int, checkpointing: bool = True) -> int:
     """Bytes of one micro-batch at the worst moment of its backward pass on a GPU, on top of the gradients made so far.
 
-    A hidden state is kept for each layer, in float32 if the weights are in float32, else in bf16. The worst moment is
-    one of three:
+    A hidden state is kept for each layer, in float32 if the weights are in float32, else in 16 bits. The worst moment
+    is one of three:
 
-    - the MLP of a layer: four tensors of width F are kept and three are made, in bf16;
+    - the MLP of a layer: four tensors of width F are kept and three are made, in 16 bits;
     - the attention of a layer: queries, keys and values, before and after the rotation, and their gradients;
     - a chunk of logits.
 
     The factors of D and of the queries are fitted to peaks on the emulated GPU. While a layer runs, its float32 weights
-    are cast to bf16. Their gradient is made in bf16 and then cast to float32.
+    are cast to 16 bits. Their gradient is made in 16 bits and then cast to float32.
     """
     s = shape(config)
     frozen = script == "grpo_lora"
@@ -211,7 +251,7 @@ def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     """Bytes while sampling: the keys and values of the most tokens sampled at a time, and everything beside them."""
     s = shape(config)
     columns = prompt + args.max_new_tokens
-    # The keys and values of a token, in bf16.
+    # The keys and values of a token, in 16 bits.
     each = 2 * 2 * s.attending * s.keys
     rows = max(args.num_generations, args.sampling_tokens // columns)
     # A rollout has fewer rows if it's smaller, and an evaluation has one for each problem.
@@ -226,9 +266,40 @@ def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     return {"keys and values": cache, "sampling beside": max(logits + growing, prefill - cache)}
 
 
+def load(path: str):
+    """The script as which a file is counted, and the module of the file.
+
+    The file may be a script, a copy with changes, or what a patch of variants/ makes.
+    """
+    name, known = path.removesuffix(".py"), [*SCRIPTS, *MACHINE_PATCHES]
+    file = Path(path)
+    if not file.is_file():
+        if name not in known:
+            sys.exit(f"{path}: there is no such file, and it is none of the scripts: {', '.join(known)}")
+        return name, module_of(name)
+    text = file.read_text(encoding="utf-8")
+    if not re.search(r"^class Args\b", text, re.MULTILINE) or "def find_model(" not in text:
+        sys.exit(f"{path} isn't a copy of a script: it has no class Args, or no function find_model")
+    script = file.stem
+    if script not in known:
+        lines = set(text.splitlines())
+        script = max(SCRIPTS, key=lambda name: len(lines & set(read_script(name).splitlines())))
+    sys.path.insert(0, str(file.resolve().parent))  # for the modules beside it
+    spec = importlib.util.spec_from_file_location("planned", file)
+    module = sys.modules["planned"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return script, module
+
+
 def module_of(script: str):
-    """The module of a script. The patch host_adam has the flags of grpo.py."""
+    """The module of a script. The patches of MACHINE_PATCHES have the flags of grpo.py."""
     return importlib.import_module("grpo" if script in MACHINE_PATCHES else script)
+
+
+def teachers(args) -> list[dict]:
+    """The config.json of distill.py's teacher, or of the several that the patch mopd has."""
+    names = [args.teacher] if hasattr(args, "teacher") else args.teachers.values()
+    return [read_config(name) for name in names]
 
 
 def arguments(script: str, **flags):
@@ -244,7 +315,7 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
     args = args or arguments(script, **flags)
     s = shape(config)
     P, head = s.parameters, s.V * s.D
-    copied = in_bf16(config)
+    copied = in_16_bits(config)
     found = {}
     if script == "grpo_lora":
         trained = adapters(config, args.lora_rank)
@@ -266,7 +337,7 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
     if getattr(args, "beta", 0) > 0 and script != "grpo_lora":
         found["reference"] = copied
     if script == "distill":
-        found["teacher"] = in_bf16(read_config(args.teacher))
+        found["teacher"] = sum(in_16_bits(config) for config in teachers(args))
     if script == "self_distill":
         found["teacher"] = 4 * P
     if getattr(args, "reward_model", None):
@@ -293,6 +364,11 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
 # ---- time
 
 
+def head_rate(card: str) -> float:
+    """FLOP per second of the output head, at its peak."""
+    return FLOAT32.get(card, CARDS[card][2])
+
+
 def decode_seconds(script: str, config: dict, args, card: str, prompt: int, rows: int, response: int) -> float:
     """Seconds to sample `rows` responses of this mean length; the longest has --max-new-tokens."""
     s = shape(config)
@@ -300,29 +376,32 @@ def decode_seconds(script: str, config: dict, args, card: str, prompt: int, rows
     columns = prompt + args.max_new_tokens
     # vLLM's engine samples all rows at once.
     parts = 1 if script == "grpo_vllm" else math.ceil(rows * columns / args.sampling_tokens)
-    weights = 2 * (s.parameters - head) + 4 * head
+    read = args.max_new_tokens * parts  # times that the weights are read
     keys = rows * response * (prompt + response / 2) * 2 * 2 * s.attending * s.keys
     share = DECODING_SHARE_LORA if script == "grpo_lora" else DECODING_SHARE
     bandwidth = share * min(CARDS[card][1], MOST_BANDWIDTH)
-    return (args.max_new_tokens * parts * weights + keys) / bandwidth
+    layers = (2 * read * (s.parameters - head) + keys) / bandwidth
+    # With many rows and without tensor cores, the head's FLOP take longer than its bytes.
+    return layers + max(4 * read * head / bandwidth, 2 * rows * response * head / head_rate(card) / UPDATE_SHARE)
 
 
-def passes(script: str, config: dict, args) -> float:
-    """How often the tokens of a step go through the policy, or a network of its size, in the update.
+def passes(script: str, config: dict, args) -> tuple[float, float]:
+    """How often the tokens of a step go through the layers, and how often through the head, in the update.
 
-    A forward pass counts 1, recomputing 1, and a backward pass 2, or 1 if only the activations need gradients.
+    The passes of all networks are added up. A forward pass counts 1, recomputing 1, and a backward pass 2, or 1 if only
+    the activations need gradients. The logits are recomputed in each backward pass, with any flags.
     """
-    update = (3 if script == "grpo_lora" else 4) - (0 if args.gradient_checkpointing else 1)
+    backward = 1 if script == "grpo_lora" else 2
+    update = backward + (2 if args.gradient_checkpointing else 1)
     epochs = getattr(args, "num_iterations", 1)
-    first = 0 if script in OLD_LOGPROBS_OF_ALL else 1 / args.num_minibatches
-    found = epochs * update + 1 - first
+    forward = 1 - (0 if script in OLD_LOGPROBS_OF_ALL else 1 / args.num_minibatches)
     if getattr(args, "beta", 0) > 0 or script == "self_distill":
-        found += 1  # the reference, or the teacher
+        forward += 1  # the reference, or the teacher
     if script == "distill":
-        found += shape(read_config(args.teacher)).parameters / shape(config).parameters
-    if script in CRITICS:
-        found += 1 + epochs * update  # the old values, and the updates of the value network
-    return found
+        forward += sum(shape(teacher).parameters for teacher in teachers(args)) / shape(config).parameters
+    # The old values, and the updates of the value network, which has no head.
+    values = 1 + epochs * update if script in CRITICS else 0
+    return epochs * update + forward + values, epochs * (backward + 2) + forward
 
 
 def step_seconds(script: str, config: dict, card: str, args=None, prompt=PROMPT, response=None, gpus=1, **flags):
@@ -336,14 +415,17 @@ def step_seconds(script: str, config: dict, card: str, args=None, prompt=PROMPT,
     rollout = decode_seconds(script, config, args, card, prompt, rows, response)
     head = s.V * s.D
     tokens = N * (prompt + response)
-    times = passes(script, config, args)
-    work = 2 * times * (tokens * (s.parameters - head) + N * response * head)
+    layer_passes, head_passes = passes(script, config, args)
+    emulated = card in FLOAT32 and getattr(args, "dtype", "auto") == "bfloat16"
+    rate = CARDS[card][2] / (EMULATION if emulated else 1)
+    computing = 2 * layer_passes * tokens * (s.parameters - head) / rate
+    computing += 2 * head_passes * N * response * head / head_rate(card)
     launch = LAYER_SECONDS_LORA if script == "grpo_lora" else LAYER_SECONDS
-    launches = math.ceil(tokens / args.micro_batch_tokens) * s.layers * launch * times / 5
-    update = work / CARDS[card][2] / UPDATE_SHARE + launches
+    launches = math.ceil(tokens / args.micro_batch_tokens) * s.layers * launch * layer_passes / 5
+    update = computing / UPDATE_SHARE + launches
     if script == "host_adam":  # the averages go over the bus and back in each update, and the reference once
         updates = args.num_iterations * args.num_minibatches
-        update += (16 * s.parameters * updates + in_bf16(config)) / BUS
+        update += (16 * s.parameters * updates + in_16_bits(config)) / BUS
     return rollout, update
 
 
@@ -351,7 +433,7 @@ def run_hours(script, config, card, args, prompt=PROMPT, response=None, gpus=1) 
     """Hours of all steps, and of all evaluations."""
     step = sum(step_seconds(script, config, card, args, prompt, response, gpus))
     times = 2 + ((args.num_steps - 1) // args.eval_every if args.eval_every else 0)
-    rows = args.eval_size / gpus
+    rows = args.eval_size / (gpus if script == "grpo_multigpu" else 1)
     evaluation = decode_seconds(script, config, args, card, prompt, rows, response or args.max_new_tokens)
     return args.num_steps * step / 3600, times * evaluation / 3600
 
@@ -425,24 +507,32 @@ def best_flags(script, config, card, args, prompt=PROMPT, response=None, gpus=1)
 
 
 def alternatives(script, config, card, args, command, prompt=PROMPT, response=None, gpus=1) -> list[str]:
-    """Other ways to train the model, which fit a card that is too small for the command."""
+    """Other ways to train the model, which fit a card that is too small for the command, and what each one loses."""
+    path, *flags = command
+    changed = [] if Path(path).stem == script else [f"the changes of {path}"]
+    ways = []  # (script, its file, its class Args, flags that change, what is lost)
+    if getattr(args, "beta", 0) > 0:
+        ways.append((script, path, type(args), {"beta": 0}, ["the KL"]))
+    if script == "grpo":
+        ways.append(("host_adam", "host_adam.py", module_of("host_adam").Args, {}, changed))
+    if script != "grpo_lora" and shape(config).matrices:
+        lost = [LOST[script]] if script in LOST else []
+        ways.append(("grpo_lora", "grpo_lora.py", module_of("grpo_lora").Args, {}, lost + changed))
     found = []
-    for other, changes in [(script, dict(beta=0.0)), ("host_adam", {}), ("grpo_lora", {})]:
-        known = {field.name for field in dataclasses.fields(module_of(other).Args)}
-        if not set(changes) <= known or (other, changes) == (script, {}):
-            continue
-        if other == "host_adam" and script != "grpo":
-            continue
-        shared = {name: x for name, x in vars(args).items() if name in known and name != "learning_rate"}
-        tried = arguments(other, **shared | changes)
+    for other, file, args_class, changes, lost in ways:
+        # A flag with another default means something else there, such as the learning rate of adapters.
+        defaults = {field.name: field.default for field in dataclasses.fields(args_class)}
+        foreign = {x.name for x in dataclasses.fields(args) if x.name not in defaults or defaults[x.name] != x.default}
+        kept = without(flags, {"model", "sampling_tokens", "micro_batch_tokens", *foreign, *changes})
+        kept = ["--model", args.model, *kept, *as_flags(changes)]
+        tried = tyro.cli(args_class, args=kept)
         if best := best_flags(other, config, card, tried, prompt, response, gpus):
-            words = {f"--{name.replace('_', '-')}": f"{value:g}" for name, value in (changes | best).items()}
-            kept = [f"{other}.py", *without(command[1:], "--learning-rate", *words)]
             tried = dataclasses.replace(tried, **best)
             peak = count(other, config, tried, prompt, CARDS[card][0], gpus)["peak"] / 1e9
             seconds = sum(step_seconds(other, config, card, tried, prompt, response, gpus))
-            text = f"python {shlex.join([*kept, *sum(words.items(), ())])}"
-            found.append(f"{text}  # {peak:.1f} GB, {seconds:.0f} s a step")
+            text = f"python {shlex.join([file, *kept, *as_flags(best)])}  # {peak:.1f} GB, {seconds:.0f} s a step"
+            text += ", adapters instead of all weights" if other == "grpo_lora" else ""
+            found.append(text + (f", without {' and '.join(lost)}" if lost else ""))
     return found
 
 
@@ -455,7 +545,8 @@ def report(script: str, config: dict, args, options, command: list[str]) -> str:
     named = options.card in CARDS
     memory = CARDS[options.card][0] if named else float(options.card)
     counts = count(script, config, args, prompt, int(memory), gpus)
-    lines = [f"{size / 1e9:8.2f} GB  {WORDS.get(name, name)}" for name, size in counts.items()]
+    lines = [] if Path(command[0]).stem == script else [f"{command[0]} is counted as {script}.py."]
+    lines += [f"{size / 1e9:8.2f} GB  {WORDS.get(name, name)}" for name, size in counts.items()]
     verdict = "fits" if counts["peak"] <= 1e9 * memory else "DOESN'T FIT"
     lines.append(f"It {verdict} {memory:g} GB. (On an H200, calculated minus measured was {error_range('GB')}.)")
     if script == "host_adam":
@@ -488,23 +579,25 @@ def report(script: str, config: dict, args, options, command: list[str]) -> str:
         seconds = sum(step_seconds(script, config, options.card, tried, prompt, response, gpus))
         peak = count(script, config, tried, prompt, int(memory), gpus)["peak"] / 1e9
         lines.append(f"The fastest that fits {options.card}, {seconds:.1f} s a step and {peak:.1f} GB:")
-        words = {f"--{name.replace('_', '-')}": str(value) for name, value in best.items()}
-        kept = without(command, *words)
-        lines.append(f"    python {shlex.join([*kept, *sum(words.items(), ())])}")
+        lines.append(f"    python {shlex.join([*without(command, best), *as_flags(best)])}")
     return "\n".join(lines)
 
 
-def without(command: list[str], *flags: str) -> list[str]:
-    """The words of a command without these flags and their values."""
-    kept, skip = [], False
+def without(command: list[str], names) -> list[str]:
+    """The words of a command without the flags of these names, which are those of Args, and without their values."""
+    kept, keep = [], True
     for word in command:
-        if skip:
-            skip = False
-        elif word in flags:
-            skip = True
-        elif word.split("=")[0] not in flags:
+        if word.startswith("--"):
+            name = word.removeprefix("--").removeprefix("no-").split("=")[0]
+            keep = name.replace("-", "_") not in names
+        if keep:
             kept.append(word)
     return kept
+
+
+def as_flags(values: dict) -> list[str]:
+    """The words of a command that give these values to fields of Args."""
+    return [word for name, value in values.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def commands_table() -> str:
@@ -514,14 +607,14 @@ def commands_table() -> str:
         script = path.removesuffix(".py")
         args = tyro.cli(module_of(script).Args, args=flags)
         config = read_config(args.model)
-        peak = count(script, config, args, card=memory)["peak"] / 1e9
+        peak = count(script, config, args, card=CARDS[card][0])["peak"] / 1e9
         hours = sum(run_hours(script, config, card, args))
         rows.append([f"{memory} GB", f"`python {command}`", f"{peak:.1f}", f"{hours:.1f} h, {card}"])
     return table(["GPU", "command", "GB", "200 steps"], rows)
 
 
 def seconds_table() -> str:
-    rows, cards = [], ["RTX 3090", "RTX 4090", "A100", "H100"]
+    rows, cards = [], ["T4", "RTX 3090", "RTX 4090", "A100", "H100"]
     for model, script, flags in [
         ("Qwen2.5-0.5B", "grpo", {}),
         ("SmolLM2-1.7B", "grpo_lora", {}),
@@ -532,7 +625,7 @@ def seconds_table() -> str:
         ("SmolLM2-1.7B", "ppo_rlhf", {}),
         ("Qwen2.5-7B", "grpo_lora", {}),
     ]:
-        given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in flags.items())
+        given = " ".join(as_flags(flags))
         cells = []
         for card in cards:
             rollout, update = step_seconds(script, MODELS[model], card, **flags)
@@ -575,9 +668,26 @@ TABLES = {  # name -> page, program
 }
 
 
+def find_card(text: str) -> str:
+    """The name in CARDS, or the number of GB, that the flag --card means.
+
+    4090, rtx4090 and RTX-4090 are the end of one card's name.
+    """
+    number = re.fullmatch(r"(\d+\.?\d*) ?(gb)?", text.lower())
+    if number and float(number[1]) <= 1000:
+        return number[1]
+    end = re.sub(r"[ _-]", "", text.lower())
+    found = [name for name in CARDS if name.lower().replace(" ", "").endswith(end)]
+    if len(found) != 1:
+        names = ", ".join(CARDS)
+        raise argparse.ArgumentTypeError(f"{text}: write GB, at most 1000, or the end of one of these names: {names}")
+    return found[0]
+
+
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("--card", default="H100", help=f"GB, or one of: {', '.join(CARDS)}")
+    names = f"GB, or one of: {', '.join(CARDS)}"
+    parser.add_argument("--card", type=find_card, default="H100", help=names)
     parser.add_argument("--gpus", type=int, default=1, help="for grpo_multigpu.py")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--response-tokens", type=int, help="on average; by default --max-new-tokens")
@@ -588,16 +698,12 @@ def main() -> None:
             fill(ROOT / "docs" / f"{page}.md", name, make())
         return
     path, *flags = [word for word in options.command if word != "python"]
-    script = path.removesuffix(".py")
-    if script not in [*SCRIPTS, *MACHINE_PATCHES]:
-        parser.error(f"{path} is none of the scripts: {', '.join([*SCRIPTS, *MACHINE_PATCHES])}")
-    names = {name.lower().replace(" ", ""): name for name in CARDS}  # rtx4090 is RTX 4090
-    options.card = names.get(options.card.lower().replace(" ", ""), options.card)
-    if options.card not in CARDS and not options.card.replace(".", "").isdigit():
-        parser.error(f"--card is a number of GB, or one of: {', '.join(CARDS)}")
-    module = module_of(script)
+    script, module = load(path)
     args = tyro.cli(module.Args, args=flags, prog=path)
-    print(report(script, read_config(module.find_model(args)), args, options, [path, *flags]))
+    config = read_config(module.find_model(args))
+    if script == "grpo_lora" and not shape(config).matrices:  # GPT-2 has Conv1D layers
+        sys.exit(f"{path}: --model {args.model} has no torch.nn.Linear, so there's nothing to put adapters beside")
+    print(report(script, config, args, options, [path, *flags]))
 
 
 if __name__ == "__main__":

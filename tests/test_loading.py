@@ -6,12 +6,14 @@ Also: imports have no side effect, and every flag is read.
 import ast
 import dataclasses
 import json
+import math
 import os
 import random
 import re
 import shutil
 import signal
 import sys
+from types import SimpleNamespace
 
 import datasets
 import huggingface_hub
@@ -601,6 +603,54 @@ def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     assert sample["prompt"].count("<|im_start|>system") == 1
     assert sample["prompt"].count("<|im_start|>user") == 1 + len(script.EXAMPLES)
     assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
+
+
+# ---- the format of a GPU's numbers
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that makes torch believe in a GPU of this compute capability."""
+
+    def call(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+
+    return call
+
+
+DTYPES = [
+    # A T4, an A100 and an H100.
+    (7, 5, "auto", "float16"),
+    (8, 0, "auto", "bfloat16"),
+    (9, 0, "auto", "bfloat16"),
+    (7, 5, "bfloat16", "bfloat16"),
+    (9, 0, "float16", "float16"),
+]
+
+
+@pytest.mark.parametrize("major, minor, dtype, expected", DTYPES)
+def test_a_gpu_computes_in_16_bits(gpu, major, minor, dtype, expected):
+    gpu(major, minor)
+    assert grpo.find_dtype(grpo.Args(dtype=dtype)) == expected
+    assert grpo.find_dtype(grpo.Args(dtype=dtype, device="cpu")) == "float32"
+
+
+@pytest.mark.scripts("grpo", "grpo_offpolicy")
+def test_the_gap_of_the_first_step_may_be_that_of_rounding(script, gpu):
+    gpu(7, 5)
+    engine = [SimpleNamespace(dtype=torch.float32)] * (script.__name__ == "grpo_offpolicy")
+    limits = {"float16": 0.05, "bfloat16": 0.1}
+    for dtype, limit in limits.items():
+        args = script.Args(dtype=dtype)
+        script.check_gap(args, *engine, torch.tensor(0.9 * limit))
+        for gap in (1.1 * limit, math.nan):
+            with pytest.raises(ValueError, match="sampling and training differ") as caught:
+                script.check_gap(args, *engine, torch.tensor(gap))
+            hint = "this family isn't supported or needs --dtype bfloat16, or generate"
+            assert (hint in str(caught.value)) == (dtype == "float16")
+    with pytest.raises(ValueError, match="isn't supported, or generate"):
+        script.check_gap(script.Args(device="cpu"), *engine, torch.tensor(0.002))
 
 
 # ---- the script itself

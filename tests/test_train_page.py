@@ -1,4 +1,4 @@
-"""docs/train.md, models.md and gpu.md: commands are accepted, and examples run.
+"""docs/train.md, models.md, gpu.md and machines.md: commands are accepted, and examples run.
 
 Of docs/real-model.md it checks the command of the public curve.
 """
@@ -8,6 +8,7 @@ import re
 import shlex
 import sys
 import types
+from pathlib import Path
 
 import datasets
 import huggingface_hub
@@ -20,9 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
 import grpo_lora
+import report
 
 PAGE = "".join(
-    (ROOT / "docs" / f"{name}.md").read_text("utf-8") for name in ("train", "models", "gpu")
+    (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    for name in ("train", "models", "gpu", "machines")
 )
 CURVE = (ROOT / "docs" / "real-model.md").read_text(encoding="utf-8").split("## A public curve")[1]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
@@ -53,7 +56,7 @@ def commands() -> list[tuple[str, list[str]]]:
     ]
     found = []
     for line in lines:
-        match = re.search(r"\bpython (\w+)\.py\b(.*)", line)
+        match = re.search(r"\b(?:python|torchrun .*?) (\w+)\.py\b(.*)", line)
         if match and match[1] in [*SCRIPTS, *MACHINE_PATCHES, "mine"] and "--help" not in line:
             flags = match[2].replace("$rate", "1e-5").rstrip(" &")
             found.append((match[1], shlex.split(flags)))
@@ -94,6 +97,49 @@ def test_the_lines_that_it_quotes_are_printed(heading):
     for line in lines:
         fixed = re.sub(r"^(train|test)(?= )|(?<= )\d+:$", "", line)
         assert fixed in read_script("grpo"), line
+
+
+# ---- the notebook's cells
+
+
+def test_the_cells_of_a_notebook(tmp_path, monkeypatch, capsys):
+    """Colab's cells, with the small policy on a CPU: all run again after a disconnect, and the report."""
+    pytest.importorskip("plotly", reason="plotly: pip install -r tests/requirements.txt")
+    page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    section = page.split("\n## Colab\n")[1].split("\n## ")[0]
+    cells = "".join(re.findall(r"^```\n(.*?)^```$", section, re.MULTILINE | re.DOTALL))
+    drive = "/content/drive/MyDrive/runs"
+    lines = cells.replace("\\\n", " ").replace(drive, str(tmp_path)).splitlines()
+    lines = [shlex.split(x.removeprefix("!python ")) for x in lines if x.startswith("!python ")]
+    assert [path for path, *_ in lines] == [
+        "grpo.py",
+        "grpo.py",
+        "grpo_lora.py",
+        "report/report.py",
+    ]
+    for _ in range(2):
+        for path, *flags in lines[1:3]:
+            script = {"grpo.py": grpo, "grpo_lora.py": grpo_lora}[path]
+            args = parse(script.__name__, flags)
+            assert args.device == "cuda" and args.save_every > 0
+            run(script, Path(args.runs_dir), args.run_name)
+    assert capsys.readouterr().out.count("goes on after 1 of 1 steps") == 2
+    (folder,) = lines[3][1:]
+    assert report.main(tyro.cli(report.Args, args=[folder])) == Path(folder, "report.html")
+
+
+def test_the_commands_for_a_t4_take_what_the_page_says():
+    """Hours, and GB of each GPU."""
+    page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    lines = page.replace("\\\n", " ").splitlines()
+    for name, gpus in (("first", 1), ("both", 2)):
+        line = next(line for line in lines if line.endswith(f"--run-name {name}"))
+        script, flags = re.search(r"(\w+)\.py (.*)", line).groups()
+        args = parse(script, shlex.split(flags))
+        config = plan.read_config(args.model)
+        peak = plan.count(script, config, args, card=15, gpus=gpus)["peak"] / 1e9
+        hours = sum(plan.run_hours(script, config, "T4", args, gpus=gpus))
+        assert f"It takes {hours:.1f} hours, and {peak:.1f} GB of" in page
 
 
 # ---- the examples

@@ -340,7 +340,7 @@ def emulate() -> None:
 
 
 def main() -> None:
-    if torch.cuda.is_available():
+    if torch.cuda.device_count() > 0:  # unlike is_available, this still allows a program to fork
         count_graphs()
     else:
         emulate()
