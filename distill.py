@@ -116,7 +116,7 @@ class Args:
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    """16-bit format on a GPU; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
+    """16-bit format with cuda; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -295,7 +295,8 @@ def main(args: Args) -> dict:
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
-    # and divides the gradients by it. In the other formats it does nothing.
+    # and unscale_ divides the gradients by it. After an overflow, update halves the number. (Its
+    # step isn't needed: main leaves out such an update, and counts it.) In other formats, it's off.
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -391,7 +392,7 @@ def main(args: Args) -> dict:
                 optimizer.step()
             else:
                 num_skipped += 1
-            scaler.update()  # lowers the scale if a gradient was infinite or NaN
+            scaler.update()
             optimizer.zero_grad()
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
@@ -448,7 +449,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        if step == first_step:  # only now, so that the log has the gap
+        # Only now, so that the log has the gap. NaN, an overflow of the sampler, may come later.
+        if step == first_step or gap.isnan().any():
             check_gap(args, gap.mean())
 
         # ---- 6. save
@@ -1026,7 +1028,7 @@ def load_model(args, tokenizer):
     """The policy on its device, and a tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a 16-bit
-    weight. On a GPU, autocast computes in bf16 or float16.
+    weight. On a GPU, autocast computes matrix products in 16 bits (--dtype).
     """
     # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
     # keeps the old names, because 5.19 knows only those.
@@ -1055,7 +1057,8 @@ def load_model(args, tokenizer):
     if device == "cuda":
         # cuDNN's attention makes a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+        torch.set_float32_matmul_precision("high")  # TF32 (from Ampere on), for the output head
+        # response_states and inference_copy read this.
         torch.set_autocast_dtype("cuda", getattr(torch, find_dtype(args)))
     return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
 
@@ -1089,7 +1092,7 @@ def find_device(args):
 
 
 def find_dtype(args):
-    """The name of the format in which layers compute: 16 bits on an NVIDIA GPU, 32 elsewhere."""
+    """The name of the format of the matrix products: 16 bits with cuda, else float32."""
     if find_device(args) != "cuda":
         return "float32"
     if args.dtype == "auto":
@@ -1183,10 +1186,11 @@ def check_gap(args, gap):
     """Raise an error if sampler and trainer differ by too many nats a token.
 
     They have the same weights up to rounding, so a large gap means that generate or
-    compute_logprobs computes this kind of model wrongly.
+    compute_logprobs computes this kind of model wrongly, or that float16 can't hold its numbers.
     """
     dtype = find_dtype(args)
-    tolerance = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}[dtype]  # for rounding
+    # Rounding alone gives SmolLM2-135M gaps of 2e-6, 0.004 and 0.03.
+    tolerance = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}[dtype]
     hint = " or needs --dtype bfloat16" if dtype == "float16" else ""
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
@@ -1255,7 +1259,7 @@ def describe_run(args, problems):
 
 
 def check_same_run(args, run_dir, run):
-    """Refuse to go on with a run that began with other flags, code or data."""
+    """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
     may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:

@@ -123,7 +123,7 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train and sample; auto: cuda if there is one, else cpu"""
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    """16-bit format on a GPU; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
+    """16-bit format with cuda; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -356,7 +356,8 @@ def main(args: Args) -> dict:
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
-    # and divides the gradients by it. In the other formats it does nothing.
+    # and unscale_ divides the gradients by it. After an overflow, update halves the number. (Its
+    # step isn't needed: main leaves out such an update, and counts it.) In other formats, it's off.
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -461,7 +462,7 @@ def main(args: Args) -> dict:
                 optimizer.step()
             else:
                 num_skipped += 1
-            scaler.update()  # lowers the scale if a gradient was infinite or NaN
+            scaler.update()
             optimizer.zero_grad()
         refresh_engine(engine, model)
         total_loss = float(total_loss)  # waits for the GPU, so that the time is right
@@ -525,7 +526,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        if step == first_step:  # only now, so that the log has the gap
+        # Only now, so that the log has the gap. NaN, an overflow of the sampler, may come later.
+        if step == first_step or gap.isnan().any():
             check_gap(args, gap.mean(), metrics["policy/entropy"])
 
         # ---- 6. save
@@ -1026,7 +1028,7 @@ def load_model(args, tokenizer):
     """The policy on its device, and a tensor of the ids of all tokens that end a response.
 
     The weights are float32: at these learning rates most updates are too small to change a 16-bit
-    weight. On a GPU, autocast computes in bf16 or float16.
+    weight. On a GPU, autocast computes matrix products in 16 bits (--dtype).
     """
     # transformers 5.24 warns that past_key_values and other arguments will be renamed. This file
     # keeps the old names, because 5.19 knows only those.
@@ -1051,7 +1053,8 @@ def load_model(args, tokenizer):
     if device == "cuda":
         # cuDNN's attention makes a new plan for every shape.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        torch.set_float32_matmul_precision("high")  # TF32, for the float32 output head
+        torch.set_float32_matmul_precision("high")  # TF32 (from Ampere on), for the output head
+        # response_states and inference_copy read this.
         torch.set_autocast_dtype("cuda", getattr(torch, find_dtype(args)))
     return model.to(device), torch.tensor(eos_ids, dtype=torch.long, device=device)
 
@@ -1064,7 +1067,7 @@ def find_device(args):
 
 
 def find_dtype(args):
-    """The name of the format in which layers compute: 16 bits on an NVIDIA GPU, 32 elsewhere."""
+    """The name of the format of the matrix products: 16 bits with cuda, else float32."""
     if find_device(args) != "cuda":
         return "float32"
     if args.dtype == "auto":
@@ -1172,7 +1175,7 @@ def check_args(args):
 # With 16 bits, the first step's check allows this gap between engine and trainer, as a share of
 # the entropy. I measured at most 1.5 % from bf16's rounding. As an example of an error, an engine
 # with 0.9 times the trainer's temperature gave 5 %.
-BF16_GAP = 0.03
+GAP_16_BITS = 0.03
 
 
 def check_gap(args, gap, entropy):
@@ -1182,14 +1185,14 @@ def check_gap(args, gap, entropy):
     kind of model wrongly.
     """
     tolerance = 1e-3
-    dtype = find_dtype(args)
-    if dtype != "float32" or args.engine_dtype in ("bfloat16", "float16"):
-        tolerance = max(tolerance, BF16_GAP * entropy)
-    hint = " or needs --dtype bfloat16" if dtype == "float16" else ""
+    dtypes = {find_dtype(args), args.engine_dtype}
+    if dtypes & {"bfloat16", "float16"}:
+        tolerance = max(tolerance, GAP_16_BITS * entropy)
+    hint = " or needs bfloat16" if "float16" in dtypes else ""
     if not gap < tolerance:  # NaN is refused, too
         raise ValueError(
             f"--model {args.model}: sampling and training differ by {gap:.2g} nats a token: this "
-            f"family isn't supported{hint}, or generate and compute_logprobs in this file disagree"
+            f"family isn't supported{hint}, or vLLM and compute_logprobs disagree"
         )
 
 
@@ -1253,7 +1256,7 @@ def describe_run(args, problems):
 
 
 def check_same_run(args, run_dir, run):
-    """Refuse to go on with a run that began with other flags, code or data."""
+    """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
     may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:

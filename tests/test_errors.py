@@ -6,7 +6,9 @@ no code, and --help shows the values in use.
 """
 
 import dataclasses
+import itertools
 import json
+import math
 import os
 import pickle
 import re
@@ -23,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from test_runs import FORK, ended, write_to
 
 import grpo
+import ppo_rlhf
 
 TINY = dict(
     value_warmup_steps=0,
@@ -246,6 +249,32 @@ def words(completions, **columns):
 
 def none_at_the_end(completions, **columns):
     return [1.0] * (len(completions) - 1) + [None]
+
+
+@pytest.mark.scripts("grpo", "grpo_offpolicy")
+def test_a_sampler_that_overflows_later_ends_the_run(script, tmp_path, monkeypatch):
+    """In float16 this may happen in any step, and all tokens would be the same from then on."""
+    sample_responses = script.sample_responses
+
+    def overflow(args, model, problems, num_samples, temperature, eos_ids):
+        rollout = sample_responses(args, model, problems, num_samples, temperature, eos_ids)
+        if len(problems) == args.num_prompts and next(steps) == 2:
+            rollout.sampled_logprobs[1, 0] = math.nan
+        return rollout
+
+    steps = itertools.count(1)
+    monkeypatch.setattr(script, "sample_responses", overflow)
+    args = tiny_args(script, tmp_path, num_prompts=2, eval_size=3, num_steps=3, run_name="run")
+    with pytest.raises(ValueError, match="sampling and training differ by nan nats a token"):
+        script.main(args)
+    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+def test_a_reward_model_that_overflows_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_rlhf, "compute_scores", lambda model, batch: torch.tensor(math.inf))
+    with pytest.raises(ValueError, match="--reward-model: a score isn't finite; float16 may need"):
+        ppo_rlhf.main(tiny_args(ppo_rlhf, tmp_path))
 
 
 def nan_at_the_end(completions, **columns):

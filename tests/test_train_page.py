@@ -132,7 +132,7 @@ def test_the_commands_for_a_t4_take_what_the_page_says():
     """Hours, and GB of each GPU."""
     page = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
     lines = page.replace("\\\n", " ").splitlines()
-    for name, gpus in (("first", 1), ("both", 2)):
+    for name, gpus in (("first", 1), ("lora", 1), ("both", 2)):
         line = next(line for line in lines if line.endswith(f"--run-name {name}"))
         script, flags = re.search(r"(\w+)\.py (.*)", line).groups()
         args = parse(script, shlex.split(flags))
