@@ -124,7 +124,7 @@ class Args:
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
-    """where to train; auto: cuda if there is one, else cpu; mps, Apple's GPU, is untested"""
+    """where to train; auto: cuda if there is one, else cpu; mps, Apple's, is untested"""
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
     """16-bit format with cuda; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
     runs_dir: str = "runs"
@@ -354,9 +354,9 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
-    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
-    # and unscale_ divides the gradients by it. After an overflow, update halves the number. (Its
-    # step isn't needed: main leaves out such an update, and counts it.) In other formats, it's off.
+    # Small gradients would be 0 in float16. So there the scaler multiplies the loss by a large
+    # number, and unscale_ divides the gradients by it. After an overflow, scaler.update halves the
+    # number. (scaler.step isn't needed: main leaves out such updates, and counts them.)
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -741,8 +741,8 @@ def rollout_logprobs(args, model, rollout, some_minibatches):
     """Log-probabilities (N, R) of the sequences in some minibatches, without gradient.
 
     The rows of all other sequences are NaN, so that no loss can use them unnoticed. Rounding
-    depends on which sequences share a micro-batch. So this splits as the updates of a pass do: then
-    a network with the policy's weights gets the same log-probabilities to the last bit.
+    depends on which sequences share a micro-batch. So this splits as the updates of the first pass
+    do: then a reference with the policy's exact weights gives a KL of exactly 0.
     """
     logprobs = torch.full_like(rollout.sampled_logprobs, math.nan)  # (N, R)
     for minibatch in some_minibatches:
@@ -1049,7 +1049,7 @@ def fill_template(tokenizer, chat, **options):
     A template may drop a message, which is an error here, or change one: many delete the thoughts
     of earlier turns. So it is filled twice, with the messages and with a placeholder (mark) for
     each. If a message was changed, the second text is taken, and the messages replace the marks.
-    (Not always, because a template may look for a switch in a message, such as /no_think.)
+    (Else the first is kept: a template may look for a switch in a message, such as /no_think.)
     """
     options["tokenize"] = False
     text = tokenizer.apply_chat_template(chat, **options)
@@ -1063,10 +1063,10 @@ def fill_template(tokenizer, chat, **options):
     for mark, content in zip(marks, contents, strict=True):
         if mark not in filled:
             raise ValueError(f"--model: its chat template drops the message {content!r}")
-    if all(content in text for content in contents):  # the usual case: nothing was changed
+    if all(content in text for content in contents):  # the usual case: none is changed
         return text
     if chat[0]["role"] == "system":
-        # It goes in as it is, because of the switches.
+        # The system message goes in as it is, because it may have such a switch.
         filled = tokenizer.apply_chat_template([chat[0], *marked[1:]], **options)
     for mark, content in zip(marks, contents, strict=True):
         filled = filled.replace(mark, content)
@@ -1132,7 +1132,7 @@ def load_model(args, tokenizer):
     )
     device = find_device(args)
     if device == "cuda":
-        # cuDNN's attention makes a new plan for every shape.
+        # cuDNN's attention makes a new plan for every shape, which is slow. So it's off.
         torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_float32_matmul_precision("high")  # TF32 (from Ampere on), for the output head
         # response_states reads this.
@@ -1148,7 +1148,7 @@ def find_device(args):
 
 
 def find_dtype(args):
-    """The name of the format of the matrix products: 16 bits with cuda, else float32."""
+    """The format of the matrix products except the head's: 16 bits with cuda, else float32."""
     if find_device(args) != "cuda":
         return "float32"
     if args.dtype == "auto":
@@ -1331,7 +1331,7 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]
+    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]  # precision may not
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]

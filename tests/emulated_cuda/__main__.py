@@ -276,6 +276,11 @@ def install(library: Path) -> None:
     def device_count():  # as in device.cpp
         return 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else 1
 
+    def capability(*_):
+        if device_count() == 0:
+            raise RuntimeError("No CUDA GPUs are available")
+        return 9, 0
+
     functions = dict(
         is_available=lambda: device_count() > 0,
         is_bf16_supported=lambda *_: True,
@@ -294,7 +299,7 @@ def install(library: Path) -> None:
         set_rng_state=lambda state, *_: torch.set_rng_state(state), set_device=lambda _: None
     )
     functions |= dict(is_current_stream_capturing=lambda: Recording.active)
-    functions |= dict(get_device_capability=lambda *_: (9, 0))
+    functions |= dict(get_device_capability=capability)
     functions |= dict(current_stream=Stream, stream=Stream, Stream=Stream, Event=Stream)
     functions |= dict(max_memory_allocated=lambda *_: counted.emulated_cuda_peak())
     functions |= dict(memory_stats=lambda *_: {}, memory_reserved=lambda *_: 0)
