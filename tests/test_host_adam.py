@@ -43,6 +43,7 @@ def held():
 def peak(script):
     fields = conftest.small_recipe(script) | dict(device="cuda", num_steps=3, num_prompts=4, num_generations=4)
     fields |= dict(num_minibatches=2, max_new_tokens=20, eval_size=2, save_every=1, gradient_checkpointing=True)
+    fields |= dict(dtype="float16")
     gc.collect()
     before = held()
     tops.clear()
