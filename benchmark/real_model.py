@@ -67,10 +67,11 @@ REWARDS = [anywhere_reward]
 '''
 
 # The rounding of a GPU on a CPU: autocast in the update, and a sampler and a reference in bf16.
-# The third line is for grpo.py's copies, and the fourth for those of grpo_offpolicy.py.
+# The last line is for grpo_offpolicy.py, which has not all of the others.
 ROUNDED = {
     'torch.autocast("cuda", enabled=rows.is_cuda': 'torch.autocast("cpu", torch.bfloat16',
     'model.device.type == "cuda"': "True",
+    'model.device.type != "cuda"': "False",
     'torch.get_autocast_dtype("cuda")': "torch.bfloat16",
     'return "float32"': 'return "bfloat16"',
 }
