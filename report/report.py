@@ -161,6 +161,9 @@ def marks(metrics, args):
             continue
         sign = 1 if side == "above" else -1
         pairs = series(metrics, name)
+        if name == "optim/skipped" and args.get("precision") == "float16":
+            # In its first updates, the scaler may still lower its scale.
+            pairs = [(step, value) for step, value in pairs if step > 5]
         steps = [step for step, value in pairs if sign * (value - limit) > 0]
         if steps:
             when = f"in {len(steps)} of {len(pairs)} steps, first in step {steps[0]}"

@@ -123,6 +123,10 @@ def test_the_marks_of_a_broken_run():
     # distill.py and self_distill.py don't need rewards.
     assert report.marks(metrics, {"teacher": "x"}) == found[1:]
     assert report.marks(metrics, {"teacher_rate": 0.05}) == found[1:]
+    # In float16, the first five steps may have such updates.
+    float16 = {"precision": "float16"}
+    assert report.marks(metrics, float16) == found[:1]
+    assert len(report.marks([metric(1), metric(6, skipped=1), metric(20)], float16)) == 1
 
 
 def test_entropy_has_collapsed_if_it_stays_low():
