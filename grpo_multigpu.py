@@ -131,7 +131,7 @@ class Args:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """where to train; auto: cuda if there is one, else cpu"""
     dtype: Literal["auto", "bfloat16", "float16"] = "auto"
-    """16-bit format with cuda; auto: bfloat16 from NVIDIA's Ampere generation on, else float16"""
+    """16-bit format on an NVIDIA GPU; auto: bfloat16 from Ampere on, float16 on older GPUs"""
     runs_dir: str = "runs"
     """folder that holds the runs"""
     run_name: str | None = None
@@ -750,8 +750,8 @@ def rollout_logprobs(args, model, rollout, some_minibatches):
 
     model is a LogprobModel. The processes share the work, and each gets the whole result. The rows
     of all other sequences are NaN, so that no loss can use them unnoticed. Rounding depends on
-    which sequences share a micro-batch. So this splits as the updates of a pass do: then a network
-    with the policy's weights gets the same log-probabilities to the last bit.
+    which sequences share a micro-batch. So this splits as the updates of the first pass do: then
+    equal weights give equal log-probabilities, to the last bit.
     """
     logprobs = torch.full_like(rollout.sampled_logprobs, math.nan)  # (N, R)
     for minibatch in some_minibatches:
@@ -1152,7 +1152,7 @@ def fill_template(tokenizer, chat, **options):
     for mark, content in zip(marks, contents, strict=True):
         if mark not in filled:
             raise ValueError(f"--model: its chat template drops the message {content!r}")
-    if all(content in text for content in contents):  # the usual case: none is changed
+    if all(content in text for content in contents):  # the usual case: no message is changed
         return text
     if chat[0]["role"] == "system":
         # The system message goes in as it is, because it may have such a switch.
@@ -1368,7 +1368,7 @@ def check_gap(args, gap):
     compute_logprobs computes this kind of model wrongly, or that float16 can't hold its numbers.
     """
     dtype = find_dtype(args)
-    # Rounding alone gives SmolLM2-135M 2e-6 (float32), 0.004 (float16) and 0.03 (bfloat16).
+    # SmolLM2-135M's gaps, from rounding: 2e-6 (float32), 0.004 (float16), 0.03 (bfloat16).
     tolerance = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1}[dtype]
     hint = " or needs --dtype bfloat16" if dtype == "float16" else ""
     if not gap < tolerance:  # NaN is refused, too

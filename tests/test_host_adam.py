@@ -78,8 +78,8 @@ def step(optimizer):
     before = held()
     host_step(optimizer)
     largest = max(x.numel() for group in optimizer.param_groups for x in group["params"])
-    # Memory is given in blocks, on a real GPU of 512 bytes.
-    assert torch.cuda.max_memory_allocated() - before < 8 * largest + 2048, "more than one parameter's averages"
+    rest = 64 if torch.version.cuda is None else 2048  # a real GPU gives memory in blocks of 512 bytes
+    assert torch.cuda.max_memory_allocated() - before < 8 * largest + rest, "more than one parameter's averages"
 
 host_adam.inference_copy = copy
 host_step, host_adam.HostAdam.step = host_adam.HostAdam.step, step
