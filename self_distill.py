@@ -983,6 +983,8 @@ def read_problems(args, tokenizer, splits, split):
             continue
         columns = row | {"answer": answer}
         context = row.get(args.context_column)  # only training needs one
+        if isinstance(context, list | dict):
+            raise ValueError(f"--context-column {args.context_column}: {context!r} is no text")
         problem = {"prompt": prompt, "prompt_ids": prompt_ids, "columns": columns}
         problem |= {"context": "" if context is None else str(context), "chat": chat}
         problems.append(problem)

@@ -85,9 +85,18 @@ def compare(what, found, right, mistakes=None, tolerance=1e-6):
     raise Wrong(f"{what} should be {str(right):.150}, and is {str(shown):.150}")
 
 
+def advantages_of(compute, rewards):
+    """What the student's function makes of a copy of rewards, which it has to leave as it is."""
+    given = rewards.clone()
+    found = compute(given)
+    if not torch.equal(given, rewards):
+        raise Wrong("it changes its input (-= does): main logs and saves these rewards later")
+    return found
+
+
 def check_equal(compute):
     for value, size in ((0.3, 8), (0.3, 7), (0.7, 6), (1.1, 7), (1.3, 3)):
-        if compute(torch.full((1, size), value)).any():  # NaN counts as True
+        if advantages_of(compute, torch.full((1, size), value)).any():  # NaN counts as True
             raise Wrong(
                 "equal rewards must give exactly 0, but float32 rounds their mean: first subtract "
                 "the first reward of the group from all of its rewards"
@@ -112,7 +121,8 @@ def grade_advantages(my):
             (REWARDS - REWARDS.mean()) / (REWARDS.std() + 1e-4)
         ),
     }
-    compare(f"A of {REWARDS.tolist()}", my.compute_advantages(REWARDS.clone()), right, mistakes)
+    found = advantages_of(my.compute_advantages, REWARDS)
+    compare(f"A of {REWARDS.tolist()}", found, right, mistakes)
     check_equal(my.compute_advantages)
     compare("A, with 5 more for all rewards,", my.compute_advantages(REWARDS + 5), right)
     rewards, slow = torch.rand(3, 5, dtype=torch.float64), []
@@ -122,11 +132,11 @@ def grade_advantages(my):
     compare("A of random rewards", my.compute_advantages(rewards), slow)
 
 
-def loss_of(my, logratio, advantages, mask, num_seqs, ref=None, beta=0.0):
+def loss_of(my, logratio, advantages, mask, num_seqs, ref=None, beta=0.0, clip_eps=0.2):
     """policy_loss, its gradient by logprobs, and the metrics. Each log pi_old is -1."""
     old = -mask.double()  # (n, R)
     logprobs = (old + logratio).requires_grad_()  # (n, R)
-    args = my.Args(clip_eps=0.2, beta=beta)
+    args = my.Args(clip_eps=clip_eps, beta=beta)
     loss, stats = my.policy_loss(args, logprobs, old, ref, advantages, mask, num_seqs)
     if not loss.requires_grad:
         raise Wrong("the loss has no gradient: don't detach logprobs or the ratio")
@@ -144,12 +154,14 @@ def compare_with_slow_loss(my, beta):
 
 
 def grade_loss(my):
-    # Four minibatches of one token each.
-    ratio, A, found = double([1.5, 0.5, 1.5, 0.5]), double([2, 2, -2, -2]), []
+    # Four minibatches of one token each, at two settings of --clip-eps.
+    ratio, A, one = double([1.5, 0.5, 1.5, 0.5]), double([2, 2, -2, -2]), torch.ones(1, 1).bool()
+    found, names = [], ["policy/clip_frac", "policy/approx_kl"]
     for x, advantage in zip(ratio.log().view(4, 1, 1), A.view(4, 1, 1), strict=True):
-        loss, slope, _ = loss_of(my, x, advantage, torch.ones(1, 1, dtype=torch.bool), 1)
-        found.append([loss.item(), slope.item()])
-    losses, slopes = double(found).unbind(1)
+        loss, slope, stats = loss_of(my, x, advantage, one, 1)
+        other, _, _ = loss_of(my, x, advantage, one, 1, clip_eps=0.3)
+        found.append([x.item() for x in (loss, slope, other, *(stats[name] for name in names))])
+    losses, slopes, others, clip_frac, approx_kl = double(found).unbind(1)
     right, clipped = double([-2.4, -1.0, 3.0, 1.6]), ratio.clamp(0.8, 1.2) * A
     upside_down = torch.minimum(A / ratio, (1 / ratio).clamp(0.8, 1.2) * A)
     mistakes = {
@@ -163,6 +175,12 @@ def grade_loss(my):
     }
     compare("the loss at rho = 1.5, 0.5, 1.5, 0.5, A = 2, 2, -2, -2", losses, right, mistakes)
     compare("the gradient of this loss by log pi", slopes, [0.0, -1.0, 3.0, 0.0])
+    mistakes = {"--clip-eps 0.3 has no effect: the bounds are 1 - args.clip_eps and 1 + ..": right}
+    compare("this loss with --clip-eps 0.3", others, [-2.6, -1.0, 3.0, 1.4], mistakes)
+    mistakes = {"ratio must stay as it is: policy/clip_frac counts the ratios outside": [0] * 4}
+    compare("policy/clip_frac of these tokens", clip_frac, [1, 0, 0, 1], mistakes)
+    mistakes = {"logratio is log pi_theta - log pi_old: policy/approx_kl is made of it": [0.0] * 4}
+    compare("policy/approx_kl of these tokens", approx_kl, ratio.log() ** 2 / 2, mistakes)
     # Two of a minibatch's four sequences: 5 tokens with losses of 14 in all, and 10 with 19.
     mask, A = torch.arange(10) < torch.tensor([[5], [10]]), double([[-1], [-1]])
     logratio = torch.zeros(2, 10, dtype=torch.float64)
@@ -197,6 +215,10 @@ def grade_kl(my):
     compare("kl at pi = 1/2, pi_ref = 1/4", stats["kl/ref"], 0.5 - 1 + log2, mistakes)
     mistakes = {"kl is a term of the loss: don't detach it": [[0.0]]}
     compare("the gradient of kl by log pi, 1 - x,", slope, [[0.5]], mistakes)
+    far = double([[-13, 11]])  # with pi = 1/e, log x is -12 and 12
+    _, _, stats = loss_of(my, 0 * far, zero, far < 12, 1, far, beta=1.0)
+    what = "the sum of kl at log x = -12 and 12, without any bound,"
+    compare(what, stats["kl/ref"], math.exp(-12) + math.exp(12) - 2)
     try:
         tests.test_k3_estimates_the_kl_from_policy_to_reference(my)
     except AssertionError:
@@ -271,7 +293,8 @@ def grade_leave_one_out(my):
         "divide the sum of the others by their number, G - 1": REWARDS - 3 / 4 * others,
         "RLOO doesn't divide by the std": right / (REWARDS.std(1, keepdim=True) + 1e-4),
     }
-    compare(f"A of {REWARDS.tolist()}", my.leave_one_out(REWARDS.clone()), right, mistakes)
+    found = advantages_of(my.leave_one_out, REWARDS)
+    compare(f"A of {REWARDS.tolist()}", found, right, mistakes)
     check_equal(my.leave_one_out)
     returns, slow = torch.rand(3, 5, dtype=torch.float64), []
     for row in returns.tolist():

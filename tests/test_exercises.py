@@ -109,6 +109,8 @@ ANSWERS = [
     (0, f"rewards = rewards.clamp(max=40)\n{CENTRE}\nreturn rewards / (rewards.std(1, keepdim=True) + 1e-4)",
         "5 more for all"),
     (0, "return rewards[0]", "should be [["),
+    (0, "rewards -= rewards[:, :1].clone()\nrewards -= rewards.mean(1, keepdim=True)\n"
+        "return rewards / (rewards.std(1, keepdim=True) + 1e-4)", "changes its input"),
     (0, "pass", "is None"),
     (1, f"{CLIPPED}\nsurrogate = -torch.minimum(ratio * advantages, clipped * advantages)", "without a minus"),
     (1, f"{CLIPPED}\nsurrogate = clipped * advantages", "not clip alone"),
@@ -121,6 +123,14 @@ ANSWERS = [
         "the gradient of this loss"),
     (1, f"{CLIPPED}\nS = torch.minimum(ratio * advantages, clipped * advantages)"
         "\nsurrogate = torch.where(ratio == clipped, advantages, S)", "the loss of random responses"),
+    (1, f"{RATIO}\nclipped = ratio.clamp(0.8, 1.2)\n"
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "--clip-eps 0.3 has no effect"),
+    (1, f"{RATIO}\nclipped = ratio.clamp(0.8, 1 + args.clip_eps)\n"
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "this loss with --clip-eps 0.3"),
+    (1, f"{RATIO}\nS = ratio * advantages\nratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)\n"
+        "surrogate = torch.minimum(S, ratio * advantages)", "ratio must stay"),
+    (1, f"{CLIPPED}\nlogratio = torch.zeros_like(logprobs)\n"
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "logratio is"),
     (2, "loss = masked_mean(token_loss, mask)", "before the mean over sequences"),
     (2, "loss = masked_sum(token_loss, mask) / num_seqs", "not their sum"),
     (2, "loss = token_loss.mean(1).sum() / num_seqs", "padding doesn't count"),
@@ -135,6 +145,8 @@ ANSWERS = [
     (3, f"{KL}\nkl = 1 - x + x.log()", "never negative"),
     (3, f"{KL}\nkl = (x - 1 - x.log()).detach()", "don't detach"),
     (3, "y = ref_logprobs - logprobs\nkl = y.exp() - 1 - y", "torch.expm1"),
+    (3, "y = (ref_logprobs - logprobs).clamp(-1, 1)\nkl = torch.expm1(y) - y", "without any bound"),
+    (3, "y = (ref_logprobs - logprobs).clamp(-10, 10)\nkl = torch.expm1(y) - y", "without any bound"),
     (3, "y = ref_logprobs - logprobs\nkl = (torch.expm1(y) - y).mean(1, True).expand_as(y)",
         "the loss of random responses"),
     (4, f"{LENGTHS}\nflags = [False] * P + [True] * R", "LAST prompt token"),
@@ -158,6 +170,8 @@ ANSWERS = [
     (5, f"{SOFTMAX}\n{TOKEN}\n{RETURN}", "right"),
     (6, "returns = returns - returns[:, :1]\nreturn returns - returns.mean(1, keepdim=True)", "own sample"),
     (6, f"{OTHERS}\nreturn others", "subtract it"),
+    (6, "others = returns.sum(1, keepdim=True) - returns\nreturns -= others / (returns.shape[1] - 1)\n"
+        "return returns", "changes its input"),
     (6, f"{OTHERS}\nreturn others - returns", "not the baseline minus"),
     (6, f"{OTHERS}\nreturn returns - others * (1 - 1 / returns.shape[1])", "G - 1"),
     (6, f"{OTHERS}\nreturn (returns - others) / (returns.std(1, keepdim=True) + 1e-4)", "by the std"),

@@ -166,6 +166,11 @@ def test_contexts_do_not_reach_the_students_prompt(tmp_path):
     [
         (["5"], dict(context_column="nonesuch"), "'nonesuch'.*'question', 'answer', 'hint'"),
         (["", None], {}, "--context-column hint: no cell holds a text"),
+        (
+            ["5", [{"role": "assistant", "content": "add"}]],
+            {},
+            "--context-column hint: .*'add'}] is no text",
+        ),
         (["5"], dict(context_template="{question}"), "must contain {question} and {context}"),
         (["5"], dict(context_template="{context}"), "must contain {question} and {context}"),
     ],

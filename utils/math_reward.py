@@ -18,7 +18,8 @@ The rule: every number, letter, word, sign, line and step of both texts counts, 
 - The steps before the last side, as in x = 5+6 = 11, if the other text has fewer or more of them.
   After \approx stands the answer. But no approximation is right if the gold answer has no \approx.
 - The form of a formula. If the gold answer has a variable, any equal form is right. If it has none,
-  no operation may be left that the gold answer doesn't hold: 10! isn't the answer 3628800.
+  no operation may be left that the gold answer doesn't hold: 10! isn't the answer 3628800. Letters
+  are numbers, in any order. But the y of dy/dx depends on x, and the a_n of a sum over n on n.
 
 So a text is split into the members of its list, and a member into its sides. A side with words is
 compared as a text, two plain numbers by the rules of utils/rewards.py. math-verify's parser reads
@@ -38,10 +39,11 @@ import select
 import signal
 import subprocess
 import sys
+import unicodedata
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
@@ -191,8 +193,12 @@ for process in PROCESSES:
 if __name__ == "__main__":
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
+    from sympy.core.function import AppliedUndef
 
     CONFIG = ConversionConfig(lowercase_symbols=False)
+    IMAGINARY = sympy.Symbol("i", real=True)
+    DERIVATIVES = sympy.Derivative | sympy.Subs
+    OPERATORS = DERIVATIVES | sympy.Limit | sympy.Sum | sympy.Product | sympy.Integral
 
 FONT = r"\\(?:text(?:normal|rm|bf|it|sf)?|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)"
 SHORT_UNIT = r"[kcm]?m/(?:s|h|hr|min)|[kcmnd]m|ft|in|mi|yd|[kcm]g|lbs?|oz|hrs?|mph|[AaPp][Mm]"
@@ -202,8 +208,22 @@ BARE = r"(\\[A-Za-z]+|[0-9A-Za-z])"
 ARRAY = r"\\begin\{array\} *\{[lcr ]+\}((?s:(?!\\begin).)*?)\\end\{array\}"
 SIGNS = "le leq leqslant ≤ ge geq geqslant ≥ ne neq ≠ lt gt approx in equiv".split()
 SIGNS = dict(zip(SIGNS, "<= <= <= <= >= >= >= >= <> <> <> < > ≈ ∈ =".split(), strict=True))
+UNICODE = r"√ \sqrt · \cdot ⋅ \cdot × \times ÷ \div ⁄ / ± \pm ∞ \infty ∩ \cap ℓ \ell ′ '".split()
+nfkc = partial(unicodedata.normalize, "NFKC")
+UNICODE = dict(zip(UNICODE[::2], UNICODE[1::2], strict=True))
 # How a text is rewritten before it is read. Layout leaves a space: 1\!2 isn't 12.
 REWRITES = [
+    # x², x₁, ½, √13 and λ. NFKC makes 2 of ², and 1⁄2 of ½.
+    ("[⁰¹²³⁴-⁹⁻ⁿ]+", lambda x: "^{" + nfkc(x[0]) + "}"),
+    ("[₀-₉]+", lambda x: "_{" + nfkc(x[0]) + "}"),
+    ("[¼-¾⅐-⅞]", lambda x: r"\frac{" + nfkc(x[0]).replace("⁄", "}{") + "}"),
+    (r"√ *([0-9]+)", r"\\sqrt{\1}"),
+    (f"[{''.join(UNICODE)}]", lambda x: f"{UNICODE[x[0]]} "),
+    ("[α-ω]", lambda x: rf"\{unicodedata.name(x[0]).split()[-1].lower()} "),
+    (r"\\lamda\b", r"\\lambda"),
+    (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+    (r"\\varnothing|\\\{ *\\\}", r"\\emptyset "),
+    (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])\.?", " "),
     # 32,\! 349 and 32{,}349
     (r"(?<=[0-9])(?<![0-9]{4})(?:,\\!|\{,\}|\\,) ?(?=[0-9]{3}(?![0-9]))", ""),
@@ -229,8 +249,9 @@ REWRITES = [
     (r"\\text\{(?:cubic|cu)\}\.?\s*(\\text\{[a-z]+\})", r"\1^3"),
     (r"\\[lcd]?dots(?![A-Za-z])|\.\.\.", r" \\text{etc} "),
     (r"\b([0-9][0-9A-F]*) *_ *\{?(\w+)\}?", r"\1\\text{base}\2"),
-    ("'", r"^{\\prime}"),
-    (r"\\[dtc]?(frac|binom)(?![A-Za-z])", r"\\\1"),
+    ("'+", lambda x: "^{" + r"\prime" * len(x[0]) + "}"),
+    (r"\bd([A-Za-z]) */ *d([A-Za-z])\b", r"\\frac{d\1}{d\2}"),
+    (r"\\(?:[dtcs]|nice)?(frac|binom)(?![A-Za-z])", r"\\\1"),
     (rf"\\(frac|binom) *{BARE}", r"\\\1{\2}"),
     (rf"(\\(?:frac|binom) *{BRACES}) *{BARE}", r"\1{\2}"),
     (rf"\\?sqrt *(?:\(([^()]*)\)|{BARE})", r"\\sqrt{\1\2}"),
@@ -257,14 +278,29 @@ UNIT = re.compile(
 )
 # A word, but not as an index: v_{\text{max}}
 WORD = re.compile(r"(?<!_\{)(?<!_\{ )\\text ?\{[^{}]*[A-Za-z]{2}")
-NAME = r"(?:\\[A-Za-z]+(?:\{[A-Za-z]+\})?|[A-Z]+|[a-z])(?: *_ *(?:\w|\{[^{}]*\}))?"
-# x, \angle A, P(A), f'(x), (x, y) and The mean, but not xy and x + y: x + y = 5 may be a line.
-LABEL = (
-    rf"(?:m? *\\[a-z]+ *)?(?:{NAME})? *(?:\^\{{[^{{}}]*\}})? *(?:\([^()]*\))?"
-    r"|(?:\\text\{\w+\}|[\s:])+"
+NAME = r"(?:\\(?!sqrt)[A-Za-z]+(?:\{[A-Za-z]+\})?|[A-Z]+|[a-z])(?: *_ *(?:\w|\{[^{}]*\}))?"
+# A value may be named x, \angle A, \sigma^2, P(A), f'(x), f^{-1}(x), f(x+1), (x, y) and The mean. But
+# xy, x^2, x(x+1) and x + y are no names: x + y = 5 may be a line, and x^2 = 4 is to be solved.
+GREEK = (
+    r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi"
+    r"|pi|rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell|hbar)(?![A-Za-z])"
 )
-# The parser would read 100 200 as 300, 5_n as 5, x^2_1 as x^2, and drop a part of 1:2:3 and \mp.
-MISREAD = re.compile(r"[0-9]\s+[0-9]|(?:[0-9]|\^ *(?:\{[^{}]*\}|\w)) *_|:[^:]*:|\\mp(?![A-Za-z])")
+FUNCTION = rf"(?:[fghpDEFGHPV]|(?!{GREEK})\\[a-z]+)"
+LABEL = (
+    rf"(?:m? *(?!{GREEK}|\\(?:ln|log|exp)\b)\\[a-z]+ *)?{NAME}"
+    r" *(?:\^ *(?:\*|T|\{ *(?:(?:\\prime *)+|-1|[*T]|\([0-9]+\)) *\}))? *(?:\(-?[^()+-]*\))?"
+    rf"|{FUNCTION} *(?:\^\{{[^{{}}]*\}})? *\([^()]*\)"
+    r"|\\sigma *\^ *(?:2|\{2\})|\([^()]*,[^()]*\)|(?:\\text\{\w+\}|[\s:])+"
+)
+INVERSE = r"[A-Z] *\^ *(?:T|\{ *(?:T|\\top|-1) *\})"
+# The parser would read 100 200 as 300, 5_n as 5, x^2_1 as x^2 and gcd(n, 6) as 1, and drop a part
+# of 1:2:3 and \mp. In a product, letters may change places, but matrices such as A^{-1}BA may not.
+MISREAD = re.compile(
+    r"[0-9]\s+[0-9]|(?:[0-9]|\^ *(?:\{[^{}]*\}|\w)) *_|:[^:]*:|\\mp(?![A-Za-z])"
+    rf"|\\gcd *\([^()]*[A-Za-z]|{INVERSE} *[A-Za-z]|[A-Z] *{INVERSE}|([A-Z]) *([A-Z])\b.*\2 *\1"
+)
+# $50 isn't 50 cents.
+MONEY = [r"\\\$|\bdollars?\b", r"¢|\bcents?\b", r"€|\beuros?\b", "£"]
 NUMBER_WORD = re.compile(r"(?i)\b(?:hundred|thousand|[a-z]+illion|dozen|ten)s?\b|\bmil\b")
 # No operations: powers of ten, matrices, and products that UNFINISHED looks at
 NOTATION = r"(?<![\d.])10\^(?:\{[-+]?\d+\}|\d)|\\(?:(?:begin|end)\{[pb]matrix\}|cdot|times|cup)"
@@ -278,11 +314,28 @@ UNFINISHED = (
 )
 
 
+def is_label(side):
+    """Whether a side is the name of a value, as x and dy/dx are."""
+    return bool(re.fullmatch(LABEL, side) or isinstance(parse(side), sympy.Symbol | DERIVATIVES))
+
+
 def name_of(member):
-    """The x of x = 5+6 = 11, but not the 5+6 of 5+6 = 11. e and i are numbers."""
+    """The x of x = 5+6 = 11, but not the 5+6 of 5+6 = 11."""
     side = member.sides[0] if member.signs else ""
-    letters = re.sub(r"\{.?matrix\}|\\[A-Za-z]+|[ei]", "", side)
-    return side if re.search("[A-Za-z]", letters) or re.fullmatch(LABEL, side) else ""
+    sides = [parse(x) for x in (side, member.sides[-1])] if side else []
+    if None in sides:
+        unknown = re.search("[A-Za-z]", re.sub(rf"\{{.?matrix\}}|(?!{GREEK})\\[A-Za-z]+", "", side))
+    else:
+        unknown = set().union(*(x.free_symbols | x.atoms(AppliedUndef) for x in sides))
+        unknown -= {IMAGINARY}
+    if unknown or is_label(side):
+        return side
+    # e and i are numbers in e^0 = 1 and i^2 = -1, but names in e^2 + 1 = 5.
+    if re.search(r"(?<![\\A-Za-z])[ei]", side):
+        with suppress(AttributeError, TypeError):
+            a, b = (complex(x.subs(IMAGINARY, sympy.I)) for x in sides)
+            return "" if abs(a - b) < 0.01 else side
+    return ""
 
 
 def split(text, pattern):
@@ -352,6 +405,9 @@ def brackets(text):
 def compare(gold, text):
     """Whether the text is the gold answer, or without a text whether the gold answer can be read."""
     texts = [gold] if text is None else [gold, text]
+    money = [{i for i, unit in enumerate(MONEY) if re.search(unit, x)} for x in texts]
+    if all(money) and money[0] != money[-1]:
+        return False
     for pattern, new in REWRITES:
         texts = [re.sub(pattern, new, x) for x in texts]
     golds = read(texts[0])
@@ -363,7 +419,7 @@ def compare(gold, text):
         return True
     if "_" not in texts[0]:
         # The values of x may be called x_1 and x_2.
-        texts[1] = re.sub(r"([A-Za-z]) *_ *[0-9](?= *[=≈])", r"\1", texts[1])
+        texts[1] = re.sub(r"([A-Za-z]) *_ *\{?[0-9]\}?(?= *[=≈])", r"\1", texts[1])
     answers = read(texts[1])
     for named, bare in ((golds, answers), (answers, golds)):
         names = {plain(x.sides[0]) for x in named if x.signs}
@@ -414,7 +470,7 @@ def is_same_member(gold, text):
     if name and other and a != b and (min(len(a), len(b)) > 1 or a[0].lower() != b[0].lower()):
         return False
     # x + y = 5 isn't 5: it may be a line. 2x = 6 isn't 6: it is to be solved.
-    if bool(name) != bool(other) and not re.fullmatch(LABEL, name + other):
+    if bool(name) != bool(other) and not is_label(name or other):
         if name or re.search("[0-9]", other):
             return False
     return is_same_value(gold.sides[-1], text.sides[-1])
@@ -454,7 +510,23 @@ def parse(text):
         parsed = latex2sympy(text, None, True, False, None, CONFIG)
         # 0.5 is 1/2. Only an interval is computed anew: a power may be huge.
         with sympy.evaluate(isinstance(parsed, sympy.Interval | sympy.Union)):
+            parsed = parsed.replace(lambda x: isinstance(x, OPERATORS), depend)
             return parsed.xreplace({x: sympy.Rational(str(x)) for x in parsed.atoms(sympy.Float)})
+
+
+def depend(operator):
+    """The operator with y(x) for the y of dy/dx, and with a_n(n) for the a_n of a sum over n.
+
+    For sympy a symbol is a constant, so dy/dx would be 0, and the sum a multiple of a_n.
+    """
+    body, limit = operator.args[:2]
+    variables = [limit] if isinstance(operator, sympy.Limit) else operator.variables
+    symbols = body.free_symbols.difference(variables)
+    # In a sum of cn over n, c is a constant. But in d(xy)/dx, y is none.
+    if body.has(*variables) and not isinstance(operator, sympy.Derivative):
+        indices = [(s, s.name.partition("_")[2]) for s in symbols]
+        symbols = {s for s, index in indices if any(x.name in index for x in variables)}
+    return operator.xreplace({s: sympy.Function(s.name)(*variables, s) for s in symbols})
 
 
 def is_carried_out(gold, value, text):
