@@ -95,11 +95,12 @@ def advantages_of(compute, rewards):
 
 
 def check_equal(compute):
-    for value, size in ((0.3, 8), (0.3, 7), (0.7, 6), (1.1, 7), (1.3, 3)):
-        if advantages_of(compute, torch.full((1, size), value)).any():  # NaN counts as True
+    for size in range(2, 10):
+        rewards = (torch.arange(1, 15) / 10)[:, None].expand(-1, size)  # 14 groups
+        if advantages_of(compute, rewards).any():  # NaN counts as True
             raise Wrong(
                 "equal rewards must give exactly 0, but float32 rounds their mean: first subtract "
-                "the first reward of the group from all of its rewards"
+                "the first reward of each group from all of its rewards"
             )
 
 
@@ -116,7 +117,7 @@ def grade_advantages(my):
         "the std divides by G - 1 (torch's default), not by G": CENTRED / (biased + 1e-4),
         "the std is missing: divide by the std of the group": CENTRED,
         "divide by the std, not by the variance": CENTRED / (std**2 + 1e-4),
-        "add 1e-4 to the std: without it, equal rewards give 0/0": CENTRED / std,
+        "add 1e-4 to the std, no less (else equal rewards give 0/0) and no more": CENTRED / std,
         "a group is a row: take the mean and the std of each row, not of all rewards": (
             (REWARDS - REWARDS.mean()) / (REWARDS.std() + 1e-4)
         ),
@@ -125,11 +126,12 @@ def grade_advantages(my):
     compare(f"A of {REWARDS.tolist()}", found, right, mistakes)
     check_equal(my.compute_advantages)
     compare("A, with 5 more for all rewards,", my.compute_advantages(REWARDS + 5), right)
-    rewards, slow = torch.rand(3, 5, dtype=torch.float64), []
+    rewards, slow = torch.rand(3, 16, dtype=torch.float64), []
+    rewards[1] = 0.1 * torch.eye(16)[0]  # one right of 16: a bound would show
     for row in rewards.tolist():
         mean, std = statistics.mean(row), statistics.stdev(row)
         slow.append([(reward - mean) / (std + 1e-4) for reward in row])
-    compare("A of random rewards", my.compute_advantages(rewards), slow)
+    compare("A of random rewards, and of one 0.1 among 16,", my.compute_advantages(rewards), slow)
 
 
 def loss_of(my, logratio, advantages, mask, num_seqs, ref=None, beta=0.0, clip_eps=0.2):
@@ -143,25 +145,35 @@ def loss_of(my, logratio, advantages, mask, num_seqs, ref=None, beta=0.0, clip_e
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0], stats
 
 
+def compare_metrics(my, beta):
+    """The metrics of one token: log pi is log(1.5) - 1, log pi_old -1 and log pi_ref -2."""
+    x, one = double([[math.log(1.5)]]), torch.ones(1, 1).bool()
+    _, _, stats = loss_of(my, x, double([[2]]), one, 1, double([[-2]]), beta)
+    right = {"clip_frac_low": 0, "clip_frac_high": 1, "clip_frac": 1, "ratio_mean": 1.5}
+    right |= {"approx_kl": x.item() ** 2 / 2, "entropy": 1 - x.item()}
+    for name, number in right.items():
+        what = "logratio, ratio and logprobs are needed after your lines, as they are: policy/"
+        compare(what + name, stats["policy/" + name].double(), number)
+
+
 def compare_with_slow_loss(my, beta):
     import test_equations as tests
 
     *given, mask = tests.ragged_batch(0)
     args = my.Args(clip_eps=0.2, beta=beta)
-    loss, _ = my.policy_loss(args, *given, mask, num_seqs=8)
+    loss, _ = my.policy_loss(args, *(x.clone() for x in given), mask, num_seqs=8)
     slow = tests.slow_loss("grpo", *given, mask, beta, 8, mask.sum())
     compare("the loss of random responses", loss.detach(), slow)
 
 
 def grade_loss(my):
     # Four minibatches of one token each, at two settings of --clip-eps.
-    ratio, A, one = double([1.5, 0.5, 1.5, 0.5]), double([2, 2, -2, -2]), torch.ones(1, 1).bool()
-    found, names = [], ["policy/clip_frac", "policy/approx_kl"]
+    ratio, A, found = double([1.5, 0.5, 1.5, 0.5]), double([2, 2, -2, -2]), []
     for x, advantage in zip(ratio.log().view(4, 1, 1), A.view(4, 1, 1), strict=True):
-        loss, slope, stats = loss_of(my, x, advantage, one, 1)
-        other, _, _ = loss_of(my, x, advantage, one, 1, clip_eps=0.3)
-        found.append([x.item() for x in (loss, slope, other, *(stats[name] for name in names))])
-    losses, slopes, others, clip_frac, approx_kl = double(found).unbind(1)
+        loss, slope, _ = loss_of(my, x, advantage, torch.ones(1, 1).bool(), 1)
+        other, _, _ = loss_of(my, x, advantage, torch.ones(1, 1).bool(), 1, clip_eps=0.3)
+        found.append([loss.item(), slope.item(), other.item()])
+    losses, slopes, others = double(found).unbind(1)
     right, clipped = double([-2.4, -1.0, 3.0, 1.6]), ratio.clamp(0.8, 1.2) * A
     upside_down = torch.minimum(A / ratio, (1 / ratio).clamp(0.8, 1.2) * A)
     mistakes = {
@@ -177,15 +189,12 @@ def grade_loss(my):
     compare("the gradient of this loss by log pi", slopes, [0.0, -1.0, 3.0, 0.0])
     mistakes = {"--clip-eps 0.3 has no effect: the bounds are 1 - args.clip_eps and 1 + ..": right}
     compare("this loss with --clip-eps 0.3", others, [-2.6, -1.0, 3.0, 1.4], mistakes)
-    mistakes = {"ratio must stay as it is: policy/clip_frac counts the ratios outside": [0] * 4}
-    compare("policy/clip_frac of these tokens", clip_frac, [1, 0, 0, 1], mistakes)
-    mistakes = {"logratio is log pi_theta - log pi_old: policy/approx_kl is made of it": [0.0] * 4}
-    compare("policy/approx_kl of these tokens", approx_kl, ratio.log() ** 2 / 2, mistakes)
+    compare_metrics(my, 0.0)
     # Two of a minibatch's four sequences: 5 tokens with losses of 14 in all, and 10 with 19.
     mask, A = torch.arange(10) < torch.tensor([[5], [10]]), double([[-1], [-1]])
     logratio = torch.zeros(2, 10, dtype=torch.float64)
     logratio[0, 4] = logratio[1, 9] = math.log(10)
-    loss, _, _ = loss_of(my, logratio, A, mask, 4)
+    loss, slope, _ = loss_of(my, logratio, A, mask, 4)
     mistakes = {
         "the mean over tokens comes before the mean over sequences": 33 / 15,
         "take the mean over the tokens of a sequence, not their sum": 33 / 4,
@@ -194,6 +203,13 @@ def grade_loss(my):
         "divide by num_seqs: this call sees a part of the minibatch's sequences": (2.8 + 1.9) / 2,
     }
     compare("the loss of (14 / 5 + 19 / 10) / 4", loss, (2.8 + 1.9) / 4, mistakes)
+    right = logratio.exp() * mask / mask.sum(1, keepdim=True) / 4
+    mistakes = {
+        "a ratio between the bounds needs its whole gradient: don't detach the clip": (
+            torch.where(logratio == 0, right / 2, right)
+        )
+    }
+    compare("the gradient of this loss by log pi", slope, right, mistakes)
     parts = [loss_of(my, logratio[[i]], A[[i]], mask[[i]], 4)[0] for i in range(2)]
     compare("the sum of the losses of two micro-batches", sum(parts), loss)
     compare_with_slow_loss(my, 0.0)
@@ -202,23 +218,25 @@ def grade_loss(my):
 def grade_kl(my):
     import test_equations as tests
 
-    half, quarter, log2 = double([[0.5]]).log(), double([[0.25]]).log(), math.log(2)
-    mask, zero = torch.ones(1, 1, dtype=torch.bool), double([[0]])
-    _, slope, stats = loss_of(my, half + 1, zero, mask, 1, quarter, beta=1.0)
+    half, fifth, log = double([[0.5]]).log(), double([[0.2]]).log(), math.log(0.4)  # x is 0.4
+    mask, zero, right = torch.ones(1, 1).bool(), double([[0]]), 0.4 - 1 - log
+    _, slope, stats = loss_of(my, half + 1, zero, mask, 1, fifth, beta=0.5)
     mistakes = {
-        "KL(ref||pi) instead: the ratio is upside down, x is pi_ref / pi_theta": 2 - 1 - log2,
-        "this is k1, which is negative for many tokens: k3 adds x - 1": log2,
-        "this is k2: k3 is x - 1 - log x": 0.5 * log2**2,
-        "the - 1 is missing: if the policies are equal, kl must be 0": 0.5 + log2,
-        "the sign is wrong: k3 is never negative": 1 - 0.5 - log2,
+        "KL(ref||pi) instead: the ratio is upside down, x is pi_ref / pi_theta": 2.5 - 1 + log,
+        "this is k1, which is negative for many tokens: k3 adds x - 1": -log,
+        "this is k2: k3 is x - 1 - log x": 0.5 * log**2,
+        "the - 1 is missing: if the policies are equal, kl must be 0": 0.4 - log,
+        "the sign is wrong: k3 is never negative": -right,
+        "beta doesn't belong to kl: the next line has it": 0.5 * right,
     }
-    compare("kl at pi = 1/2, pi_ref = 1/4", stats["kl/ref"], 0.5 - 1 + log2, mistakes)
+    compare("kl at pi = 1/2, pi_ref = 1/5", stats["kl/ref"], right, mistakes)
     mistakes = {"kl is a term of the loss: don't detach it": [[0.0]]}
-    compare("the gradient of kl by log pi, 1 - x,", slope, [[0.5]], mistakes)
+    compare("the gradient of beta kl by log pi, beta (1 - x),", slope, [[0.5 * 0.6]], mistakes)
     far = double([[-13, 11]])  # with pi = 1/e, log x is -12 and 12
     _, _, stats = loss_of(my, 0 * far, zero, far < 12, 1, far, beta=1.0)
     what = "the sum of kl at log x = -12 and 12, without any bound,"
     compare(what, stats["kl/ref"], math.exp(-12) + math.exp(12) - 2)
+    compare_metrics(my, 1.0)
     try:
         tests.test_k3_estimates_the_kl_from_policy_to_reference(my)
     except AssertionError:
@@ -235,15 +253,20 @@ def grade_states(my):
     base_model = SimpleNamespace(get_decoder=lambda: decoder)
     model = SimpleNamespace(base_model=base_model, device=SimpleNamespace(type="none"))
     ids, mask = torch.tensor([[3, 2, 0], [3, 4, 2]]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
+    rows = torch.tensor([[5, 6, 7, 3, 2], [8, 3, 4, 2, 0]])  # what the decoder reads
     mistakes = {
         "the state of the LAST prompt token predicts the first response token": [3, 2, 3, 4, 2],
         "the last token of the prompt also predicts one: the first of the response": [3, 3, 4],
         "the last token of the response predicts no token that counts": [7, 3, 2, 8, 3, 4, 2],
         "of the prompt, only the last token predicts one of the response": [5, 6, 7, 3, 8, 3, 4],
+        "flags are True and False: torch takes numbers for indices": (
+            rows[[0, 0, 1, 1, 0, 1, 1, 1, 0, 0]].flatten()
+        ),
     }
     found = my.response_states(model, my.Rollout([[5, 6, 7], [8]], ids, mask, None)).flatten()
     compare("the states of the docstring's example", found, [7, 3, 8, 3, 4], mistakes)
-    model, rollout = tests.build("Llama"), tests.random_rollout(my, [(1, [4, 2]), (5, [1, 6])])
+    lengths = [(1, [4, 2]), (5, [1, 6]), (6, [5, 3])]
+    model, rollout = tests.build("Llama"), tests.random_rollout(my, lengths, vocabulary=2)
     found = my.compute_logprobs(model, rollout, 0.7).detach()
     slow = tests.slow_logprobs(model, rollout, 0.7).detach()  # one sequence at a time
     compare("the log-probabilities of random sequences", found, slow, tolerance=1e-4)
@@ -252,7 +275,7 @@ def grade_states(my):
 def grade_draw(my):
     p, count = double([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]]), 20_000
     logits = (p.log() + 7).float().repeat(count, 1)  # (2 * count, 3), two rows in turn
-    token, logprobs = my.draw(logits, 0.5)
+    token, logprobs = my.draw(logits.clone(), 0.5)
     right = double([[25, 9, 4], [4, 4, 36]]) / double([[38], [44]])  # at 1/2: p squared
     root = p.sqrt() / p.sqrt().sum(1, keepdim=True)  # at 2
 
@@ -272,9 +295,17 @@ def grade_draw(my):
         "draw the token at the temperature, too": p,
     }
     compare("how often each token is drawn", often, right, mistakes, 0.02)
-    token, logprobs = my.draw(logits[:2], 0.0)
+    token, logprobs = my.draw(logits[:2].clone(), 0.0)
     if token.tolist() != [0, 2] or not torch.allclose(logprobs.exp().double(), p.amax(1)):
         raise Wrong("temperature 0 takes the likeliest token, with its log-probability at 1")
+    token, logprobs = my.draw(torch.full((1, 50), 200.0), 1.0)  # exp(200) is infinite in float32
+    if (token.shape, token.dtype, logprobs.dtype) != ((1,), torch.int64, torch.float32):
+        raise Wrong("for one row, too, both are (1,), tokens are int64, and logprobs float32")
+    what = "the log-probability of one of 50 equal logits of 200"
+    compare(what, logprobs, [-math.log(50)], None, 1e-4)
+    first, second = (my.draw(torch.zeros(200, 50), 1.0)[0] for _ in range(2))
+    if torch.equal(first, second):
+        raise Wrong("each call draws anew: don't set a seed")
     logits = torch.randn(1, 6)
     weights = [math.exp(logit / 1.7) for logit in logits[0].tolist()]
     slow = double(weights) / sum(weights)

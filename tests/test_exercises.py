@@ -106,6 +106,9 @@ ANSWERS = [
     (0, "return (rewards - rewards.mean()) / (rewards.std() + 1e-4)", "a group is a row"),
     (0, "r = rewards\nreturn (r - r.mean(1, True)) / (r.std(1, keepdim=True) + 1e-4)", "exactly 0"),
     (0, f"{CENTRE}\nreturn rewards / ((rewards.square().sum(1, True) / 3).sqrt() + 1e-4)", "A of random rewards"),
+    (0, f"{CENTRE}\nreturn (rewards / (rewards.std(1, keepdim=True) + 1e-4)).clamp(-3, 3)", "one 0.1 among 16"),
+    (0, CENTRE.replace("rewards[:, :1]", "rewards[0, 0]") + "\n"
+        "return rewards / (rewards.std(1, keepdim=True) + 1e-4)", "exactly 0"),
     (0, f"rewards = rewards.clamp(max=40)\n{CENTRE}\nreturn rewards / (rewards.std(1, keepdim=True) + 1e-4)",
         "5 more for all"),
     (0, "return rewards[0]", "should be [["),
@@ -122,15 +125,22 @@ ANSWERS = [
     (1, f"{CLIPPED}\nsurrogate = torch.minimum(ratio.detach() * advantages, clipped * advantages)",
         "the gradient of this loss"),
     (1, f"{CLIPPED}\nS = torch.minimum(ratio * advantages, clipped * advantages)"
-        "\nsurrogate = torch.where(ratio == clipped, advantages, S)", "the loss of random responses"),
+        "\nsurrogate = torch.where((ratio == clipped) & (advantages > 0), advantages, S)",
+        "the loss of random responses"),
     (1, f"{RATIO}\nclipped = ratio.clamp(0.8, 1.2)\n"
         "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "--clip-eps 0.3 has no effect"),
     (1, f"{RATIO}\nclipped = ratio.clamp(0.8, 1 + args.clip_eps)\n"
         "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "this loss with --clip-eps 0.3"),
     (1, f"{RATIO}\nS = ratio * advantages\nratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)\n"
-        "surrogate = torch.minimum(S, ratio * advantages)", "ratio must stay"),
+        "surrogate = torch.minimum(S, ratio * advantages)", "policy/clip_frac_high should"),
     (1, f"{CLIPPED}\nlogratio = torch.zeros_like(logprobs)\n"
-        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "logratio is"),
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "policy/approx_kl should"),
+    (1, f"{RATIO}\nclipped = ratio.detach().clamp(1 - args.clip_eps, 1 + args.clip_eps)\n"
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "whole gradient"),
+    (1, f"{CLIPPED}\nS = torch.minimum(ratio * advantages, clipped * advantages)\n"
+        "surrogate = torch.where(ratio == clipped, S.detach(), S)", "the gradient of this loss"),
+    (1, f"{CLIPPED}\nlogprobs = logratio\n"
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "policy/entropy should"),
     (2, "loss = masked_mean(token_loss, mask)", "before the mean over sequences"),
     (2, "loss = masked_sum(token_loss, mask) / num_seqs", "not their sum"),
     (2, "loss = token_loss.mean(1).sum() / num_seqs", "padding doesn't count"),
@@ -143,6 +153,9 @@ ANSWERS = [
     (3, "kl = 0.5 * (logprobs - ref_logprobs) ** 2", "k2"),
     (3, f"{KL}\nkl = x - x.log()", "- 1 is missing"),
     (3, f"{KL}\nkl = 1 - x + x.log()", "never negative"),
+    (3, "logratio = ref_logprobs - logprobs\nkl = torch.expm1(logratio) - logratio", "policy/approx_kl should"),
+    (3, "y = ref_logprobs - logprobs\nkl = args.beta * (torch.expm1(y) - y)", "the next line has it"),
+    (3, "ref_logprobs -= logprobs\nkl = torch.expm1(ref_logprobs) - ref_logprobs", "right"),
     (3, f"{KL}\nkl = (x - 1 - x.log()).detach()", "don't detach"),
     (3, "y = ref_logprobs - logprobs\nkl = y.exp() - 1 - y", "torch.expm1"),
     (3, "y = (ref_logprobs - logprobs).clamp(-1, 1)\nkl = torch.expm1(y) - y", "without any bound"),
@@ -154,6 +167,9 @@ ANSWERS = [
     (4, f"{LENGTHS}\nflags = [False] * (P - 1) + [True] * (R + 1)", "no token that counts"),
     (4, f"{LENGTHS}\nflags = [True] * (P + R - 1) + [False]", "of the prompt, only"),
     (4, f"{LENGTHS}\nflags = [False] * (P - 1) + [True] * R", "IndexError"),
+    (4, f"{LENGTHS}\nflags = [0] * (P - 1) + [1] * R + [0]", "numbers for indices"),
+    (4, "row = prompt + response\nk = row.index(response[0]) - 1\n"
+        "flags = [k <= i < k + len(response) for i in range(len(row))]", "batch_size"),
     (4, f"{LENGTHS}\nP = min(P, 3)\nflags = [False] * (P - 1) + [True] * R + [False] * (len(prompt) - P + 1)",
         "random sequences"),
     (5, f"{SOFTMAX}\n{TOKEN}\nlogprobs = logits.log_softmax(1)\n{RETURN}", "temperature that sampled"),
@@ -168,6 +184,11 @@ ANSWERS = [
     (5, f"{SOFTMAX}\n{TOKEN.replace('logprobs.exp()', '(logits / min(scale, 1.0)).softmax(1)')}\n{RETURN}",
         "how often each token is drawn should"),
     (5, f"{SOFTMAX}\n{TOKEN}\n{RETURN}", "right"),
+    (5, f"logits /= temperature or 1.0\nlogprobs = logits - logits.logsumexp(1, True)\n{TOKEN}\n{RETURN}", "right"),
+    (5, f"{SOFTMAX.replace('logits /', 'logits.double() /')}\n{TOKEN}\n{RETURN}", "logprobs float32"),
+    (5, f"torch.manual_seed(0)\n{SOFTMAX}\n{TOKEN}\n{RETURN}", "don't set a seed"),
+    (5, f"{SOFTMAX.replace('.log_softmax(1)', '.exp()')}\nlogprobs = (logprobs / logprobs.sum(1, True)).log()\n"
+        f"{TOKEN}\n{RETURN}", "`nan`"),
     (6, "returns = returns - returns[:, :1]\nreturn returns - returns.mean(1, keepdim=True)", "own sample"),
     (6, f"{OTHERS}\nreturn others", "subtract it"),
     (6, "others = returns.sum(1, keepdim=True) - returns\nreturns -= others / (returns.shape[1] - 1)\n"

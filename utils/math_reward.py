@@ -283,11 +283,11 @@ NAME = r"(?:\\(?!sqrt)[A-Za-z]+(?:\{[A-Za-z]+\})?|[A-Z]+|[a-z])(?: *_ *(?:\w|\{[
 # xy, x^2, x(x+1) and x + y are no names: x + y = 5 may be a line, and x^2 = 4 is to be solved.
 GREEK = (
     r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi"
-    r"|pi|rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell|hbar)(?![A-Za-z])"
+    r"|rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell|hbar)(?![A-Za-z])"
 )
-FUNCTION = rf"(?:[fghpDEFGHPV]|(?!{GREEK})\\[a-z]+)"
+FUNCTION = rf"(?:[fghpDEFGHPV]|(?!{GREEK}|\\pi\b)\\[a-z]+)"
 LABEL = (
-    rf"(?:m? *(?!{GREEK}|\\(?:ln|log|exp)\b)\\[a-z]+ *)?{NAME}"
+    rf"(?:m? *(?!{GREEK}|\\(?:pi|ln|log|exp)\b)\\[a-z]+ *)?{NAME}"
     r" *(?:\^ *(?:\*|T|\{ *(?:(?:\\prime *)+|-1|[*T]|\([0-9]+\)) *\}))? *(?:\(-?[^()+-]*\))?"
     rf"|{FUNCTION} *(?:\^\{{[^{{}}]*\}})? *\([^()]*\)"
     r"|\\sigma *\^ *(?:2|\{2\})|\([^()]*,[^()]*\)|(?:\\text\{\w+\}|[\s:])+"

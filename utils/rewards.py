@@ -121,19 +121,19 @@ SHOW = r"\\(?:boxed|fbox|text|textbf|textnormal|textrm|mathrm|mathbf|mbox)"
 # A letter alone is a variable, or k for thousand. "a" and "I" are words.
 LETTER = "[b-zB-HJ-Z]"
 # Words that change the number before them, and words that change the number after them.
-FRACTION_NAME = (
-    "(?:third|(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|[a-z]+teen|[a-z]+tie|hundred|thousand|"
-    "[a-z]+illion)th)"
-)
+DIGIT = "(?:one|two|three|four|five|six|seven|eight|nine)"
+ILLION = "(?:m|b|tr|quadr|quint|z)illion"
+# Parts of a whole. But 18 eleventh graders are whole, so the larger ones are plurals.
+PART = "(?:third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s?"
+PART = rf"(?:{PART}|(?:eleven|twelf|[a-z]+teen|[a-z]+tie|{ILLION})ths)"
 MULTIPLIER = (
-    f"(?:(?i:(?:hundred|thousand|[a-z]+illion|lakh|crore|dozen|{FRACTION_NAME})s?|half|halves|"
-    "quarters? of|(?:and|&) (?:an?|one|two|three|half)|point (?:zero|oh|one|two|three|four|five|six|"
-    "seven|eight|nine)|tens|bn|mn|mil|grand|squared|cubed|factorial|repeating|recurring|"
-    rf"pi|sqrt)|{LETTER})"
+    rf"(?:(?i:(?:[a-z]+-)?{PART}|(?:hundred|thousand|{ILLION}|lakh|crore|dozen)s?|half|halves|"
+    rf"quarters? of|(?:and|&) (?:an?|half|{DIGIT})|point (?:zero|oh|{DIGIT})|tens|bn|mn|mil|grand|"
+    rf"squared|cubed|factorial|repeating|recurring|pi|sqrt)|{LETTER})"
 )
 MODIFIER = (
-    f"(?:(?i:sqrt|log|ln|sin|cos|tan|root of|half|(?:half|quarter|{FRACTION_NAME})s? of|twice|double|"
-    rf"thrice|triple|quadruple|not|more than|less than|fewer than)|{LETTER},?)"
+    rf"(?:(?i:sqrt|log|ln|sin|cos|tan|root of|half|(?:(?:half|quarters?|{PART}) of|twice|double|"
+    rf"thrice|triple|quadruple|times)(?: the)?|not|more than|less than|fewer than)|{LETTER},?)"
 )
 # A unit of one letter needs a space before it: 5m may be 5 million, and 3s may be 3 times s. With a
 # space after it, "in" is the word.
