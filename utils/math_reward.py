@@ -197,8 +197,8 @@ if __name__ == "__main__":
 
     CONFIG = ConversionConfig(lowercase_symbols=False)
     IMAGINARY = sympy.Symbol("i", real=True)
-    DERIVATIVES = sympy.Derivative | sympy.Subs
-    OPERATORS = DERIVATIVES | sympy.Limit | sympy.Sum | sympy.Product | sympy.Integral
+    DERIVATIVES = sympy.Derivative, sympy.Subs
+    OPERATORS = *DERIVATIVES, sympy.Limit, sympy.Sum, sympy.Product, sympy.Integral
 
 FONT = r"\\(?:text(?:normal|rm|bf|it|sf)?|math(?:rm|bf|it|sf)|boldsymbol|bm|mbox)"
 SHORT_UNIT = r"[kcm]?m/(?:s|h|hr|min)|[kcmnd]m|ft|in|mi|yd|[kcm]g|lbs?|oz|hrs?|mph|[AaPp][Mm]"
@@ -208,9 +208,10 @@ BARE = r"(\\[A-Za-z]+|[0-9A-Za-z])"
 ARRAY = r"\\begin\{array\} *\{[lcr ]+\}((?s:(?!\\begin).)*?)\\end\{array\}"
 SIGNS = "le leq leqslant ≤ ge geq geqslant ≥ ne neq ≠ lt gt approx in equiv".split()
 SIGNS = dict(zip(SIGNS, "<= <= <= <= >= >= >= >= <> <> <> < > ≈ ∈ =".split(), strict=True))
-UNICODE = r"√ \sqrt · \cdot ⋅ \cdot × \times ÷ \div ⁄ / ± \pm ∞ \infty ∩ \cap ℓ \ell ′ '".split()
+UNICODE = r"√ \sqrt · \cdot ⋅ \cdot × \times ÷ \div ± \pm ∞ \infty ∑ \sum ∫ \int ∂ \partial ′ '"
+UNICODE += r" ∩ \cap Δ \Delta ℓ \ell ħ \hbar ⩽ \le ⩾ \ge ⁄ /"
+UNICODE = dict(zip(UNICODE.split()[::2], UNICODE.split()[1::2], strict=True))
 nfkc = partial(unicodedata.normalize, "NFKC")
-UNICODE = dict(zip(UNICODE[::2], UNICODE[1::2], strict=True))
 # How a text is rewritten before it is read. Layout leaves a space: 1\!2 isn't 12.
 REWRITES = [
     # x², x₁, ½, √13 and λ. NFKC makes 2 of ², and 1⁄2 of ½.
@@ -250,7 +251,10 @@ REWRITES = [
     (r"\\[lcd]?dots(?![A-Za-z])|\.\.\.", r" \\text{etc} "),
     (r"\b([0-9][0-9A-F]*) *_ *\{?(\w+)\}?", r"\1\\text{base}\2"),
     ("'+", lambda x: "^{" + r"\prime" * len(x[0]) + "}"),
-    (r"\bd([A-Za-z]) */ *d([A-Za-z])\b", r"\\frac{d\1}{d\2}"),
+    # Derivatives: ∂u/∂x, d^2y/dx^2, and y^{(4)} and f^{(n+1)}, which are no powers
+    (r"\\partial *(?=[\\A-Za-z^}])", "d"),
+    (r"\b(d(?:\^2|\^\{2\})?[A-Za-z]) */ *(d[A-Za-z](?:\^2|\^\{2\})?)(?![\w^])", r"\\frac{\1}{\2}"),
+    (r"(?<=[fghuvwyFG]) *\^ *\{ *(\([0-9a-z+-]+\)) *\}", r"^{\\prime \1}"),
     (r"\\(?:[dtcs]|nice)?(frac|binom)(?![A-Za-z])", r"\\\1"),
     (rf"\\(frac|binom) *{BARE}", r"\\\1{\2}"),
     (rf"(\\(?:frac|binom) *{BRACES}) *{BARE}", r"\1{\2}"),
@@ -285,22 +289,27 @@ GREEK = (
     r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi"
     r"|rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell|hbar)(?![A-Za-z])"
 )
-FUNCTION = rf"(?:[fghpDEFGHPV]|(?!{GREEK}|\\pi\b)\\[a-z]+)"
+MARK = r"(?:\^ *(?:\*|T|\{ *(?:(?:\\prime *)+(?:\([^()]*\))?|-1|[*T]) *\}))?"
+FUNCTION = rf"(?:[fghpFGH]|[DEPV](?=.*[A-Z])|(?!{GREEK}|\\pi\b)\\[a-z]+)"
 LABEL = (
-    rf"(?:m? *(?!{GREEK}|\\(?:pi|ln|log|exp)\b)\\[a-z]+ *)?{NAME}"
-    r" *(?:\^ *(?:\*|T|\{ *(?:(?:\\prime *)+|-1|[*T]|\([0-9]+\)) *\}))? *(?:\(-?[^()+-]*\))?"
-    rf"|{FUNCTION} *(?:\^\{{[^{{}}]*\}})? *\([^()]*\)"
-    r"|\\sigma *\^ *(?:2|\{2\})|\([^()]*,[^()]*\)|(?:\\text\{\w+\}|[\s:])+"
+    # not x(x+1) and n(2n)
+    r"(?!\\?([A-Za-z]+) *\([^()]*(?<![A-Za-z])\1(?![A-Za-z]))"
+    rf"(?:(?:m? *(?!{GREEK}|\\pi\b)\\[a-z]+ *)?{NAME} *{MARK} *(?:\(-?[^()+-]*\)|\[[^][]*\])?"
+    rf"|{FUNCTION} *{MARK} *\((?:[^()]|\([^()]*\))*\)"
+    r"|\\sigma *\^ *(?:2|\{2\})|\([^()]*,[^()]*\)|(?:\\text\{\w+\}|[\s:])+)"
 )
+# \Delta x and d^2y/dx^2, which the parser would take for products
+ONE_SYMBOL = rf"\\[Dd]elta *(?:{GREEK}|[A-Za-z])|\\frac *(?=\{{ *d *\^){BRACES} *(?=\{{ *d[\\A-Za-z ]){BRACES}"
 INVERSE = r"[A-Z] *\^ *(?:T|\{ *(?:T|\\top|-1) *\})"
 # The parser would read 100 200 as 300, 5_n as 5, x^2_1 as x^2 and gcd(n, 6) as 1, and drop a part
 # of 1:2:3 and \mp. In a product, letters may change places, but matrices such as A^{-1}BA may not.
 MISREAD = re.compile(
     r"[0-9]\s+[0-9]|(?:[0-9]|\^ *(?:\{[^{}]*\}|\w)) *_|:[^:]*:|\\mp(?![A-Za-z])"
-    rf"|\\gcd *\([^()]*[A-Za-z]|{INVERSE} *[A-Za-z]|[A-Z] *{INVERSE}|([A-Z]) *([A-Z])\b.*\2 *\1"
+    r"|(?:\\vec *\{?\w\}?|\\nabla) *\\(?:cdot|times)|\\text\{\w\} *\\times *\\text|\\gcd *\([^()]*[A-Za-z]"
+    rf"|{INVERSE} *[A-Za-z]|[A-Z] *{INVERSE}|([A-Z]) *([A-Z])\b.*\2 *\1"
 )
 # $50 isn't 50 cents.
-MONEY = [r"\\\$|\bdollars?\b", r"¢|\bcents?\b", r"€|\beuros?\b", "£"]
+MONEY = r"\\\$|\bdollars?\b ¢|\bcents?\b €|\beuros?\b £|\bpounds?\b ¥|\byen\b ₹|\brupees?\b \\?%".split()
 NUMBER_WORD = re.compile(r"(?i)\b(?:hundred|thousand|[a-z]+illion|dozen|ten)s?\b|\bmil\b")
 # No operations: powers of ten, matrices, and products that UNFINISHED looks at
 NOTATION = r"(?<![\d.])10\^(?:\{[-+]?\d+\}|\d)|\\(?:(?:begin|end)\{[pb]matrix\}|cdot|times|cup)"
@@ -314,21 +323,48 @@ UNFINISHED = (
 )
 
 
-def is_label(side):
-    """Whether a side is the name of a value, as x and dy/dx are."""
-    return bool(re.fullmatch(LABEL, side) or isinstance(parse(side), sympy.Symbol | DERIVATIVES))
+def is_label(member):
+    """Whether the first side is a name that the last side may go without, as x and dy/dx are."""
+    side = member.sides[0]
+    value, result = parse(side), parse(member.sides[-1])
+    is_integral = isinstance(value, sympy.Integral) and len(value.limits[0]) == 1
+    # y' = z', or du/dt = d^2u/dx^2, is to be solved.
+    if all(re.search(r"\\(?:prime|int|sum|prod|lim)|\\frac *\{ *d", x) for x in member.sides):
+        return False
+    if isinstance(value, (*DERIVATIVES, sympy.Limit)) or is_integral:
+        return True
+    if not isinstance(value, sympy.Symbol) and not re.fullmatch(LABEL, side):
+        return False
+    # a_{n+1} = 2a_n is a rule for all n, and a determinant of 0 is an equation.
+    if isinstance(value, sympy.Symbol) and "+" in value.name or r"\det" in side and result == 0:
+        return False
+    if isinstance(value, sympy.Function | sympy.exp) and not value.atoms(AppliedUndef):
+        # \sin A = \frac{1}{2} and \ln 1 = 0, but neither \sin y = x nor \ln x = 5
+        is_log = isinstance(value, sympy.log | sympy.exp)
+        return not value.free_symbols or not is_log and getattr(result, "is_number", False)
+    head = parse(side.partition("(")[0])  # f for f(x)
+    if value is None or result is None or head is None or r"\prime" in side and head == value:
+        return True
+    # x = 2x - 3 is to be solved, f(x) = f(-x) isn't f(-x), and \dot{x} = x isn't x.
+    names = {x.name for x in head.free_symbols} - {"prime"}
+    names |= {re.sub(r"\w+\{\\?(.*)\}", r"\1", x) for x in names}
+    return names.isdisjoint(x.name for x in result.atoms(sympy.Symbol, AppliedUndef))
 
 
 def name_of(member):
     """The x of x = 5+6 = 11, but not the 5+6 of 5+6 = 11."""
-    side = member.sides[0] if member.signs else ""
-    sides = [parse(x) for x in (side, member.sides[-1])] if side else []
+    if not member.signs:
+        return ""
+    side = member.sides[0]
+    sides = [parse(x) for x in (side, member.sides[-1])]
     if None in sides:
         unknown = re.search("[A-Za-z]", re.sub(rf"\{{.?matrix\}}|(?!{GREEK})\\[A-Za-z]+", "", side))
     else:
         unknown = set().union(*(x.free_symbols | x.atoms(AppliedUndef) for x in sides))
         unknown -= {IMAGINARY}
-    if unknown or is_label(side):
+        if unknown and isinstance(sides[0], OPERATORS) and is_equal(*sides):
+            return ""  # a sum of k from 1 to n is n(n+1)/2
+    if unknown or re.fullmatch(LABEL, side):
         return side
     # e and i are numbers in e^0 = 1 and i^2 = -1, but names in e^2 + 1 = 5.
     if re.search(r"(?<![\\A-Za-z])[ei]", side):
@@ -406,7 +442,7 @@ def compare(gold, text):
     """Whether the text is the gold answer, or without a text whether the gold answer can be read."""
     texts = [gold] if text is None else [gold, text]
     money = [{i for i, unit in enumerate(MONEY) if re.search(unit, x)} for x in texts]
-    if all(money) and money[0] != money[-1]:
+    if all(money) and money[0].isdisjoint(money[-1]):
         return False
     for pattern, new in REWRITES:
         texts = [re.sub(pattern, new, x) for x in texts]
@@ -460,7 +496,14 @@ def is_same_member(gold, text):
     steps = gold.sides[bool(name) : -1], text.sides[bool(other) : -1]
     if len(gold.sides) == len(text.sides) and not all(map(is_same_value, *steps)):
         return False
+    if len(gold.sides) != len(text.sides) and not all(is_step(x, gold.sides[-1]) for x in steps[0]):
+        return False
     a, b = plain(name), plain(other)
+    # y' may be dy/dx, and y(x) may be y.
+    if (r"\prime" in a) != (r"\prime" in b):
+        a, b = (re.sub(r"\\frac\{d(\w)\}\{d\w\}|(\w)\^\{\\prime\}", r"\1\2'", x) for x in (a, b))
+    if ("(" in a) != ("(" in b):
+        a, b = (re.sub(r"\((?:[a-z]|\\[a-z]+)\)$", "", x) for x in (a, b))
     if name and other and a != b and not WORD.search(name + other):
         a, b = (relations(Member([x.sides[0], x.sides[-1]], ["="]))[0] for x in (gold, text))
         # x = 3 is solved: it isn't 2x = 6.
@@ -470,10 +513,20 @@ def is_same_member(gold, text):
     if name and other and a != b and (min(len(a), len(b)) > 1 or a[0].lower() != b[0].lower()):
         return False
     # x + y = 5 isn't 5: it may be a line. 2x = 6 isn't 6: it is to be solved.
-    if bool(name) != bool(other) and not is_label(name or other):
+    if bool(name) != bool(other) and not is_label(gold if name else text):
         if name or re.search("[0-9]", other):
             return False
     return is_same_value(gold.sides[-1], text.sides[-1])
+
+
+def is_step(side, result):
+    """Whether an answer may leave out this side before the result, unlike the y of x = y = 3."""
+    a, b = parse(side), parse(result)
+    if a is None or b is None:
+        return True
+    # In A = ab = 12, ab is a formula. But x = 2y = 4z isn't x = 4z.
+    is_formula = not a.free_symbols - {IMAGINARY} or not b.free_symbols - {IMAGINARY}
+    return not isinstance(a, sympy.Symbol | AppliedUndef) and (is_formula or is_equal(a, b))
 
 
 def is_same_value(gold, text):
@@ -505,6 +558,7 @@ def parse(text):
     # The parser takes \gamma + 1 for a function of 1, I_1 for the number i, and x^T for x.
     text = re.sub(r"\\([gG]amma)(?![A-Za-z]| *\()", r"\\breve{\1}", text)
     text = re.sub(r"(?<!\\)I", r"\\hslash ", text)
+    text = re.sub(ONE_SYMBOL, lambda x: f"\\breve{{{re.sub('[^A-Za-z0-9]', '', x[0])}}}", text)
     text = re.sub(r"\^ *(?:T|\{T\})", "^{(T)}", text)
     with suppress(Exception):
         parsed = latex2sympy(text, None, True, False, None, CONFIG)
@@ -521,12 +575,15 @@ def depend(operator):
     """
     body, limit = operator.args[:2]
     variables = [limit] if isinstance(operator, sympy.Limit) else operator.variables
-    symbols = body.free_symbols.difference(variables)
-    # In a sum of cn over n, c is a constant. But in d(xy)/dx, y is none.
+    names = {x: x.name for x in body.free_symbols.difference(variables)}
+    # In a sum of cn over n, c is a constant. But in d(xy)/dx, y is none, nor in an integral of xy.
     if body.has(*variables) and not isinstance(operator, sympy.Derivative):
-        indices = [(s, s.name.partition("_")[2]) for s in symbols]
-        symbols = {s for s, index in indices if any(x.name in index for x in variables)}
-    return operator.xreplace({s: sympy.Function(s.name)(*variables, s) for s in symbols})
+        dependent = ".*_.*(?:" + "|".join(re.escape(x.name) for x in variables) + ")"
+        if isinstance(operator, sympy.Integral | sympy.Limit):
+            dependent += r"|[fuvwy](?![a-z])|psi|.*\{"
+        names |= {x: x.name for x in body.atoms(AppliedUndef)}
+        names = {x: name for x, name in names.items() if re.match(dependent, name)}
+    return operator.xreplace({x: sympy.Function(y)(*variables, x) for x, y in names.items()})
 
 
 def is_carried_out(gold, value, text):
@@ -587,7 +644,7 @@ def solution_set(members, text):
     if re.search(r"\bor\b", text) or (values.is_empty and not re.search(r"\band\b", text)):
         values = sympy.Or(*(sympy.And(*chain) for chain in chains)).as_set()
     latex = re.sub(r"\\(?:left|right)", "", sympy.latex(values))
-    return [Member([str(names.pop()), latex], ["∈"], members[-1].unit)]
+    return [Member([sympy.latex(names.pop()), latex], ["∈"], members[-1].unit)]
 
 
 def is_equal(a, b):
