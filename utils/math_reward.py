@@ -300,6 +300,9 @@ LABEL = (
 )
 # \Delta x and d^2y/dx^2, which the parser would take for products
 ONE_SYMBOL = rf"\\[Dd]elta *(?:{GREEK}|[A-Za-z])|\\frac *(?=\{{ *d *\^){BRACES} *(?=\{{ *d[\\A-Za-z ]){BRACES}"
+DERIVED = re.compile(
+    r"\\(?:prime|d+ot|int|sum|prod|lim)|\\frac *\{ *d|[a-z] *_ *\{? *[xyzt]+(?!\w)"
+)
 INVERSE = r"[A-Z] *\^ *(?:T|\{ *(?:T|\\top|-1) *\})"
 # The parser would read 100 200 as 300, 5_n as 5, x^2_1 as x^2 and gcd(n, 6) as 1, and drop a part
 # of 1:2:3 and \mp. In a product, letters may change places, but matrices such as A^{-1}BA may not.
@@ -328,8 +331,8 @@ def is_label(member):
     side = member.sides[0]
     value, result = parse(side), parse(member.sides[-1])
     is_integral = isinstance(value, sympy.Integral) and len(value.limits[0]) == 1
-    # y' = z', or du/dt = d^2u/dx^2, is to be solved.
-    if all(re.search(r"\\(?:prime|int|sum|prod|lim)|\\frac *\{ *d", x) for x in member.sides):
+    # y' = z', du/dt = d^2u/dx^2 and u_t = u_{xx} are to be solved.
+    if all(map(DERIVED.search, member.sides)):
         return False
     if isinstance(value, (*DERIVATIVES, sympy.Limit)) or is_integral:
         return True
@@ -499,11 +502,13 @@ def is_same_member(gold, text):
     if len(gold.sides) != len(text.sides) and not all(is_step(x, gold.sides[-1]) for x in steps[0]):
         return False
     a, b = plain(name), plain(other)
-    # y' may be dy/dx, and y(x) may be y.
+    # y' may be dy/dx, and y(x) = 2x may be y = 2x.
     if (r"\prime" in a) != (r"\prime" in b):
         a, b = (re.sub(r"\\frac\{d(\w)\}\{d\w\}|(\w)\^\{\\prime\}", r"\1\2'", x) for x in (a, b))
     if ("(" in a) != ("(" in b):
-        a, b = (re.sub(r"\((?:[a-z]|\\[a-z]+)\)$", "", x) for x in (a, b))
+        for letter in re.findall(r"\(([a-z]|\\[a-z]+)\)$", a if "(" in a else b):
+            if letter in gold.sides[-1]:
+                a, b = (x.removesuffix(f"({letter})") for x in (a, b))
     if name and other and a != b and not WORD.search(name + other):
         a, b = (relations(Member([x.sides[0], x.sides[-1]], ["="]))[0] for x in (gold, text))
         # x = 3 is solved: it isn't 2x = 6.
@@ -565,6 +570,9 @@ def parse(text):
         # 0.5 is 1/2. Only an interval is computed anew: a power may be huge.
         with sympy.evaluate(isinstance(parsed, sympy.Interval | sympy.Union)):
             parsed = parsed.replace(lambda x: isinstance(x, OPERATORS), depend)
+            # The parser may put a number into dx/dy, which would be 0.
+            if re.search(r"\\frac *\{ *d.*\|_", text) and not parsed.has(*DERIVATIVES):
+                return None
             return parsed.xreplace({x: sympy.Rational(str(x)) for x in parsed.atoms(sympy.Float)})
 
 
@@ -583,7 +591,8 @@ def depend(operator):
             dependent += r"|[fuvwy](?![a-z])|psi|.*\{"
         names |= {x: x.name for x in body.atoms(AppliedUndef)}
         names = {x: name for x, name in names.items() if re.match(dependent, name)}
-    return operator.xreplace({x: sympy.Function(y)(*variables, x) for x, y in names.items()})
+    functions = {x: sympy.Function(f"{name} of {variables}") for x, name in names.items()}
+    return operator.xreplace({x: f(*variables, x) for x, f in functions.items()})
 
 
 def is_carried_out(gold, value, text):
