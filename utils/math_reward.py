@@ -570,8 +570,8 @@ def parse(text):
         # 0.5 is 1/2. Only an interval is computed anew: a power may be huge.
         with sympy.evaluate(isinstance(parsed, sympy.Interval | sympy.Union)):
             parsed = parsed.replace(lambda x: isinstance(x, OPERATORS), depend)
-            # The parser may put a number into dx/dy, which would be 0.
-            if re.search(r"\\frac *\{ *d.*\|_", text) and not parsed.has(*DERIVATIVES):
+            # In dx/dy at x = 1, the parser would derive 1.
+            if any(x.expr.is_number for x in parsed.atoms(sympy.Derivative)):
                 return None
             return parsed.xreplace({x: sympy.Rational(str(x)) for x in parsed.atoms(sympy.Float)})
 
