@@ -529,9 +529,10 @@ def is_step(side, result):
     a, b = parse(side), parse(result)
     if a is None or b is None:
         return True
-    # In A = ab = 12, ab is a formula. But x = 2y = 4z isn't x = 4z.
-    is_formula = not a.free_symbols - {IMAGINARY} or not b.free_symbols - {IMAGINARY}
-    return not isinstance(a, sympy.Symbol | AppliedUndef) and (is_formula or is_equal(a, b))
+    if isinstance(a, sympy.Symbol | AppliedUndef):
+        return False
+    # In A = ab = 12, ab is a formula of the number 12. But x = 2y = 4z isn't x = 4z.
+    return not a.free_symbols or not b.free_symbols - {IMAGINARY} or is_equal(a, b)
 
 
 def is_same_value(gold, text):
