@@ -127,7 +127,7 @@ def grade_advantages(my):
     check_equal(my.compute_advantages)
     compare("A, with 5 more for all rewards,", my.compute_advantages(REWARDS + 5), right)
     rewards, slow = torch.rand(3, 16, dtype=torch.float64), []
-    rewards[1] = 0.1 * torch.eye(16)[0]  # one right of 16: a bound would show
+    rewards[1] = 0.1 * torch.eye(16)[0]  # the largest A: a bound of A would show
     for row in rewards.tolist():
         mean, std = statistics.mean(row), statistics.stdev(row)
         slow.append([(reward - mean) / (std + 1e-4) for reward in row])
@@ -151,8 +151,8 @@ def compare_metrics(my, beta):
     _, _, stats = loss_of(my, x, double([[2]]), one, 1, double([[-2]]), beta)
     right = {"clip_frac_low": 0, "clip_frac_high": 1, "clip_frac": 1, "ratio_mean": 1.5}
     right |= {"approx_kl": x.item() ** 2 / 2, "entropy": 1 - x.item()}
+    what = "logratio, ratio and logprobs are needed after your lines, as they are: policy/"
     for name, number in right.items():
-        what = "logratio, ratio and logprobs are needed after your lines, as they are: policy/"
         compare(what + name, stats["policy/" + name].double(), number)
 
 
@@ -187,7 +187,7 @@ def grade_loss(my):
     }
     compare("the loss at rho = 1.5, 0.5, 1.5, 0.5, A = 2, 2, -2, -2", losses, right, mistakes)
     compare("the gradient of this loss by log pi", slopes, [0.0, -1.0, 3.0, 0.0])
-    mistakes = {"--clip-eps 0.3 has no effect: the bounds are 1 - args.clip_eps and 1 + ..": right}
+    mistakes = {"--clip-eps 0.3 has no effect: take args.clip_eps for eps, and no number": right}
     compare("this loss with --clip-eps 0.3", others, [-2.6, -1.0, 3.0, 1.4], mistakes)
     compare_metrics(my, 0.0)
     # Two of a minibatch's four sequences: 5 tokens with losses of 14 in all, and 10 with 19.
@@ -218,8 +218,10 @@ def grade_loss(my):
 def grade_kl(my):
     import test_equations as tests
 
-    half, fifth, log = double([[0.5]]).log(), double([[0.2]]).log(), math.log(0.4)  # x is 0.4
-    mask, zero, right = torch.ones(1, 1).bool(), double([[0]]), 0.4 - 1 - log
+    half, fifth, log = double([[0.5]]).log(), double([[0.2]]).log(), math.log(0.4)
+    mask, zero = torch.ones(1, 1).bool(), double([[0]])
+    right = 0.4 - 1 - log  # x = pi_ref / pi is 0.4
+    # log pi_old is -1, so the log-ratio is log pi + 1.
     _, slope, stats = loss_of(my, half + 1, zero, mask, 1, fifth, beta=0.5)
     mistakes = {
         "KL(ref||pi) instead: the ratio is upside down, x is pi_ref / pi_theta": 2.5 - 1 + log,
@@ -233,7 +235,7 @@ def grade_kl(my):
     mistakes = {"kl is a term of the loss: don't detach it": [[0.0]]}
     compare("the gradient of beta kl by log pi, beta (1 - x),", slope, [[0.5 * 0.6]], mistakes)
     far = double([[-13, 11]])  # with pi = 1/e, log x is -12 and 12
-    _, _, stats = loss_of(my, 0 * far, zero, far < 12, 1, far, beta=1.0)
+    _, _, stats = loss_of(my, 0 * far, zero, torch.ones(1, 2).bool(), 1, far, beta=1.0)
     what = "the sum of kl at log x = -12 and 12, without any bound,"
     compare(what, stats["kl/ref"], math.exp(-12) + math.exp(12) - 2)
     compare_metrics(my, 1.0)
@@ -253,7 +255,7 @@ def grade_states(my):
     base_model = SimpleNamespace(get_decoder=lambda: decoder)
     model = SimpleNamespace(base_model=base_model, device=SimpleNamespace(type="none"))
     ids, mask = torch.tensor([[3, 2, 0], [3, 4, 2]]), torch.tensor([[1, 1, 0], [1, 1, 1]]).bool()
-    rows = torch.tensor([[5, 6, 7, 3, 2], [8, 3, 4, 2, 0]])  # what the decoder reads
+    rows = torch.tensor([[5, 6, 7, 3, 2], [8, 3, 4, 2, 0]])  # what the decoder reads: its states
     mistakes = {
         "the state of the LAST prompt token predicts the first response token": [3, 2, 3, 4, 2],
         "the last token of the prompt also predicts one: the first of the response": [3, 3, 4],
@@ -300,7 +302,7 @@ def grade_draw(my):
         raise Wrong("temperature 0 takes the likeliest token, with its log-probability at 1")
     token, logprobs = my.draw(torch.full((1, 50), 200.0), 1.0)  # exp(200) is infinite in float32
     if (token.shape, token.dtype, logprobs.dtype) != ((1,), torch.int64, torch.float32):
-        raise Wrong("for one row, too, both are (1,), tokens are int64, and logprobs float32")
+        raise Wrong("for one row, too, tokens and logprobs are (1,): int64 and float32")
     what = "the log-probability of one of 50 equal logits of 200"
     compare(what, logprobs, [-math.log(50)], None, 1e-4)
     first, second = (my.draw(torch.zeros(200, 50), 1.0)[0] for _ in range(2))

@@ -185,7 +185,7 @@ ANSWERS = [
         "how often each token is drawn should"),
     (5, f"{SOFTMAX}\n{TOKEN}\n{RETURN}", "right"),
     (5, f"logits /= temperature or 1.0\nlogprobs = logits - logits.logsumexp(1, True)\n{TOKEN}\n{RETURN}", "right"),
-    (5, f"{SOFTMAX.replace('logits /', 'logits.double() /')}\n{TOKEN}\n{RETURN}", "logprobs float32"),
+    (5, f"{SOFTMAX.replace('logits /', 'logits.double() /')}\n{TOKEN}\n{RETURN}", "int64 and float32"),
     (5, f"torch.manual_seed(0)\n{SOFTMAX}\n{TOKEN}\n{RETURN}", "don't set a seed"),
     (5, f"{SOFTMAX.replace('.log_softmax(1)', '.exp()')}\nlogprobs = (logprobs / logprobs.sum(1, True)).log()\n"
         f"{TOKEN}\n{RETURN}", "`nan`"),

@@ -12,14 +12,16 @@ The rule: every number, letter, word, sign, line and step of both texts counts, 
 - "The answer is" and the like before an answer, and the name of a value: x = 5 may be 5. But two
   names have to be the same, and of several names each has its own value.
 - A unit at the very end, and the same unit after each member of a list: 5 \text{ cm} may be 5. But
-  two units have to be the same. A unit is a measure, or after a number a word in the plural. A
-  single letter is a unit only in \text or \mathrm: in 5m it is a variable.
+  two units have to be the same (of a measure, the first letter: cm and centimeters). A unit is a
+  measure, or after a number a word in the plural. A single letter is a unit only in \text or
+  \mathrm: in 5m it is a variable.
 - The order of a list or a set, but not of a pair. A set may be written without its brackets.
 - The steps before the last side, as in x = 5+6 = 11, if the other text has fewer or more of them.
   After \approx stands the answer. But no approximation is right if the gold answer has no \approx.
 - The form of a formula. If the gold answer has a variable, any equal form is right. If it has none,
   no operation may be left that the gold answer doesn't hold: 10! isn't the answer 3628800. Letters
-  are numbers, in any order. But the y of dy/dx depends on x, and the a_n of a sum over n on n.
+  are numbers, in any order (AB - BA can't be read). But the y of dy/dx depends on x, and the a_n of
+  a sum over n on n.
 
 So a text is split into the members of its list, and a member into its sides. A side with words is
 compared as a text, two plain numbers by the rules of utils/rewards.py. math-verify's parser reads
@@ -191,12 +193,13 @@ for process in PROCESSES:
 
 # ==== inside of a process: from a text to members and sides ====
 if __name__ == "__main__":
+    # Only the processes need these packages: a run itself doesn't load them.
     import sympy
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, latex2sympy
     from sympy.core.function import AppliedUndef
 
     CONFIG = ConversionConfig(lowercase_symbols=False)
-    IMAGINARY = sympy.Symbol("i", real=True)
+    IMAGINARY = sympy.Symbol("i", real=True)  # what the parser makes of i
     DERIVATIVES = sympy.Derivative, sympy.Subs
     OPERATORS = *DERIVATIVES, sympy.Limit, sympy.Sum, sympy.Product, sympy.Integral
 
@@ -208,21 +211,22 @@ BARE = r"(\\[A-Za-z]+|[0-9A-Za-z])"
 ARRAY = r"\\begin\{array\} *\{[lcr ]+\}((?s:(?!\\begin).)*?)\\end\{array\}"
 SIGNS = "le leq leqslant ≤ ge geq geqslant ≥ ne neq ≠ lt gt approx in equiv".split()
 SIGNS = dict(zip(SIGNS, "<= <= <= <= >= >= >= >= <> <> <> < > ≈ ∈ =".split(), strict=True))
-UNICODE = r"√ \sqrt · \cdot ⋅ \cdot × \times ÷ \div ± \pm ∞ \infty ∑ \sum ∫ \int ∂ \partial ′ '"
-UNICODE += r" ∩ \cap Δ \Delta ℓ \ell ħ \hbar ⩽ \le ⩾ \ge ⁄ /"
-UNICODE = dict(zip(UNICODE.split()[::2], UNICODE.split()[1::2], strict=True))
-nfkc = partial(unicodedata.normalize, "NFKC")
-# How a text is rewritten before it is read. Layout leaves a space: 1\!2 isn't 12.
+TYPED = r"√ \sqrt · \cdot ⋅ \cdot × \times ÷ \div ± \pm ∞ \infty ∑ \sum ∫ \int ∂ \partial ′ '"
+TYPED += r" ∩ \cap Δ \Delta ℓ \ell ħ \hbar ⩽ \le ⩾ \ge ⁄ /"
+TYPED = dict(zip(TYPED.split()[::2], TYPED.split()[1::2], strict=True))
+nfkc = partial(unicodedata.normalize, "NFKC")  # 2 for ², and 1⁄2 for ½
+# How a text is rewritten before it is read, in this order. Layout leaves a space: 1\!2 isn't 12.
 REWRITES = [
-    # x², x₁, ½, √13 and λ. NFKC makes 2 of ², and 1⁄2 of ½.
+    # what people type: x², x₁, ½, √13, λ (for Unicode a lamda) and pi
     ("[⁰¹²³⁴-⁹⁻ⁿ]+", lambda x: "^{" + nfkc(x[0]) + "}"),
     ("[₀-₉]+", lambda x: "_{" + nfkc(x[0]) + "}"),
     ("[¼-¾⅐-⅞]", lambda x: r"\frac{" + nfkc(x[0]).replace("⁄", "}{") + "}"),
     (r"√ *([0-9]+)", r"\\sqrt{\1}"),
-    (f"[{''.join(UNICODE)}]", lambda x: f"{UNICODE[x[0]]} "),
+    (f"[{''.join(TYPED)}]", lambda x: f"{TYPED[x[0]]} "),
     ("[α-ω]", lambda x: rf"\{unicodedata.name(x[0]).split()[-1].lower()} "),
     (r"\\lamda\b", r"\\lambda"),
     (r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi "),
+    # other names of one thing
     (r"\\varnothing|\\\{ *\\\}", r"\\emptyset "),
     (r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}", r"\\frac{\1}{\2}"),
     (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle)(?![A-Za-z])\.?", " "),
@@ -255,6 +259,7 @@ REWRITES = [
     (r"\\partial *(?=[\\A-Za-z^}])", "d"),
     (r"\b(d(?:\^2|\^\{2\})?[A-Za-z]) */ *(d[A-Za-z](?:\^2|\^\{2\})?)(?![\w^])", r"\\frac{\1}{\2}"),
     (r"(?<=[fghuvwyFG]) *\^ *\{ *(\([0-9a-z+-]+\)) *\}", r"^{\\prime \1}"),
+    # braces for arguments: \frac12, \sqrt2 and x^(2)
     (r"\\(?:[dtcs]|nice)?(frac|binom)(?![A-Za-z])", r"\\\1"),
     (rf"\\(frac|binom) *{BARE}", r"\\\1{\2}"),
     (rf"(\\(?:frac|binom) *{BRACES}) *{BARE}", r"\1{\2}"),
@@ -283,14 +288,16 @@ UNIT = re.compile(
 # A word, but not as an index: v_{\text{max}}
 WORD = re.compile(r"(?<!_\{)(?<!_\{ )\\text ?\{[^{}]*[A-Za-z]{2}")
 NAME = r"(?:\\(?!sqrt)[A-Za-z]+(?:\{[A-Za-z]+\})?|[A-Z]+|[a-z])(?: *_ *(?:\w|\{[^{}]*\}))?"
-# A value may be named x, \angle A, \sigma^2, P(A), f'(x), f^{-1}(x), f(x+1), (x, y) and The mean. But
-# xy, x^2, x(x+1) and x + y are no names: x + y = 5 may be a line, and x^2 = 4 is to be solved.
 GREEK = (
     r"\\(?:alpha|beta|gamma|delta|(?:var)?epsilon|zeta|eta|(?:var)?theta|iota|kappa|lambda|mu|nu|xi"
     r"|rho|sigma|tau|upsilon|(?:var)?phi|chi|psi|omega|ell|hbar)(?![A-Za-z])"
 )
+# x^*, A^T, f^{-1}, f'' and f^{(4)}
 MARK = r"(?:\^ *(?:\*|T|\{ *(?:(?:\\prime *)+(?:\([^()]*\))?|-1|[*T]) *\}))?"
+# P(1+r) is a product: probabilities and moments are of events and variables, which are capitals.
 FUNCTION = rf"(?:[fghpFGH]|[DEPV](?=.*[A-Z])|(?!{GREEK}|\\pi\b)\\[a-z]+)"
+# A value may be named x, m\angle A, \sigma^2, P(A), f'(x), f(x+1), (x, y) and The mean. But xy,
+# x^2, x(x+1) and x + y are no names: x + y = 5 may be a line, and x^2 = 4 is to be solved.
 LABEL = (
     # not x(x+1) and n(2n)
     r"(?!\\?([A-Za-z]+) *\([^()]*(?<![A-Za-z])\1(?![A-Za-z]))"
@@ -299,20 +306,27 @@ LABEL = (
     r"|\\sigma *\^ *(?:2|\{2\})|\([^()]*,[^()]*\)|(?:\\text\{\w+\}|[\s:])+)"
 )
 # \Delta x and d^2y/dx^2, which the parser would take for products
-ONE_SYMBOL = rf"\\[Dd]elta *(?:{GREEK}|[A-Za-z])|\\frac *(?=\{{ *d *\^){BRACES} *(?=\{{ *d[\\A-Za-z ]){BRACES}"
+ONE_SYMBOL = (
+    rf"\\[Dd]elta *(?:{GREEK}|[A-Za-z])"
+    rf"|\\frac *(?=\{{ *d *\^){BRACES} *(?=\{{ *d[\\A-Za-z ]){BRACES}"
+)
+# y', dy/dx, u_x, and sums and the like
 DERIVED = re.compile(
     r"\\(?:prime|d+ot|int|sum|prod|lim)|\\frac *\{ *d|[a-z] *_ *\{? *[xyzt]+(?!\w)"
 )
-INVERSE = r"[A-Z] *\^ *(?:T|\{ *(?:T|\\top|-1) *\})"
+MATRIX_POWER = r"[A-Z] *\^ *(?:T|\{ *(?:T|\\top|-1) *\})"
 # The parser would read 100 200 as 300, 5_n as 5, x^2_1 as x^2 and gcd(n, 6) as 1, and drop a part
-# of 1:2:3 and \mp. In a product, letters may change places, but matrices such as A^{-1}BA may not.
+# of 1:2:3 and \mp. It lets the factors of a product change places, also vectors and the matrices of
+# A^{-1}BA and AB - BA.
 MISREAD = re.compile(
     r"[0-9]\s+[0-9]|(?:[0-9]|\^ *(?:\{[^{}]*\}|\w)) *_|:[^:]*:|\\mp(?![A-Za-z])"
-    r"|(?:\\vec *\{?\w\}?|\\nabla) *\\(?:cdot|times)|\\text\{\w\} *\\times *\\text|\\gcd *\([^()]*[A-Za-z]"
-    rf"|{INVERSE} *[A-Za-z]|[A-Z] *{INVERSE}|([A-Z]) *([A-Z])\b.*\2 *\1"
+    r"|(?:\\vec *\{?\w\}?|\\nabla) *\\(?:cdot|times)|\\text\{\w\} *\\times *\\text"
+    rf"|\\gcd *\([^()]*[A-Za-z]|{MATRIX_POWER} *[A-Za-z]|[A-Z] *{MATRIX_POWER}"
+    r"|([A-Z]) *([A-Z])\b.*\2 *\1"
 )
-# $50 isn't 50 cents.
-MONEY = r"\\\$|\bdollars?\b ¢|\bcents?\b €|\beuros?\b £|\bpounds?\b ¥|\byen\b ₹|\brupees?\b \\?%".split()
+# \$50 is neither 50 cents nor 50%.
+MONEY = r"\\\$|\bdollars?\b ¢|\bcents?\b €|\beuros?\b £|\bpounds?\b ¥|\byen\b ₹|\brupees?\b".split()
+MONEY += [r"\\?%"]
 NUMBER_WORD = re.compile(r"(?i)\b(?:hundred|thousand|[a-z]+illion|dozen|ten)s?\b|\bmil\b")
 # No operations: powers of ten, matrices, and products that UNFINISHED looks at
 NOTATION = r"(?<![\d.])10\^(?:\{[-+]?\d+\}|\d)|\\(?:(?:begin|end)\{[pb]matrix\}|cdot|times|cup)"
@@ -330,23 +344,25 @@ def is_label(member):
     """Whether the first side is a name that the last side may go without, as x and dy/dx are."""
     side = member.sides[0]
     value, result = parse(side), parse(member.sides[-1])
-    is_integral = isinstance(value, sympy.Integral) and len(value.limits[0]) == 1
     # y' = z', du/dt = d^2u/dx^2 and u_t = u_{xx} are to be solved.
     if all(map(DERIVED.search, member.sides)):
         return False
-    if isinstance(value, (*DERIVATIVES, sympy.Limit)) or is_integral:
+    is_integral = isinstance(value, sympy.Integral) and len(value.limits[0]) == 1  # no bounds
+    if is_integral or isinstance(value, (*DERIVATIVES, sympy.Limit)):
         return True
-    if not isinstance(value, sympy.Symbol) and not re.fullmatch(LABEL, side):
+    is_symbol = isinstance(value, sympy.Symbol)
+    if not is_symbol and not re.fullmatch(LABEL, side):
         return False
     # a_{n+1} = 2a_n is a rule for all n, and a determinant of 0 is an equation.
-    if isinstance(value, sympy.Symbol) and "+" in value.name or r"\det" in side and result == 0:
+    if (is_symbol and "+" in value.name) or (r"\det" in side and result == 0):
         return False
+    # \sin A = \frac{1}{2} and \ln 1 = 0, but neither \sin y = x nor \ln x = 5
     if isinstance(value, sympy.Function | sympy.exp) and not value.atoms(AppliedUndef):
-        # \sin A = \frac{1}{2} and \ln 1 = 0, but neither \sin y = x nor \ln x = 5
         is_log = isinstance(value, sympy.log | sympy.exp)
-        return not value.free_symbols or not is_log and getattr(result, "is_number", False)
-    head = parse(side.partition("(")[0])  # f for f(x)
-    if value is None or result is None or head is None or r"\prime" in side and head == value:
+        return not value.free_symbols or (not is_log and getattr(result, "is_number", False))
+    # Words can't be read. And y' may be 2x/y, as dy/dx may.
+    head = parse(side.partition("(")[0])  # the f of f(x)
+    if None in (value, result, head) or (r"\prime" in side and head == value):
         return True
     # x = 2x - 3 is to be solved, f(x) = f(-x) isn't f(-x), and \dot{x} = x isn't x.
     names = {x.name for x in head.free_symbols} - {"prime"}
@@ -361,15 +377,18 @@ def name_of(member):
     side = member.sides[0]
     sides = [parse(x) for x in (side, member.sides[-1])]
     if None in sides:
-        unknown = re.search("[A-Za-z]", re.sub(rf"\{{.?matrix\}}|(?!{GREEK})\\[A-Za-z]+", "", side))
+        letters = re.sub(rf"\{{.?matrix\}}|(?!{GREEK})\\[A-Za-z]+", "", side)
+        is_unknown = re.search("[A-Za-z]", letters) is not None
     else:
-        unknown = set().union(*(x.free_symbols | x.atoms(AppliedUndef) for x in sides))
-        unknown -= {IMAGINARY}
-        if unknown and isinstance(sides[0], OPERATORS) and is_equal(*sides):
-            return ""  # a sum of k from 1 to n is n(n+1)/2
-    if unknown or re.fullmatch(LABEL, side):
+        symbols = set().union(*(x.free_symbols | x.atoms(AppliedUndef) for x in sides))
+        is_unknown = bool(symbols - {IMAGINARY})
+        # A sum of k from 1 to n is n(n+1)/2.
+        if is_unknown and isinstance(sides[0], OPERATORS) and is_equal(*sides):
+            return ""
+    if is_unknown or re.fullmatch(LABEL, side):
         return side
-    # e and i are numbers in e^0 = 1 and i^2 = -1, but names in e^2 + 1 = 5.
+    # e and i are numbers in e^0 = 1, i^2 = -1 and e^2 = 7.39, but names in e^2 + 1 = 5. What can't
+    # be read as a number is None or raises TypeError.
     if re.search(r"(?<![\\A-Za-z])[ei]", side):
         with suppress(AttributeError, TypeError):
             a, b = (complex(x.subs(IMAGINARY, sympy.I)) for x in sides)
@@ -517,7 +536,8 @@ def is_same_member(gold, text):
     # The area may be called A.
     if name and other and a != b and (min(len(a), len(b)) > 1 or a[0].lower() != b[0].lower()):
         return False
-    # x + y = 5 isn't 5: it may be a line. 2x = 6 isn't 6: it is to be solved.
+    # For x + y = 5, 5 isn't right: it may be a line. For 6, x + y = 6 is, but not 2x = 6, which is
+    # to be solved.
     if bool(name) != bool(other) and not is_label(gold if name else text):
         if name or re.search("[0-9]", other):
             return False
@@ -561,19 +581,21 @@ def parse(text):
     if MISREAD.search(text):
         return None
     text = re.sub(r"\\text *\{([A-Za-z])\}", r" \1 ", text)
-    # The parser takes \gamma + 1 for a function of 1, I_1 for the number i, and x^T for x.
+    # The parser takes \gamma + 1 for a function of 1, I_1 for the number i, and x^T for x. With an
+    # accent such as \breve it takes anything for one symbol.
     text = re.sub(r"\\([gG]amma)(?![A-Za-z]| *\()", r"\\breve{\1}", text)
     text = re.sub(r"(?<!\\)I", r"\\hslash ", text)
     text = re.sub(ONE_SYMBOL, lambda x: f"\\breve{{{re.sub('[^A-Za-z0-9]', '', x[0])}}}", text)
     text = re.sub(r"\^ *(?:T|\{T\})", "^{(T)}", text)
     with suppress(Exception):
         parsed = latex2sympy(text, None, True, False, None, CONFIG)
-        # 0.5 is 1/2. Only an interval is computed anew: a power may be huge.
+        # Only an interval is computed anew: a power may be huge.
         with sympy.evaluate(isinstance(parsed, sympy.Interval | sympy.Union)):
             parsed = parsed.replace(lambda x: isinstance(x, OPERATORS), depend)
             # In dx/dy at x = 1, the parser would derive 1.
             if any(x.expr.is_number for x in parsed.atoms(sympy.Derivative)):
                 return None
+            # 0.5 is 1/2.
             return parsed.xreplace({x: sympy.Rational(str(x)) for x in parsed.atoms(sympy.Float)})
 
 
@@ -585,13 +607,16 @@ def depend(operator):
     body, limit = operator.args[:2]
     variables = [limit] if isinstance(operator, sympy.Limit) else operator.variables
     names = {x: x.name for x in body.free_symbols.difference(variables)}
-    # In a sum of cn over n, c is a constant. But in d(xy)/dx, y is none, nor in an integral of xy.
+    # Without an x in the body, all symbols depend on x, and in d(xy)/dx, too. Else those with the
+    # index x do, and in an integral or a limit also the usual names of functions.
     if body.has(*variables) and not isinstance(operator, sympy.Derivative):
         dependent = ".*_.*(?:" + "|".join(re.escape(x.name) for x in variables) + ")"
         if isinstance(operator, sympy.Integral | sympy.Limit):
             dependent += r"|[fuvwy](?![a-z])|psi|.*\{"
         names |= {x: x.name for x in body.atoms(AppliedUndef)}
         names = {x: name for x, name in names.items() if re.match(dependent, name)}
+    # dy/dx at x = 1 isn't dy/dt at t = 1, so the function's name has its variable. The symbol is an
+    # argument, too, so that it stays free.
     functions = {x: sympy.Function(f"{name} of {variables}") for x, name in names.items()}
     return operator.xreplace({x: f(*variables, x) for x, f in functions.items()})
 
