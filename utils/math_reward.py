@@ -607,12 +607,12 @@ def depend(operator):
     body, limit = operator.args[:2]
     variables = [limit] if isinstance(operator, sympy.Limit) else operator.variables
     names = {x: x.name for x in body.free_symbols.difference(variables)}
-    # Without an x in the body, all symbols depend on x, and in d(xy)/dx, too. Else those with the
-    # index x do, and in an integral or a limit also the usual names of functions.
-    if body.has(*variables) and not isinstance(operator, sympy.Derivative):
+    # Under d/dx, all symbols depend on x. Else those with the index x do, and in an integral or a
+    # limit also the usual names of functions: the integral of c is cx, but that of y isn't yx.
+    if not isinstance(operator, sympy.Derivative):
         dependent = ".*_.*(?:" + "|".join(re.escape(x.name) for x in variables) + ")"
         if isinstance(operator, sympy.Integral | sympy.Limit):
-            dependent += r"|[fuvwy](?![a-z])|psi|.*\{"
+            dependent += r"|[fuvwyFP](?![a-z])|psi|.*\{"
         names |= {x: x.name for x in body.atoms(AppliedUndef)}
         names = {x: name for x, name in names.items() if re.match(dependent, name)}
     # dy/dx at x = 1 isn't dy/dt at t = 1, so the function's name has its variable. The symbol is an
