@@ -19,7 +19,7 @@ most cards have 3 to 7 % more, which are left for both.
 card's bandwidth (23 % with adapters), but counts at most an H100's bandwidth: an H200, with more, was no faster. An
 update takes its FLOP over 36 % of the card's peak, and LAYER_SECONDS for each layer of each micro-batch. These shares
 are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with each recorded step. Other
-cards, and vLLM, haven't been measured. The prefill of the prompts isn't counted: it takes about 1 % of a step.
+cards, and vLLM, haven't been measured. The prefill of a step's prompts isn't counted: it takes about 1 % of a step.
 
 A T4 and an RTX 2080 Ti have no TF32. So they compute the float32 output head without tensor cores, which takes half of
 the update or more if the vocabulary is large. Their default is float16. They emulate bf16: `--dtype bfloat16` is
@@ -154,7 +154,7 @@ def read_config(name: str) -> dict:
 def shape(config: dict) -> SimpleNamespace:
     """The sizes that the counts need, from a config.json.
 
-    parameters: all of the model. A head that is the embedding counts once.
+    parameters: all of the model. A head that is the embedding counts once. body: those without embedding and head.
     matrices: (in, out) of each linear layer of the decoder; layer_weights: the numbers in a layer's matrices, and
     largest: in the largest of them, experts included.
     Q, keys: the length of a token's queries and of its keys in one layer; attending: the layers that keep keys. (Keys
@@ -183,8 +183,11 @@ def shape_of_text(config: str) -> SimpleNamespace:
     linear = [x for x in decoder.modules() if isinstance(x, torch.nn.Linear)]
     head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     kinds = getattr(c, "layer_types", None) or ["full_attention"] * c.num_hidden_layers
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    parameters = sum(weight.numel() for weight in model.parameters())
     return SimpleNamespace(
-        parameters=sum(weight.numel() for weight in model.parameters()),
+        parameters=parameters,
+        body=parameters - (1 if tied else 2) * c.vocab_size * c.hidden_size,
         matrices=[(x.in_features, x.out_features) for x in linear],
         layer_weights=sum(x.numel() for x in matrices) // c.num_hidden_layers,
         largest=max(x.numel() for x in matrices),
@@ -196,7 +199,7 @@ def shape_of_text(config: str) -> SimpleNamespace:
         F=getattr(c, "intermediate_size", None) or max(max(x.shape) for x in matrices),
         Q=c.num_attention_heads * head,
         keys=(getattr(c, "num_key_value_heads", None) or c.num_attention_heads) * head,
-        tied=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
+        tied=tied,
         normed=any(name.endswith("q_norm") for name, _ in decoder.named_modules()),
     )
 
@@ -253,8 +256,8 @@ def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     columns = prompt + args.max_new_tokens
     # The keys and values of a token, in 16 bits.
     each = 2 * 2 * s.attending * s.keys
+    # An evaluation has one row for each problem. A rollout has whole groups, so it may have a few rows less.
     rows = max(args.num_generations, args.sampling_tokens // columns)
-    # A rollout has fewer rows if it's smaller, and an evaluation has one for each problem.
     rows = min(rows, max(args.num_prompts * args.num_generations, args.eval_size))
     cache = rows * columns * each
     # Six tensors in float32: logits, noise, the steps between them, and the tensors that the graph keeps.
@@ -334,6 +337,8 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
     if script not in ("grpo_lora", "grpo_vllm"):
         in_float32 = getattr(args, "engine_dtype", "auto") == "float32"
         found["sampling copy"] = 4 * P if in_float32 else copied
+    if script == "grpo_offpolicy":  # its sampler is another policy, so an evaluation has a copy of its own
+        found["evaluation copy"] = copied
     if getattr(args, "beta", 0) > 0 and script != "grpo_lora":
         found["reference"] = copied
     if script == "distill":
@@ -369,18 +374,21 @@ def head_rate(card: str) -> float:
     return FLOAT32.get(card, CARDS[card][2])
 
 
-def decode_seconds(script: str, config: dict, args, card: str, prompt: int, rows: int, response: int) -> float:
-    """Seconds to sample `rows` responses of this mean length; the longest has --max-new-tokens."""
+def decode_seconds(script, config, args, card, prompt: int, prompts: float, samples: int, response: int) -> float:
+    """Seconds to sample responses of this mean length, `samples` to each prompt; the longest has --max-new-tokens."""
     s = shape(config)
     head = s.V * s.D
-    columns = prompt + args.max_new_tokens
-    # vLLM's engine samples all rows at once.
-    parts = 1 if script == "grpo_vllm" else math.ceil(rows * columns / args.sampling_tokens)
+    rows = prompts * samples
+    if script == "grpo_vllm":  # its engine samples all rows at once
+        parts = 1
+    else:
+        at_a_time = max(1, args.sampling_tokens // (samples * (prompt + args.max_new_tokens)))  # prompts
+        parts = math.ceil(prompts / at_a_time)
     read = args.max_new_tokens * parts  # times that the weights are read
     keys = rows * response * (prompt + response / 2) * 2 * 2 * s.attending * s.keys
     share = DECODING_SHARE_LORA if script == "grpo_lora" else DECODING_SHARE
     bandwidth = share * min(CARDS[card][1], MOST_BANDWIDTH)
-    layers = (2 * read * (s.parameters - head) + keys) / bandwidth
+    layers = (2 * read * s.body + keys) / bandwidth
     # With many rows and without tensor cores, the head's FLOP take longer than its bytes.
     return layers + max(4 * read * head / bandwidth, 2 * rows * response * head / head_rate(card) / UPDATE_SHARE)
 
@@ -410,15 +418,19 @@ def step_seconds(script: str, config: dict, card: str, args=None, prompt=PROMPT,
     response = response or args.max_new_tokens
     s = shape(config)
     shards = gpus if script == "grpo_multigpu" else 1
-    N = args.num_prompts * args.num_generations / shards
-    rows = N + args.num_prompts if script == "remax" else N  # its baseline is a greedy response to each prompt
-    rollout = decode_seconds(script, config, args, card, prompt, rows, response)
-    head = s.V * s.D
-    tokens = N * (prompt + response)
+    prompts, samples = args.num_prompts / shards, args.num_generations
+    rollout = decode_seconds(script, config, args, card, prompt, prompts, samples, response)
+    if script == "remax":  # its baseline is a greedy response to each prompt
+        rollout += decode_seconds(script, config, args, card, prompt, prompts, 1, response)
+    N, length, head = prompts * samples, prompt + response, s.V * s.D
+    tokens = N * length
+    # Multiplications of a forward pass: one for each weight and token; in attention, one for each pair of a token and
+    # an earlier one, with the query and with the value, so 2 * length ** 2 / 2 of them.
+    forward = tokens * s.body + N * length**2 * s.Q * s.attending
     layer_passes, head_passes = passes(script, config, args)
     emulated = card in FLOAT32 and getattr(args, "dtype", "auto") == "bfloat16"
     rate = CARDS[card][2] / (EMULATION if emulated else 1)
-    computing = 2 * layer_passes * tokens * (s.parameters - head) / rate
+    computing = 2 * layer_passes * forward / rate
     computing += 2 * head_passes * N * response * head / head_rate(card)
     launch = LAYER_SECONDS_LORA if script == "grpo_lora" else LAYER_SECONDS
     launches = math.ceil(tokens / args.micro_batch_tokens) * s.layers * launch * layer_passes / 5
@@ -433,8 +445,9 @@ def run_hours(script, config, card, args, prompt=PROMPT, response=None, gpus=1) 
     """Hours of all steps, and of all evaluations."""
     step = sum(step_seconds(script, config, card, args, prompt, response, gpus))
     times = 2 + ((args.num_steps - 1) // args.eval_every if args.eval_every else 0)
-    rows = args.eval_size / (gpus if script == "grpo_multigpu" else 1)
-    evaluation = decode_seconds(script, config, args, card, prompt, rows, response or args.max_new_tokens)
+    prompts = args.eval_size / (gpus if script == "grpo_multigpu" else 1)
+    evaluation = decode_seconds(script, config, args, card, prompt, prompts, 1, response or args.max_new_tokens)
+    evaluation += 2 * prompts * prompt * shape(config).body / CARDS[card][2] / UPDATE_SHARE  # the prefill
     return args.num_steps * step / 3600, times * evaluation / 3600
 
 
@@ -456,7 +469,7 @@ def errors() -> list[tuple[str, str, float, float]]:
         if name == "8192, no graph":
             continue  # the default has a graph
         numbers = [int(word) for word in name.split(",")[0].split() if word.isdigit()]
-        flags = dict(micro_batch_tokens=numbers[0] if numbers else 8192)
+        flags = dict(micro_batch_tokens=numbers[0] if numbers else 8192, eval_size=8)
         flags |= dict(sampling_tokens=131072) if "all at once" in name else {}
         config, last = MODELS["SmolLM2-1.7B"], record["metrics"][-1]
         rollout, update = step_seconds(script, config, "H200", **flags)
