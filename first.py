@@ -98,10 +98,12 @@ def main():
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        # How far the last update's ratios are from 1, over the tokens that count.
-        logratio = (logprobs - old_logprobs)[response_mask == 1]  # (tokens,)
-        clip_frac = ((logratio.exp() - 1).abs() > CLIP_EPS).float().mean()
-        approx_kl = (0.5 * logratio**2).mean()
+        # In the last update: where the clip acts, and how far the ratios are from 1.
+        logratio = logprobs - old_logprobs  # (N, R)
+        clipped_low = (logratio.exp() < 1 - CLIP_EPS) & (advantages < 0)  # (N, R)
+        clipped_high = (logratio.exp() > 1 + CLIP_EPS) & (advantages > 0)  # (N, R)
+        clip_frac = (clipped_low | clipped_high)[response_mask == 1].float().mean()
+        approx_kl = (0.5 * logratio[response_mask == 1] ** 2).mean()
         print(f"step {step}: mean reward {rewards.mean():.2f}, {clip_frac=:.4f}, {approx_kl=:.5f}")
         print(f"    {rows[0]['question']}{texts[0]}")
 

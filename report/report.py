@@ -290,22 +290,24 @@ def rightness(evaluations):
 # ---- configurations compared
 
 ERROR_NOTE = (
-    "± is the standard error over the held-out problems: sqrt(p (1 - p) / (n - 1)) if the share p "
-    "of n problems is right."
+    "± is the standard error over the n held-out problems: the std of their shares of right "
+    "responses, over sqrt(n). With one seed and an accuracy of p, it is sqrt(p (1 - p) / (n - 1))."
 )
 PAIRED_NOTE = (
     "Each configuration is compared with the first, problem by problem. The difference is the mean "
     "over the problems, and its interval is 1.96 standard errors to each side. A problem is won if "
     "it is right more often than in the first configuration, and lost if less often. The sign test "
-    "of these two numbers is exact. The interval is approximate: if fewer than ten problems were "
-    "won or lost, trust the test."
+    "of these two numbers is exact. The interval is approximate, if fewer than ten problems were "
+    "won or lost."
 )
 ONE_SEED_NOTE = (
-    "The interval and the sign test say how far the difference could change with other problems. "
+    "If fewer than ten problems were won or lost, trust the test, and not the interval. "
+    "Both say how far the difference could change with other problems. "
     "Only more seeds show how far it could change with other seeds."
 )
 SEVERAL_SEEDS_NOTE = (
-    "A problem counts with its mean over the seeds. "
+    "A problem counts with its mean over the seeds. The test counts problems, whatever the size of "
+    "the change, so it may disagree with the difference. "
     "The interval and the sign test say how far the difference could change with other problems. "
     "The standard error over the seeds says how far it could change with other seeds: a 95 % "
     "interval is 12.7 of these errors to each side with two seeds, 4.3 with three, and 2.8 with "
@@ -313,7 +315,8 @@ SEVERAL_SEEDS_NOTE = (
 )
 SHARED_NOTE = (
     "Runs of different configurations with the same seed ({}) share prompts and random numbers, so "
-    "their curves coincide at first, and this makes the comparison sharper (common random numbers)."
+    "their curves coincide at first. The later difference of held-out accuracies is hardly more "
+    "precise than with different seeds."
 )
 SECONDS_NOTE = "The seconds are those of sampling and updates until the last evaluation, of all seeds together."
 

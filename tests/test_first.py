@@ -153,3 +153,30 @@ def test_it_learns(first, capsys, tmp_path, monkeypatch):
     before, after = re.findall(r": accuracy (\S+)", capsys.readouterr().out)
     assert float(after) > float(before) + 0.2
     assert not list(tmp_path.iterdir())
+
+
+def test_the_printed_metrics_are_those_of_grpo(first, capsys, monkeypatch):
+    """Of each step's last update, with a rate at which ratios leave the range on both sides of either advantage."""
+    first.NUM_STEPS, first.LEARNING_RATE = 3, 1e-3
+    updates, loss = [], first.policy_loss
+
+    def spy(*given):
+        updates.append([tensor.detach() for tensor in given])
+        return loss(*given)
+
+    monkeypatch.setattr(first, "policy_loss", spy)
+    first.main()
+    printed = re.findall(r"clip_frac=(\S+), approx_kl=(\S+)", capsys.readouterr().out)
+    args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
+    outside = 0
+    assert len(printed) == 3
+    for numbers, (logprobs, old_logprobs, advantages, mask) in zip(printed, updates[1::2], strict=True):
+        given = (args, logprobs, old_logprobs, None, advantages, mask.bool())
+        _, sums = grpo.policy_loss(*given, num_seqs=len(mask))
+        clip_frac, approx_kl = (
+            sums[f"policy/{name}"] / mask.sum() for name in ("clip_frac", "approx_kl")
+        )
+        assert numbers == (f"{clip_frac:.4f}", f"{approx_kl:.5f}")
+        ratio = (logprobs - old_logprobs).exp()[mask.bool()]
+        outside += ((ratio - 1).abs() > first.CLIP_EPS).float().mean() - clip_frac
+    assert outside > 0.001  # some ratios are outside, where the clip doesn't act

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import shutil
+import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -364,6 +365,41 @@ def test_several_seeds_are_averaged_per_problem_and_compared_per_seed(tmp_path):
     assert (found["won"], found["lost"]) == (3, 1)  # 2/3, 1, 1/3, 1/3 and 1, 1/2, 0, 0
     assert found["per_seed"] == {} and found["over_seeds"] is None
     assert "other seeds than the first" in " ".join(report.notes_on([first, other]))
+
+
+def test_the_notes_of_one_seed_and_of_several(tmp_path):
+    """With several seeds, more problems can be lost while the mean rises. The note says why."""
+    before, folders = "1" * 60 + "0" * 25 + "1" * 15, []
+    for seed in (1, 2, 3):  # 60 problems are lost in one seed each, and 25 are won in all
+        lost = "".join("0" if i % 3 == seed - 1 else "1" for i in range(60))
+        for name, right in (("a", before), ("b", lost + "1" * 40)):
+            given = dict(seed=seed, before=before, eval_size=100, beta=float(name == "b"))
+            folders.append(write_evaluated(tmp_path / f"{name}{seed}", right, **given))
+    result = report.compare(*read_configs(*folders))
+    assert result["difference"] == pytest.approx(25 / 100 - 20 / 100)
+    assert (result["won"], result["lost"]) == (25, 60) and result["p"] < 0.001
+    notes = " ".join(report.notes_on(read_configs(*folders)))
+    assert "it may disagree with the difference" in notes and "trust the test" not in notes
+    assert "(1, 2, 3) share prompts" in notes and "hardly more precise" in notes
+    notes = " ".join(report.notes_on(read_configs(*folders[:2])))
+    assert "trust the test" in notes and "disagree" not in notes
+    # The standard error with several seeds is that of the problems' means.
+    shares = report.rightness([{"right": [1, 1, 0]}, {"right": [1, 0, 0]}])
+    assert shares == [1, 0.5, 0] and report.mean_and_error(shares)[1] == pytest.approx(0.5 / math.sqrt(3))
+
+
+def test_equal_configurations_often_look_different_with_one_seed():
+    """The three percentages of docs/train.md: a normal approximation, with 30 % of the problems won or lost."""
+    normal = statistics.NormalDist()
+    found = []
+    for n in (50, 200, 500):
+        over_problems = math.sqrt(0.3 / n)  # the standard error that the report knows
+        over_seeds = math.sqrt(2) * 0.046
+        z = 1.96 * over_problems / math.hypot(over_problems, over_seeds)
+        found.append(200 * normal.cdf(-z))
+    assert found == pytest.approx([12, 31, 48], abs=1.5)
+    text = " ".join((ROOT / "docs" / "train.md").read_text(encoding="utf-8").split())
+    assert "in some 12, 31 and 48 % of comparisons on 50, 200 and 500 problems" in text
 
 
 def test_a_run_compared_with_itself(tmp_path):
