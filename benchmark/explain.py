@@ -74,7 +74,7 @@ def baseline_table() -> str:
 
 def gae_table() -> str:
     """A response of four tokens that earns 1 at its end. A critic gives a value to each token."""
-    values, rewards = torch.tensor([[0.5, 0.6, 0.2, 0.7]]), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
+    values, rewards = torch.tensor([[0.5, 0.6, 0.2, 0.6]]), torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     mask = torch.ones(1, 4, dtype=torch.bool)
     rows = [["reward", *(f"{x:g}" for x in rewards[0])], ["V", *(f"{x:.1f}" for x in values[0])]]
     names = {0.0: "0: each delta alone", 0.95: "0.95", 1.0: "1: return minus V"}
