@@ -35,8 +35,9 @@ belongs to prompt i//G), P the length of a padded prompt, R of a padded response
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
 tokens in all. In functions that get other prompts, as in an evaluation, B and N count those.
 
-    python grpo.py                                 a bundled model learns to add, on a CPU
-    python grpo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
+    python grpo.py                                            the bundled adder, on a CPU
+    python grpo.py --model SmolLM2-1.7B --num-generations 8   GSM8K, a base model, on one GPU
+    python grpo.py --model SmolLM2-1.7B-Instruct              GSM8K, a chat model, on one GPU
 """
 
 import copy

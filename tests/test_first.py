@@ -170,7 +170,9 @@ def test_the_printed_metrics_are_those_of_grpo(first, capsys, monkeypatch):
     args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
     outside = 0
     assert len(printed) == 3
-    for numbers, (logprobs, old_logprobs, advantages, mask) in zip(printed, updates[1::2], strict=True):
+    for numbers, (logprobs, old_logprobs, advantages, mask) in zip(
+        printed, updates[1::2], strict=True
+    ):
         given = (args, logprobs, old_logprobs, None, advantages, mask.bool())
         _, sums = grpo.policy_loss(*given, num_seqs=len(mask))
         clip_frac, approx_kl = (

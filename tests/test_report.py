@@ -385,7 +385,9 @@ def test_the_notes_of_one_seed_and_of_several(tmp_path):
     assert "trust the test" in notes and "disagree" not in notes
     # The standard error with several seeds is that of the problems' means.
     shares = report.rightness([{"right": [1, 1, 0]}, {"right": [1, 0, 0]}])
-    assert shares == [1, 0.5, 0] and report.mean_and_error(shares)[1] == pytest.approx(0.5 / math.sqrt(3))
+    assert shares == [1, 0.5, 0] and report.mean_and_error(shares)[1] == pytest.approx(
+        0.5 / math.sqrt(3)
+    )
 
 
 def test_equal_configurations_often_look_different_with_one_seed():

@@ -15,12 +15,17 @@ import huggingface_hub
 import plan
 import pytest
 import tyro
-from conftest import ROOT, SMALL_MODEL, small_recipe
+from conftest import ROOT, SMALL_JUDGE, SMALL_MODEL, small_recipe
 from scripts import MACHINE_PATCHES, SCRIPTS, read_script
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
 
 import grpo
 import grpo_lora
+import ppo_rlhf
 import report
 
 PAGE = "".join(
@@ -154,19 +159,29 @@ def problems(tmp_path):
     return path
 
 
-def mine(monkeypatch):
-    """grpo_lora.py with the page's reward in the place of its own."""
-    (reward,) = [block for block in code("python") if "REWARDS =" in block]
-    source = read_script("grpo_lora")
-    changed, count = re.subn(r"^REWARDS = .*\n", lambda _: reward, source, flags=re.MULTILINE)
+def changed_script(monkeypatch, name, pattern, replacement):
+    """The module of a script, in which one line or more are replaced."""
+    changed, count = re.subn(pattern, lambda _: replacement, read_script(name), flags=re.MULTILINE)
     assert count == 1
     module = types.ModuleType("mine")
     module.__file__ = str(ROOT / "mine.py")
     # A dataclass looks up its module here.
     monkeypatch.setitem(sys.modules, "mine", module)
     exec(compile(changed, module.__file__, "exec"), module.__dict__)
-    module.SCRIPT = ROOT / "grpo_lora.py"  # a run copies its script
+    module.SCRIPT = ROOT / f"{name}.py"  # a run copies its script
     return module
+
+
+def mine(monkeypatch):
+    """grpo_lora.py with the page's reward in the place of its own."""
+    (reward,) = [block for block in code("python") if "REWARDS =" in block]
+    return changed_script(monkeypatch, "grpo_lora", r"^REWARDS = .*\n", reward)
+
+
+def line_of_page(start):
+    """The line for a copy of a script that begins so."""
+    (line,) = re.findall(rf"`({re.escape(start)}[^`]*)`", PROSE)
+    return " ".join(line.split())
 
 
 def test_the_reward(monkeypatch):
@@ -237,3 +252,66 @@ def test_a_chat(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("builtins.input", lambda prompt: next(questions))
     exec(source.replace("runs/first/model", str(tmp_path)), {})
     assert "<answer>" in capsys.readouterr().out
+
+
+def test_a_base_model_with_a_chat_template_gets_plain_text(tmp_path, monkeypatch, capsys):
+    """The page's line in a copy. The saved tokenizer has no template, either, so that ask.py asks as the run did."""
+    tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
+    tokenizer.chat_template = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(SMALL_MODEL).save_pretrained(tmp_path / "base")
+    start = "    tokenizer = AutoTokenizer.from_pretrained(find_model(args))\n"
+    line = line_of_page("tokenizer.chat_template = ")
+    plain = changed_script(monkeypatch, "grpo", re.escape(start), f"{start}    {line}\n")
+    prompts = []
+    for name, script in (("chat", grpo), ("plain", plain)):
+        _, folder = run(script, tmp_path, name, model=str(tmp_path / "base"))
+        prompts.append(re.findall(r"first prompt: '(.*?)', answer", capsys.readouterr().out)[0])
+    assert prompts[0] == f"<{prompts[1]}>"
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template is None
+
+
+def test_a_response_that_runs_on_into_an_example_loses_its_1():
+    question, answer = grpo.EXAMPLES[0]
+    right = grpo.EXAMPLES[1][1]
+    texts = [right, f"{right}\n{question}", f"{right}\n{question}\n{answer}"]
+    gold = re.findall(r"<answer>(.*)</answer>", right) * 3
+    assert grpo.accuracy_reward(texts, gold) == [1.0, 1.0, 0.0]
+    assert grpo.format_reward(texts, gold) == pytest.approx([0.4] * 3)
+
+
+def test_a_reward_model_of_another_scale(tmp_path, monkeypatch):
+    """Its head divided by 10, as the page says: the run is that of the judge it was made from."""
+    judge = AutoModelForSequenceClassification.from_pretrained(SMALL_JUDGE)
+    judge.score.weight.data *= 10
+    judge.save_pretrained(tmp_path / "judge")
+    AutoTokenizer.from_pretrained(SMALL_JUDGE).save_pretrained(tmp_path / "judge")
+    end = "    return reward_model\n"
+    line = line_of_page("reward_model.score.weight.data")
+    divided = changed_script(monkeypatch, "ppo_rlhf", f"^{end}", f"    {line}\n{end}")
+    given = dict(num_steps=2, num_iterations=3)
+    expected, _ = run(ppo_rlhf, tmp_path, "judge_1", **given)
+    whole, _ = run(ppo_rlhf, tmp_path, "judge_10", reward_model=str(tmp_path / "judge"), **given)
+    found, _ = run(divided, tmp_path, "divided", reward_model=str(tmp_path / "judge"), **given)
+    names = [name for name in expected if not name.startswith("time/")]
+    for name in names:
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+    assert whole["value/clip_frac"] > expected["value/clip_frac"] + 0.1
+
+
+def test_a_fixed_score_for_cut_responses(tmp_path, monkeypatch):
+    """The page's line for Huang's rule, with responses of which some are cut."""
+    line = line_of_page('scores["score"]')
+    scored = r"^        scores, first_scores = score_responses\(.*\n"
+    (start,) = re.findall(scored, read_script("ppo_rlhf"), re.MULTILINE)
+    huang = changed_script(monkeypatch, "ppo_rlhf", re.escape(start), f"{start}        {line}\n")
+    _, folder = run(
+        huang, tmp_path, "huang", missing_eos_penalty=0.0, max_new_tokens=18, num_prompts=16
+    )
+    rewards, ended = [], []
+    for sample in map(json.loads, (folder / "samples.jsonl").open()):
+        rewards += sample["rewards"]
+        ended += sample["ended"]
+    assert 0 < sum(ended) < len(ended)
+    assert {r for r, e in zip(rewards, ended, strict=True) if not e} == {-1.0}
+    assert len({r for r, e in zip(rewards, ended, strict=True) if e}) > 5
