@@ -76,6 +76,7 @@ WORDS = {
     TOKENS: "tokens of a response",
     EQUAL: "groups with equal rewards, %",
     GAP: "gap to the trainer, nats",
+    # So the records were counted. Today the metric counts where the clip acts, which is less.
     "policy/clip_frac": "outside the clip range, %",
     "policy/approx_kl": "KL to the old policy, nats",
     NATS: "entropy, nats a token",

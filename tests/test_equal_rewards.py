@@ -1,14 +1,18 @@
-"""Equal rewards teach nothing: their advantages are exactly 0, in every script and patch, and main moves no weight."""
+"""Equal rewards teach nothing: their advantages are exactly 0, in every script and patch, and main moves no weight.
+
+After other steps, Adam's average gradient moves the weights without a gradient, as docs/algorithms.md says.
+"""
 
 import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import load_patched, small_recipe
+from conftest import ROOT, load_patched, small_recipe
 from scripts import SCRIPTS
 from transformers import AutoModelForCausalLM
 
+import grpo
 import grpo_process
 import ppo_rlhf
 import reinforce_baseline
@@ -92,3 +96,43 @@ def test_a_step_of_equal_rewards_moves_no_weight(script, monkeypatch, tmp_path):
     before = AutoModelForCausalLM.from_pretrained(args.model).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
     assert before.keys() == after.keys() and all(torch.equal(before[x], after[x]) for x in before)
+
+
+def test_without_a_gradient_adam_goes_on(monkeypatch, tmp_path):
+    """Six ordinary steps, then three with equal rewards: the gradient is 0, and the updates only shrink slowly."""
+    moves, step = [], torch.optim.Adam.step
+
+    def recorded_step(self, *given):
+        weights = [x for group in self.param_groups for x in group["params"]]
+        before = [x.detach().clone() for x in weights]
+        result = step(self, *given)
+        pairs = zip(weights, before, strict=True)
+        moves.append(sum((x.detach() - old).square().sum() for x, old in pairs).sqrt().item())
+        return result
+
+    def reward(completions, **columns):
+        is_equal = len(moves) >= 6
+        return [0.3 if is_equal else float(len(text)) for text in completions]
+
+    monkeypatch.setattr(torch.optim.Adam, "step", recorded_step)
+    monkeypatch.setattr(grpo, "REWARDS", [reward])
+    fields = small_recipe(grpo) | dict(beta=0.0, num_steps=9, num_prompts=4, num_generations=8)
+    fields |= dict(eval_size=1, eval_every=0, warmup_updates=0, lr_schedule="constant_with_warmup")
+    metrics = grpo.main(grpo.Args(**fields, runs_dir=str(tmp_path), run_name="run"))
+    assert metrics["optim/grad_norm"] == 0.0 and len(moves) == 9
+    assert moves[5] > moves[6] > moves[7] > moves[8] > 0.5 * moves[5]
+
+
+def test_how_far_adam_goes_without_a_gradient():
+    """The number of docs/algorithms.md, in steps of the learning rate."""
+    weight = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
+    optimizer, places = torch.optim.Adam([weight], lr=1.0), []
+    for gradient in [-1.0] * 8 + [0.0] * 3:
+        weight.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+        places.append(weight.item())
+    assert places[7] == pytest.approx(8) and places[10] - places[7] == pytest.approx(
+        2.39, abs=0.005
+    )
+    text = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
+    assert "took eight full steps goes another 2.4 in the next three updates" in text
