@@ -18,8 +18,9 @@ most cards have 3 to 7 % more, which are left for both.
 **Time.** A decode step reads all weights, and the keys and values of all rows. It takes these bytes over 30 % of the
 card's bandwidth (23 % with adapters), but counts at most an H100's bandwidth: an H200, with more, was no faster. An
 update takes its FLOP over 36 % of the card's peak, and LAYER_SECONDS for each layer of each micro-batch. These shares
-are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with each recorded step. Other
-cards, and vLLM, haven't been measured. The prefill of a step's prompts isn't counted: it takes about 1 % of a step.
+are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with the newest steps on an H200.
+Other cards, and vLLM, haven't been measured. The prefill of a step's prompts isn't counted: it takes about 1 % of a
+step.
 
 A T4 and an RTX 2080 Ti have no TF32. So they compute the float32 output head without tensor cores, which takes half of
 the update or more if the vocabulary is large. Their default is float16. They emulate bf16: `--dtype bfloat16` is
@@ -263,7 +264,7 @@ def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     # Six tensors in float32: logits, noise, the steps between them, and the tensors that the graph keeps.
     logits = 6 * 4 * min(rows, args.num_prompts * args.num_generations) * s.V
     # The keys of a layer are copied when they grow.
-    growing = 2 * rows * columns * each // (2 * s.layers)
+    growing = 2 * rows * columns * each // (2 * max(1, s.attending))
     # An evaluation prefills one prompt per row. At that moment it has only the keys and values of the prompts.
     prefill = rows * prompt * (3 * 2 * s.F + 6 * 2 * s.D + each) + 4 * rows * s.V
     return {"keys and values": cache, "sampling beside": max(logits + growing, prefill - cache)}
@@ -375,7 +376,10 @@ def head_rate(card: str) -> float:
 
 
 def decode_seconds(script, config, args, card, prompt: int, prompts: float, samples: int, response: int) -> float:
-    """Seconds to sample responses of this mean length, `samples` to each prompt; the longest has --max-new-tokens."""
+    """Seconds to sample responses of the mean length `response`, `samples` to each prompt.
+
+    The longest has --max-new-tokens.
+    """
     s = shape(config)
     head = s.V * s.D
     rows = prompts * samples
@@ -444,6 +448,7 @@ def step_seconds(script: str, config: dict, card: str, args=None, prompt=PROMPT,
 def run_hours(script, config, card, args, prompt=PROMPT, response=None, gpus=1) -> tuple[float, float]:
     """Hours of all steps, and of all evaluations."""
     step = sum(step_seconds(script, config, card, args, prompt, response, gpus))
+    # Before and after the training, and in between.
     times = 2 + ((args.num_steps - 1) // args.eval_every if args.eval_every else 0)
     prompts = args.eval_size / (gpus if script == "grpo_multigpu" else 1)
     evaluation = decode_seconds(script, config, args, card, prompt, prompts, 1, response or args.max_new_tokens)
@@ -455,7 +460,7 @@ def run_hours(script, config, card, args, prompt=PROMPT, response=None, gpus=1) 
 
 
 def errors() -> list[tuple[str, str, float, float]]:
-    """(GPU and flags, part, measured, calculated) of each recorded step of SmolLM2-1.7B's shape, newest scripts only.
+    """(script and flags, part, measured, calculated) of the newest steps of SmolLM2-1.7B's shape on an H200.
 
     The parts are GB, and the seconds of rollout and update: of the second step, because the first one also warms up.
     """

@@ -290,18 +290,18 @@ def rightness(evaluations):
 # ---- configurations compared
 
 ERROR_NOTE = (
-    "± is the standard error over the n held-out problems: the std of their shares of right "
-    "responses, over sqrt(n). With one seed and an accuracy of p, it is sqrt(p (1 - p) / (n - 1))."
+    "± is the standard error over the n held-out problems. Each has a share of right responses, and "
+    "± is the std of these shares, over sqrt(n). With one seed and an accuracy of p, it is "
+    "sqrt(p (1 - p) / (n - 1))."
 )
 PAIRED_NOTE = (
     "Each configuration is compared with the first, problem by problem. The difference is the mean "
     "over the problems, and its interval is 1.96 standard errors to each side. A problem is won if "
     "it is right more often than in the first configuration, and lost if less often. The sign test "
-    "of these two numbers is exact. The interval is approximate, if fewer than ten problems were "
-    "won or lost."
+    "of these two numbers is exact."
 )
 ONE_SEED_NOTE = (
-    "If fewer than ten problems were won or lost, trust the test, and not the interval. "
+    "If fewer than ten problems were won or lost, trust the test, because the interval is rough. "
     "Both say how far the difference could change with other problems. "
     "Only more seeds show how far it could change with other seeds."
 )
@@ -315,8 +315,8 @@ SEVERAL_SEEDS_NOTE = (
 )
 SHARED_NOTE = (
     "Runs of different configurations with the same seed ({}) share prompts and random numbers, so "
-    "their curves coincide at first. The later difference of held-out accuracies is hardly more "
-    "precise than with different seeds."
+    "their curves coincide at first. The final difference of held-out accuracies is about as precise "
+    "as with different seeds."
 )
 SECONDS_NOTE = "The seconds are those of sampling and updates until the last evaluation, of all seeds together."
 
