@@ -19,8 +19,8 @@ most cards have 3 to 7 % more, which are left for both.
 card's bandwidth (23 % with adapters), but counts at most an H100's bandwidth: an H200, with more, was no faster. An
 update takes its FLOP over 36 % of the card's peak, and LAYER_SECONDS for each layer of each micro-batch. These shares
 are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with the newest steps on an H200.
-Other cards, and vLLM, haven't been measured. The prefill of a step's prompts isn't counted: it takes about 1 % of a
-step.
+Other cards, and vLLM, haven't been measured. The prefill of a step's prompts isn't counted: it takes about 1 % of
+a step, and some 5 % with one sample for each prompt.
 
 A T4 and an RTX 2080 Ti have no TF32. So they compute the float32 output head without tensor cores, which takes half of
 the update or more if the vocabulary is large. Their default is float16. They emulate bf16: `--dtype bfloat16` is
@@ -251,12 +251,17 @@ def activations(script: str, config: dict, tokens: int, checkpointing: bool = Tr
     return between + (max(layer, logits) if checkpointing else others + layer + logits // 4)
 
 
+def sampler_bytes(args) -> int:
+    """Bytes of a number in the layers of the policy that samples, and in its keys and values."""
+    return 4 if getattr(args, "engine_dtype", "auto") == "float32" else 2
+
+
 def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     """Bytes while sampling: the keys and values of the most tokens sampled at a time, and everything beside them."""
     s = shape(config)
     columns = prompt + args.max_new_tokens
-    # The keys and values of a token, in 16 bits.
-    each = 2 * 2 * s.attending * s.keys
+    # The keys and values of a token.
+    each = 2 * sampler_bytes(args) * s.attending * s.keys
     # An evaluation has one row for each problem. A rollout has whole groups, so it may have a few rows less.
     rows = max(args.num_generations, args.sampling_tokens // columns)
     rows = min(rows, max(args.num_prompts * args.num_generations, args.eval_size))
@@ -327,8 +332,11 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
     else:
         trained = P
     if script in CRITICS:
-        # The value network has a score of D numbers instead of the head.
-        trained += (P if s.tied else P - head) + s.D
+        # The value network has a score of D numbers instead of the head. It may start as the reward model.
+        network = s
+        if getattr(args, "reward_model", None) and args.value_init == "reward_model":
+            network = shape(read_config(args.reward_model))
+        trained += network.parameters - (0 if network.tied else network.V * network.D) + network.D
     shards = gpus if script == "grpo_multigpu" else 1
     found["weights"] = 4 * trained // shards
     found["averages"] = 8 * trained // shards
@@ -336,8 +344,7 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
     if script == "grpo_multigpu":  # the embedding, the head and two layers at a time
         found["gathered"] = 12 * ((1 if s.tied else 2) * head + 2 * s.layer_weights)
     if script not in ("grpo_lora", "grpo_vllm"):
-        in_float32 = getattr(args, "engine_dtype", "auto") == "float32"
-        found["sampling copy"] = 4 * P if in_float32 else copied
+        found["sampling copy"] = 4 * P if sampler_bytes(args) == 4 else copied
     if script == "grpo_offpolicy":  # its sampler is another policy, so an evaluation has a copy of its own
         found["evaluation copy"] = copied
     if getattr(args, "beta", 0) > 0 and script != "grpo_lora":
@@ -347,7 +354,7 @@ def count(script: str, config: dict, args=None, prompt: int = PROMPT, card: int 
     if script == "self_distill":
         found["teacher"] = 4 * P
     if getattr(args, "reward_model", None):
-        found["reward model"] = 2 * shape(read_config(args.reward_model)).parameters
+        found["reward model"] = 4 * shape(read_config(args.reward_model)).parameters
     always = [name for name in found if name != "gradients"]
     # The moments at which the most memory may be in use, and the parts that are there besides.
     moments = [("gradients", "activations")]
@@ -389,10 +396,10 @@ def decode_seconds(script, config, args, card, prompt: int, prompts: float, samp
         at_a_time = max(1, args.sampling_tokens // (samples * (prompt + args.max_new_tokens)))  # prompts
         parts = math.ceil(prompts / at_a_time)
     read = args.max_new_tokens * parts  # times that the weights are read
-    keys = rows * response * (prompt + response / 2) * 2 * 2 * s.attending * s.keys
+    keys = rows * response * (prompt + response / 2) * 2 * sampler_bytes(args) * s.attending * s.keys
     share = DECODING_SHARE_LORA if script == "grpo_lora" else DECODING_SHARE
     bandwidth = share * min(CARDS[card][1], MOST_BANDWIDTH)
-    layers = (2 * read * s.body + keys) / bandwidth
+    layers = (sampler_bytes(args) * read * s.body + keys) / bandwidth
     # With many rows and without tensor cores, the head's FLOP take longer than its bytes.
     return layers + max(4 * read * head / bandwidth, 2 * rows * response * head / head_rate(card) / UPDATE_SHARE)
 

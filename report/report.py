@@ -290,7 +290,7 @@ def rightness(evaluations):
 # ---- configurations compared
 
 ERROR_NOTE = (
-    "± is the standard error over the n held-out problems. Each has a share of right responses, and "
+    "± beside an accuracy is the standard error over the n held-out problems. Each has a share of right responses, and "
     "± is the std of these shares, over sqrt(n). With one seed and an accuracy of p, it is "
     "sqrt(p (1 - p) / (n - 1))."
 )
@@ -305,11 +305,13 @@ ONE_SEED_NOTE = (
     "Both say how far the difference could change with other problems. "
     "Only more seeds show how far it could change with other seeds."
 )
+SEVERAL_SEEDS_TEST_NOTE = (
+    "The test counts problems, whatever the size of the change, so it may disagree with the "
+    "difference. Both say how far the difference could change with other problems."
+)
 SEVERAL_SEEDS_NOTE = (
-    "A problem counts with its mean over the seeds. The test counts problems, whatever the size of "
-    "the change, so it may disagree with the difference. "
-    "The interval and the sign test say how far the difference could change with other problems. "
-    "The standard error over the seeds says how far it could change with other seeds: a 95 % "
+    "A problem counts with its mean over the seeds. "
+    "The standard error over the seeds says how far a mean could change with other seeds: a 95 % "
     "interval is 12.7 of these errors to each side with two seeds, 4.3 with three, and 2.8 with "
     "five."
 )
@@ -458,8 +460,10 @@ def notes_on(configs):
     compared = [config for config in others if not obstacle(first, config)]
     several_seeds = any(len(evaluated(config, after=True)) > 1 for config in configs)
     notes = [PAIRED_NOTE] if compared else []
-    if compared or several_seeds:
-        notes.append(SEVERAL_SEEDS_NOTE if several_seeds else ONE_SEED_NOTE)
+    if several_seeds:
+        notes += [SEVERAL_SEEDS_TEST_NOTE, SEVERAL_SEEDS_NOTE] if compared else [SEVERAL_SEEDS_NOTE]
+    elif compared:
+        notes.append(ONE_SEED_NOTE)
     for config in others:
         if config not in compared:
             notes.append(f"Not compared: {config['label']}, because {obstacle(first, config)}.")
@@ -490,10 +494,11 @@ def first_reward(config):
 
 
 def shared_seeds(configs):
-    """The seeds with which several configurations get the same prompts."""
+    """The seeds with which several configurations draw the same first samples of the same prompts."""
+    names = ("data", "dataset", "num_prompts", "num_generations", "model", "temperature")
     counts = Counter()
     for config in configs:
-        order = [config["settings"].get(name) for name in ("data", "dataset", "num_prompts")]
+        order = [config["settings"].get(name) for name in names]
         for run in config["runs"]:
             counts[(seed_of(run), *order)] += 1
     return list(dict.fromkeys(key[0] for key, count in counts.items() if count > 1))

@@ -96,7 +96,7 @@ def test_the_models_have_as_many_parameters_as_their_names_say():
     assert found == cards
 
 
-def test_bytes_by_hand():
+def test_bytes_by_hand(monkeypatch):
     """One layer with D = Q = K = F = 2 and V = 3 has 28 numbers in matrices, 4 + 2 in norms, 6 in a tied head."""
     config = plan.llama(1, 2, 1, 1, 2, 3)
     assert plan.shape(config).parameters == 40 and plan.adapters(config, 1) == 28
@@ -117,6 +117,24 @@ def test_bytes_by_hand():
         found["sampling copy"] == found["reference"] == found["evaluation copy"] == 2 * 40 + 4 * 6
     )
     assert found["peak"] - plan.count("grpo", config, **flags)["peak"] == 104
+    # An engine in float32 keeps twice the bytes, and reads them.
+    wide = plan.count("grpo_offpolicy", config, **flags, engine_dtype="float32")
+    assert wide["sampling copy"] == 4 * 40
+    assert wide["keys and values"] == 2 * found["keys and values"]
+    times = [
+        plan.step_seconds("grpo_offpolicy", SMOL, "H100", engine_dtype=name)[0]
+        for name in ("auto", "float32")
+    ]
+    head = 600 * 4 * 49152 * 2048 / (0.30 * 3.35e12)  # in float32 in any case
+    assert times[1] - head == pytest.approx(2 * (times[0] - head))
+    # A reward model is in float32, and the value network starts as its copy, without its head.
+    monkeypatch.setitem(plan.MODELS, "judge", plan.llama(2, 2, 1, 1, 2, 3, tied=False))
+    P = plan.shape(plan.MODELS["judge"]).parameters
+    found = plan.count("ppo_rlhf", config, **flags, reward_model="judge")
+    assert found["reward model"] == 4 * P
+    assert found["weights"] == 4 * (40 + P - 6 + 2)
+    found = plan.count("ppo_rlhf", config, **flags, reward_model="judge", value_init="policy")
+    assert found["weights"] == 4 * (40 + 40 + 2)
     # The critic's score layer has two numbers. Its head is tied, so its weights stay in the embedding.
     assert plan.count("ppo_rlhf", config, **flags)["weights"] == 4 * (40 + 40 + 2)
     # Four processes share weights, gradients and averages.

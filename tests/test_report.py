@@ -486,6 +486,7 @@ def test_runs_that_share_prompts_and_random_numbers(tmp_path):
         write_run(tmp_path / "b", seed=2, data="x", num_prompts=2, beta=0),
         write_run(tmp_path / "c", seed=1, data="x", num_prompts=3),  # other prompts per step
         write_run(tmp_path / "d", seed=1, data="y", num_prompts=2),  # other data
+        write_run(tmp_path / "e", seed=1, data="x", num_prompts=2, temperature=0.5),
     ]
     assert report.shared_seeds(read_configs(*folders)) == ["2"]
     assert report.shared_seeds(read_configs(*folders[:2])) == []
