@@ -268,9 +268,10 @@ def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     cache = rows * columns * each
     # Six tensors in float32: logits, noise, the steps between them, and the tensors that the graph keeps.
     logits = 6 * 4 * min(rows, args.num_prompts * args.num_generations) * s.V
-    # The keys of a layer are copied when they grow.
-    growing = 2 * rows * columns * each // (2 * max(1, s.attending))
-    # An evaluation prefills one prompt per row. At that moment it has only the keys and values of the prompts.
+    # The keys and values of a layer are copied when they grow.
+    growing = cache // max(1, s.attending)
+    # An evaluation prefills one prompt per row: three tensors of width F and six of width D in 16 bits, and the last
+    # token's logits. At that moment it has only the keys and values of the prompts, so the whole cache is subtracted.
     prefill = rows * prompt * (3 * 2 * s.F + 6 * 2 * s.D + each) + 4 * rows * s.V
     return {"keys and values": cache, "sampling beside": max(logits + growing, prefill - cache)}
 
