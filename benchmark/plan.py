@@ -13,17 +13,17 @@ Without a command, it writes the tables of docs/gpu.md and the first one of docs
 **Memory.** Weights, averages, gradients, copies, keys and values are exact. Activations are calculated for a decoder
 with a gated MLP, and are within 15 % of the peak that tests/test_cuda.py measures on an emulated GPU. What the
 allocator loses between blocks, and CUDA's own half a GB, aren't counted. A card of n GB counts as n * 1e9 bytes, and
-most cards have 3 to 7 % more, which are left for both.
+most cards have 3 to 7 % more, which are left for these.
 
 **Time.** A decode step reads all weights, and the keys and values of all rows. It takes these bytes over 30 % of the
 card's bandwidth (23 % with adapters), but counts at most an H100's bandwidth: an H200, with more, was no faster. An
-update takes its FLOP over 36 % of the card's peak, and LAYER_SECONDS for each layer of each micro-batch. These shares
-are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with the newest steps on an H200.
-Other cards, and vLLM, haven't been measured. The prefill of a step's prompts isn't counted: it takes about 1 % of
-a step, and some 5 % with one sample for each prompt.
+update takes its FLOP over 36 % of the card's peak, and LAYER_SECONDS for five passes of a micro-batch through a layer.
+These shares are from an H100 and an H200 (benchmark/records/gpu.jsonl), and `errors` compares them with the newest
+steps on an H200. Other cards, and vLLM, haven't been measured. The prefill of a step's prompts isn't counted: it takes
+about 1 % of a step, and some 5 % with one sample for each prompt.
 
-A T4 and an RTX 2080 Ti have no TF32. So they compute the float32 output head without tensor cores, which takes half of
-the update or more if the vocabulary is large. Their default is float16. They emulate bf16: `--dtype bfloat16` is
+A T4 and an RTX 2080 Ti have no TF32. So they compute the float32 output head without tensor cores, which takes about
+half of the update if the vocabulary is large. Their default is float16. They emulate bf16: `--dtype bfloat16` is
 counted as EMULATION times slower in the layers, and its larger attention scores aren't counted.
 """
 
@@ -252,7 +252,7 @@ def activations(script: str, config: dict, tokens: int, checkpointing: bool = Tr
 
 
 def sampler_bytes(args) -> int:
-    """Bytes of a number in the layers of the policy that samples, and in its keys and values."""
+    """Bytes of a weight, a key or a value of the policy that samples."""
     return 4 if getattr(args, "engine_dtype", "auto") == "float32" else 2
 
 
@@ -262,7 +262,7 @@ def sampling(config: dict, args, prompt: int) -> dict[str, int]:
     columns = prompt + args.max_new_tokens
     # The keys and values of a token.
     each = 2 * sampler_bytes(args) * s.attending * s.keys
-    # An evaluation has one row for each problem. A rollout has whole groups, so it may have a few rows less.
+    # An evaluation has one row for each problem. A rollout has whole groups, so it may have fewer.
     rows = max(args.num_generations, args.sampling_tokens // columns)
     rows = min(rows, max(args.num_prompts * args.num_generations, args.eval_size))
     cache = rows * columns * each

@@ -306,8 +306,9 @@ ONE_SEED_NOTE = (
     "Only more seeds show how far it could change with other seeds."
 )
 SEVERAL_SEEDS_TEST_NOTE = (
-    "The test counts problems, whatever the size of the change, so it may disagree with the "
-    "difference. Both say how far the difference could change with other problems."
+    "The test counts problems, whatever the size of the change, so it may disagree with the sign of "
+    "the difference. The interval and the test say how far the difference could change with other "
+    "problems."
 )
 SEVERAL_SEEDS_NOTE = (
     "A problem counts with its mean over the seeds. "
@@ -320,7 +321,10 @@ SHARED_NOTE = (
     "their curves coincide at first. The final difference of held-out accuracies is about as precise "
     "as with different seeds."
 )
-SECONDS_NOTE = "The seconds are those of sampling and updates until the last evaluation, of all seeds together."
+SECONDS_NOTE = (
+    "The seconds are those of sampling, rewards and updates until the last evaluation, of all seeds "
+    "together."
+)
 
 
 def evaluated(config, after):

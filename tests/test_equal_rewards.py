@@ -135,4 +135,4 @@ def test_how_far_adam_goes_without_a_gradient():
         2.39, abs=0.005
     )
     text = " ".join((ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8").split())
-    assert "took eight full steps goes 2.4 more in the next three updates" in text
+    assert "took eight full steps goes 2.4 steps further in the next three updates" in text

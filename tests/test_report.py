@@ -379,7 +379,9 @@ def test_the_notes_of_one_seed_and_of_several(tmp_path):
     assert result["difference"] == pytest.approx(25 / 100 - 20 / 100)
     assert (result["won"], result["lost"]) == (25, 60) and result["p"] < 0.001
     notes = " ".join(report.notes_on(read_configs(*folders)))
-    assert "it may disagree with the difference" in notes and "trust the test" not in notes
+    assert (
+        "it may disagree with the sign of the difference" in notes and "trust the test" not in notes
+    )
     assert "(1, 2, 3) share prompts" in notes and "about as precise" in notes
     notes = " ".join(report.notes_on(read_configs(*folders[:2])))
     assert "trust the test" in notes and "disagree" not in notes
