@@ -76,7 +76,7 @@ WORDS = {
     TOKENS: "tokens of a response",
     EQUAL: "groups with equal rewards, %",
     GAP: "gap to the trainer, nats",
-    # So the records were counted. Today the metric counts where the clip acts, which is less.
+    # The records count every ratio outside the range. Today the metric counts only where the clip acts.
     "policy/clip_frac": "outside the clip range, %",
     "policy/approx_kl": "KL to the old policy, nats",
     NATS: "entropy, nats a token",

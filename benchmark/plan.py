@@ -394,8 +394,8 @@ def decode_seconds(script, config, args, card, prompt: int, prompts: float, samp
     if script == "grpo_vllm":  # its engine samples all rows at once
         parts = 1
     else:
-        at_a_time = max(1, args.sampling_tokens // (samples * (prompt + args.max_new_tokens)))  # prompts
-        parts = math.ceil(prompts / at_a_time)
+        prompts_at_a_time = max(1, args.sampling_tokens // (samples * (prompt + args.max_new_tokens)))
+        parts = math.ceil(prompts / prompts_at_a_time)
     read = args.max_new_tokens * parts  # times that the weights are read
     keys = rows * response * (prompt + response / 2) * 2 * sampler_bytes(args) * s.attending * s.keys
     share = DECODING_SHARE_LORA if script == "grpo_lora" else DECODING_SHARE
@@ -436,8 +436,9 @@ def step_seconds(script: str, config: dict, card: str, args=None, prompt=PROMPT,
         rollout += decode_seconds(script, config, args, card, prompt, prompts, 1, response)
     N, length, head = prompts * samples, prompt + response, s.V * s.D
     tokens = N * length
-    # Multiplications of a forward pass: one for each weight and token; in attention, one for each pair of a token and
-    # an earlier one, with the query and with the value, so 2 * length ** 2 / 2 of them.
+    # Multiplications of a forward pass: one for each weight and token. In attention, each number of a token's query is
+    # multiplied for each earlier token, and so is each number of that token's value. A token has length / 2 earlier
+    # ones on average.
     forward = tokens * s.body + N * length**2 * s.Q * s.attending
     layer_passes, head_passes = passes(script, config, args)
     emulated = card in FLOAT32 and getattr(args, "dtype", "auto") == "bfloat16"

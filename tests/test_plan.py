@@ -113,9 +113,8 @@ def test_bytes_by_hand(monkeypatch):
     assert "reference" not in found and "sampling copy" not in found
     # The engine, the reference, and a copy for evaluations.
     found = plan.count("grpo_offpolicy", config, **flags)
-    assert (
-        found["sampling copy"] == found["reference"] == found["evaluation copy"] == 2 * 40 + 4 * 6
-    )
+    copies = [found[name] for name in ("sampling copy", "reference", "evaluation copy")]
+    assert copies == [2 * 40 + 4 * 6] * 3
     assert found["peak"] - plan.count("grpo", config, **flags)["peak"] == 104
     # An engine in float32 keeps twice the bytes, and reads them.
     wide = plan.count("grpo_offpolicy", config, **flags, engine_dtype="float32")
@@ -213,9 +212,8 @@ def test_seconds_by_hand():
     # An embedding of its own does no work, and isn't read as a whole.
     plan.CARDS["one"] = (1, 1.0, 1.0)
     try:
-        untied = plan.step_seconds(
-            "grpo", config | dict(tie_word_embeddings=False), "one", args, prompt=90
-        )
+        own_head = config | dict(tie_word_embeddings=False)
+        untied = plan.step_seconds("grpo", own_head, "one", args, prompt=90)
         # An evaluation of 400 problems, two at a time, computes their prompts first.
         args = dataclasses.replace(args, eval_size=400, eval_every=0)
         evaluations = plan.run_hours("grpo", config, "one", args, prompt=90)[1]
@@ -223,9 +221,8 @@ def test_seconds_by_hand():
         del plan.CARDS["one"]
     assert untied == (rollout, update)
     keys = 400 * 10 * (90 + 5) * 2 * 2 * 2
-    assert 3600 * evaluations / 2 == pytest.approx(
-        (200 * 10 * weights + keys) / 0.30 + 2 * 400 * 90 * 34 / 0.36
-    )
+    seconds = (200 * 10 * weights + keys) / 0.30 + 2 * 400 * 90 * 34 / 0.36
+    assert 3600 * evaluations / 2 == pytest.approx(seconds)
 
 
 def test_whole_prompts_are_sampled_at_a_time():
