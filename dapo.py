@@ -394,9 +394,9 @@ def main(args: Args) -> dict:
         # batches: how many batches of prompts the steps have sampled, extra ones included.
         state = {"step": 0, "episodes": 0, "tokens": 0, "batches": 0}
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
-        evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
-        print(json.dumps({"step": 0, "right": eval_right}), file=evals_file)
+        print(json.dumps({"step": 0, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         print(f"before: accuracy {metrics['eval/accuracy']:.3f}")
 
@@ -520,9 +520,9 @@ def main(args: Args) -> dict:
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+            evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
             metrics |= evaluation
-            print(json.dumps({"step": step, "right": eval_right}), file=evals_file)
+            print(json.dumps({"step": step, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         for k, problem in enumerate(sampled.problems):  # also if its group was dropped
             group = slice(k * G, (k + 1) * G)
@@ -884,7 +884,7 @@ def compute_logits(model, states):
 
 # ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, problems, eos_ids):
-    """Metrics of greedy responses to N held-out problems, and a list of whether each is right."""
+    """Metrics of greedy responses to N held-out problems, and their scores by the first reward."""
     rollout = sample_responses(
         args, model, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
@@ -897,7 +897,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": first_scores.mean().item(),
-        "eval/response_len": rollout.response_mask.sum().item() / len(problems),
+        "eval/response_len": rollout.response_mask.sum().item() / len(completions),
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
@@ -906,7 +906,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         answers = [problem["columns"]["answer"] for problem in problems]
         lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
-    return metrics, (first_scores == 1).tolist()
+    return metrics, first_scores.tolist()
 
 
 def apply_rewards(completions, problems, device):

@@ -364,6 +364,8 @@ def main(args: Args) -> dict:
     model = add_adapters(args, initial_model)
     # The initial model is the reference. Training doesn't change its weights, so it isn't copied.
     ref_model = initial_model if args.beta > 0 else None
+    # The policy samples itself: on a GPU its weights have 16 bits already.
+    sampler = model
     # A and B of all layers. As a module, they have a state_dict of their own for the checkpoint.
     adapters = torch.nn.ParameterList(p for p in model.parameters() if p.requires_grad)
 
@@ -389,9 +391,9 @@ def main(args: Args) -> dict:
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
-        evaluation, eval_right = evaluate(args, model, tokenizer, test_data, eos_ids)
+        evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
-        print(json.dumps({"step": 0, "right": eval_right}), file=evals_file)
+        print(json.dumps({"step": 0, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         print(f"before: accuracy {metrics['eval/accuracy']:.3f}")
 
@@ -406,7 +408,7 @@ def main(args: Args) -> dict:
         # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
         batch = [train_data[i] for i in batches[step - 1].tolist()]  # B problems
-        rollout = sample_responses(args, model, batch, G, args.temperature, eos_ids)
+        rollout = sample_responses(args, sampler, batch, G, args.temperature, eos_ids)
         completions = response_texts(tokenizer, rollout, eos_ids)  # N texts
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
@@ -503,9 +505,9 @@ def main(args: Args) -> dict:
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            evaluation, eval_right = evaluate(args, model, tokenizer, test_data, eos_ids)
+            evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
             metrics |= evaluation
-            print(json.dumps({"step": step, "right": eval_right}), file=evals_file)
+            print(json.dumps({"step": step, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         for k, problem in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
@@ -868,7 +870,7 @@ def compute_logits(model, states):
 
 # ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, problems, eos_ids):
-    """Metrics of greedy responses to N held-out problems, and a list of whether each is right."""
+    """Metrics of greedy responses to N held-out problems, and their scores by the first reward."""
     rollout = sample_responses(
         args, model, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
@@ -881,7 +883,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": first_scores.mean().item(),
-        "eval/response_len": rollout.response_mask.sum().item() / len(problems),
+        "eval/response_len": rollout.response_mask.sum().item() / len(completions),
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
@@ -890,7 +892,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         answers = [problem["columns"]["answer"] for problem in problems]
         lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
-    return metrics, (first_scores == 1).tolist()
+    return metrics, first_scores.tolist()
 
 
 def apply_rewards(completions, problems, device):

@@ -33,8 +33,7 @@ Parent: grpo.py. Differences:
     (2) There are two masks. context_mask has all tokens of the response, which attention sees.
         response_mask has the tokens that the policy wrote, and only these count.
     (3) --tool-cost is subtracted from the reward for each answered call.
-    (4) The bundled model can already use a call's result, and only has to learn to call. It learns
-        with twice the learning rate of grpo.py.
+    (4) The bundled model can already use a call's result, and only has to learn to call.
 
 Two details of a call: a </calc> without a <calc> is a call, too, whose text is all that the policy
 wrote since the tool's last answer. And a token may hold the end of </calc> and more, such as ">=".
@@ -213,7 +212,7 @@ BUNDLED = Args(
     max_new_tokens=32,
     temperature=1.0,
     num_steps=60,
-    learning_rate=2e-4,
+    learning_rate=1e-4,
     warmup_updates=0,
     micro_batch_tokens=2048,
     gradient_checkpointing=False,
@@ -351,9 +350,9 @@ def main(args: Args) -> dict:
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
         print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
-        evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
-        print(json.dumps({"step": 0, "right": eval_right}), file=evals_file)
+        print(json.dumps({"step": 0, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         print(f"before: accuracy {metrics['eval/accuracy']:.3f}")
 
@@ -478,9 +477,9 @@ def main(args: Args) -> dict:
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            evaluation, eval_right = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+            evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
             metrics |= evaluation
-            print(json.dumps({"step": step, "right": eval_right}), file=evals_file)
+            print(json.dumps({"step": step, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
         for k, problem in enumerate(batch):
             group = slice(k * G, (k + 1) * G)
@@ -873,7 +872,7 @@ def compute_logits(model, states):
 
 # ==== evaluation and rewards ====
 def evaluate(args, model, tokenizer, problems, eos_ids):
-    """Metrics of greedy responses to N held-out problems, and a list of whether each is right."""
+    """Metrics of greedy responses to N held-out problems, and their scores by the first reward."""
     rollout, _ = sample_responses(
         args, model, tokenizer, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
@@ -886,7 +885,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         "eval/reward_mean": sum(means.values()),
         **{f"eval/{name}": mean for name, mean in means.items()},
         "eval/accuracy": first_scores.mean().item(),
-        "eval/response_len": rollout.response_mask.sum().item() / len(problems),
+        "eval/response_len": rollout.response_mask.sum().item() / len(completions),
         "eval/eos_frac": ended.float().mean().item(),
     }
     if accuracy_reward in REWARDS:
@@ -895,7 +894,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         answers = [problem["columns"]["answer"] for problem in problems]
         lenient = lenient_accuracy_reward(completions, answers)
         metrics["eval/accuracy_lenient"] = sum(lenient) / len(lenient)
-    return metrics, (first_scores == 1).tolist()
+    return metrics, first_scores.tolist()
 
 
 def apply_rewards(completions, problems, device):

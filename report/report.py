@@ -3,13 +3,16 @@
     python report/report.py runs/A            one run, finished or not: runs/A/report.html
     python report/report.py runs/A runs/B     several runs in the same charts: runs/report.html
     python report/report.py runs              all runs in this folder
-    python report/report.py runs/A runs/B --table          a Markdown table for a paper, no page
-    python report/report.py runs/A runs/B --table latex    the same in LaTeX
+
+For a paper, instead of the page, a table (in Markdown, or with "latex" in LaTeX) and a figure:
+
+    python report/report.py runs/A-* runs/B-* --table latex
+    python report/report.py runs/A-* runs/B-* --figure eval/accuracy rollout/reward_mean --out fig.pdf
 
 It reads args.json, metrics.jsonl, samples.jsonl and evaluations.jsonl of each run. The page shows
 them, and says what is missing or unreadable. Runs whose args.json differ only in the seed, and
 whose copies of the script are equal, are one configuration, drawn as mean and band. The page is
-made from page.html, and plotly draws the curves.
+made from page.html. plotly draws its curves, and matplotlib the figure.
 
 Each configuration is compared with the first one, problem by problem, if their held-out problems
 are the same: args.json has the same digest of the data and the same eval_size. Older runs have no
@@ -21,6 +24,7 @@ import math
 import os
 import re
 import sys
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,12 +53,44 @@ FEWEST_STEPS = 20
 OF_A_RUN = ["seed", "run_name", "runs_dir", "resume", "track", "eval_every", "save_every"]
 # What args.json has beside the flags and the digests of the code's files. "code" is that of an older run.
 NOT_FLAGS = ["script", "copy", "code", "data", "rewards", "precision", "versions", "device_name"]
-# The columns of the comparison. A column without an entry is left out.
-COLUMNS = ["seeds", "steps", "problems", "accuracy before", "accuracy after"]
-COLUMNS += ["s.e. over seeds"]
-COLUMNS += ["difference (95 % interval)", "won, lost", "sign test"]
-COLUMNS += ["difference per seed", "mean difference over seeds"]
-COLUMNS += ["seconds", "torch", "transformers", "device"]
+# The columns of the comparison: what --columns calls them, and their headings. A column without an
+# entry is left out.
+COLUMNS = {
+    "seeds": "seeds",
+    "steps": "steps",
+    "problems": "problems",
+    "before": "accuracy before",
+    "after": "accuracy after",
+    "seed-error": "s.e. over seeds",
+    "difference": "difference (95 % interval)",
+    "won-lost": "won, lost",
+    "sign-test": "sign test",
+    "per-seed": "difference per seed",
+    "over-seeds": "difference over seeds",
+    "seconds": "seconds",
+    "torch": "torch",
+    "transformers": "transformers",
+    "device": "device",
+}
+# By default, a table for a paper has neither these columns, nor those of CONDITIONS whose entry is
+# the same in all rows. The conditions are then a note.
+LEFT_OUT = ["seed-error", "won-lost", "per-seed", "seconds"]
+CONDITIONS = ["seeds", "steps", "problems", "before", "torch", "transformers", "device"]
+# The figure has the width of a column of a two-column paper, in inches, and a panel this height.
+FIGURE_WIDTH, PANEL_HEIGHT = 3.3, 1.8
+# Okabe and Ito's colors. The curves also differ in dashes and marks, for a print without colors.
+COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
+DASHES, MARKS = ["-", "--", ":", "-."], "osD^vP"
+# What the axis of a figure says instead of the name of a metric.
+AXES = {
+    "eval/accuracy": "held-out accuracy",
+    "eval/response_len": "held-out length (tokens)",
+    "rollout/accuracy": "sampled accuracy",
+    "rollout/reward_mean": "mean reward",
+    "rollout/response_len": "length (tokens)",
+    "policy/entropy": "entropy (nats)",
+    "kl/ref": "KL to the reference (nats)",
+}
 
 
 @dataclass
@@ -62,9 +98,18 @@ class Args:
     runs: tyro.conf.Positional[list[Path]]
     """folders of runs, or folders that contain runs"""
     out: Path | None = None
-    """file to write; None: report.html in the folder that contains all the runs"""
+    """file to write; None: report.html or figure.pdf, in the folder that contains all the runs"""
     table: list[Literal["markdown", "latex"]] | None = None
     """print a table for a paper instead of writing the page; without a value: in Markdown"""
+    columns: list[Literal[tuple(COLUMNS)]] | None = None
+    """columns of the table; None: those that differ, and fit a page"""
+    figure: list[str] | None = None
+    """draw these metrics for a paper instead of writing the page: a .pdf, .svg or .png, as --out says;
+    without a value: eval/accuracy and rollout/reward_mean"""
+    smooth: int = 5
+    """the figure shows the mean of so many last steps, but evaluations as they are; 1: each step"""
+    labels: list[str] | None = None
+    """names of the configurations in the table and the figure, in the order of the runs"""
 
 
 def read_json(text):
@@ -103,10 +148,19 @@ def has_completions(record):
     return isinstance(record["completions"], list)
 
 
-def has_right(record):
-    """Whether a record holds true or false for each of some problems."""
-    right = record["right"]
-    return isinstance(right, list) and bool(right) and all(isinstance(x, bool) for x in right)
+def scores_of(record):
+    """The first reward's score of each held-out problem. Older runs have true or false, as right."""
+    return record["scores"] if "scores" in record else record["right"]
+
+
+def has_scores(record):
+    """Whether a record holds a number for each of some problems."""
+    scores = scores_of(record)
+    return isinstance(scores, list) and bool(scores) and all(map(is_number, scores))
+
+
+def is_number(value):
+    return isinstance(value, int | float)
 
 
 def read_run(folder, name):
@@ -127,18 +181,20 @@ def read_run(folder, name):
         args.pop(path.name, None)  # the same digest
     metrics, metrics_gaps = read_records(folder / "metrics.jsonl", lambda record: True)
     samples, samples_gaps = read_records(folder / "samples.jsonl", has_completions)
-    evaluations, evaluations_gaps = read_records(folder / "evaluations.jsonl", has_right)
+    evaluations, evaluations_gaps = read_records(folder / "evaluations.jsonl", has_scores)
     if not (folder / "evaluations.jsonl").is_file():
         # An older run has none.
         evaluations_gaps = []
     gaps += metrics_gaps + samples_gaps + evaluations_gaps
+    is_graded = any(score not in (0, 1) for x in evaluations for score in scores_of(x))
     for group in samples:
         texts = [str(text) for text in group["completions"]]
         right = group.get("right")
         if not isinstance(right, list) or len(right) != len(texts):
             # An older run didn't write what is right.
             right = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
-        right = [float(x == 1) for x in right]
+        # A grade such as 0.9 is neither right nor wrong.
+        right = [] if is_graded else [float(x == 1) for x in right]
         cut = [not ended for ended in group.get("ended") or []]
         group |= {"completions": texts, "right": right, "cut": cut}
     run = {"name": name, "args": args, "metrics": metrics, "samples": samples}
@@ -147,7 +203,7 @@ def read_run(folder, name):
 
 def series(metrics, name):
     """The steps and the values of a metric, without values that aren't numbers."""
-    return [(x["step"], x[name]) for x in metrics if isinstance(x.get(name), int | float)]
+    return [(x["step"], x[name]) for x in metrics if is_number(x.get(name))]
 
 
 def marks(metrics, args):
@@ -281,34 +337,35 @@ def sign_test(won, lost):
     return min(1.0, 2 * smaller_side / 2**n)
 
 
-def rightness(evaluations):
-    """For each problem, the share of these evaluations in which its response is right."""
-    columns = zip(*[record["right"] for record in evaluations], strict=True)
+def problem_means(evaluations):
+    """The mean score of each problem over these evaluations."""
+    columns = zip(*map(scores_of, evaluations), strict=True)
     return [sum(column) / len(column) for column in columns]
 
 
 # ---- configurations compared
 
 ERROR_NOTE = (
-    "± beside an accuracy is the standard error over the n held-out problems. Each has a share of right responses, and "
-    "± is the std of these shares, over sqrt(n). With one seed and an accuracy of p, it is "
-    "sqrt(p (1 - p) / (n - 1))."
+    "± beside an accuracy is the standard error over the n held-out problems. Each has a score: 1 if "
+    "right, 0 if wrong, or a grade, and with several seeds their mean. ± is the std of these scores, "
+    "over sqrt(n). With one seed, no grades and an accuracy of p, it is sqrt(p (1 - p) / (n - 1))."
 )
 PAIRED_NOTE = (
     "Each configuration is compared with the first, problem by problem. The difference is the mean "
-    "over the problems, and its interval is 1.96 standard errors to each side. A problem is won if "
-    "it is right more often than in the first configuration, and lost if less often. The sign test "
-    "of these two numbers is exact."
+    "over the problems. Its interval, 1.96 standard errors to each side, says how far it could "
+    "change with other problems."
 )
-ONE_SEED_NOTE = (
-    "If fewer than ten problems were won or lost, trust the test, because the interval is rough. "
-    "Both say how far the difference could change with other problems. "
-    "Only more seeds show how far it could change with other seeds."
+TEST_NOTE = (
+    "A problem is won if its score is higher than in the first configuration, and lost if it is "
+    "lower. The sign test of these two numbers is exact."
 )
+ONE_SEED_TEST_NOTE = (
+    "If fewer than ten problems were won or lost, trust the test, because the interval is rough."
+)
+ONE_SEED_NOTE = "Only more seeds show how far a difference could change with other seeds."
 SEVERAL_SEEDS_TEST_NOTE = (
     "The test counts problems, whatever the size of the change, so it may disagree with the sign of "
-    "the difference. The interval and the test say how far the difference could change with other "
-    "problems."
+    "the difference."
 )
 SEVERAL_SEEDS_NOTE = (
     "A problem counts with its mean over the seeds. "
@@ -338,7 +395,7 @@ def evaluated(config, after):
         for record in run["evaluations"]:
             if (record["step"] > 0) == after:
                 found[seed_of(run)] = record
-    sizes = {len(record["right"]) for record in found.values()}
+    sizes = {len(scores_of(record)) for record in found.values()}
     return found if len(sizes) == 1 else {}
 
 
@@ -351,7 +408,7 @@ def obstacle(first, config):
         one, two = first["settings"].get(name), config["settings"].get(name)
         if one is None or one != two:
             return f"args.json doesn't have the same {name}, so the held-out problems may differ"
-    one, two = [len(rightness(evaluated(side, True).values())) for side in (first, config)]
+    one, two = [len(problem_means(evaluated(side, True).values())) for side in (first, config)]
     return "" if one == two else f"the evaluations have {one} and {two} problems"
 
 
@@ -359,12 +416,12 @@ def compare(first, config):
     """The paired differences of the last evaluations of two configurations: config minus first.
 
     Over the problems: their mean, its standard error and 95 % interval, the numbers of problems
-    that are right more often (won) and less often (lost), and the sign test of these two numbers.
+    with a higher score (won) and with a lower one (lost), and the sign test of these two numbers.
     Over the seeds, if both have the same ones: the difference per seed, their mean and its
     standard error.
     """
     old, new = evaluated(first, after=True), evaluated(config, after=True)
-    pairs = zip(rightness(old.values()), rightness(new.values()), strict=True)
+    pairs = zip(problem_means(old.values()), problem_means(new.values()), strict=True)
     differences = [y - x for x, y in pairs]
     mean, error = mean_and_error(differences)
     won = sum(x > 0 for x in differences)
@@ -375,8 +432,8 @@ def compare(first, config):
     result["per_seed"], result["over_seeds"] = {}, None
     if set(old) == set(new):
         for seed in old:
-            before, _ = mean_and_error(old[seed]["right"])
-            after, _ = mean_and_error(new[seed]["right"])
+            before, _ = mean_and_error(scores_of(old[seed]))
+            after, _ = mean_and_error(scores_of(new[seed]))
             result["per_seed"][seed] = after - before
         result["over_seeds"] = mean_and_error(list(result["per_seed"].values()))
     return result
@@ -395,7 +452,7 @@ def accuracy_text(config, runs, after):
     """
     records = evaluated(config, after)
     if records:
-        return plus_minus(*mean_and_error(rightness(records.values())))
+        return plus_minus(*mean_and_error(problem_means(records.values())))
     values = []
     for run in runs:
         found = [x for step, x in series(run["metrics"], "eval/accuracy") if (step > 0) == after]
@@ -425,13 +482,14 @@ def row_of(first, config):
     runs = [run for run in config["runs"] if seed_of(run) in last] or config["runs"]
     row["seeds"] = ", ".join(seed_of(run) for run in runs)
     row["steps"] = ", ".join(str(step) for step in sorted({last_step(run) for run in runs}))
-    row["accuracy before"] = accuracy_text(config, runs, after=False)
-    row["accuracy after"] = accuracy_text(config, runs, after=True)
+    row["before"] = accuracy_text(config, runs, after=False)
+    row["after"] = accuracy_text(config, runs, after=True)
     if last:
-        row["problems"] = str(len(rightness(last.values())))
+        row["problems"] = str(len(problem_means(last.values())))
     if len(last) > 1:
-        _, error = mean_and_error([mean_and_error(record["right"])[0] for record in last.values()])
-        row["s.e. over seeds"] = f"{error:.3f}"
+        means = [mean_and_error(scores_of(record))[0] for record in last.values()]
+        _, error = mean_and_error(means)
+        row["seed-error"] = f"{error:.3f}"
     if config is not first and not obstacle(first, config):
         row |= comparison_texts(compare(first, config))
     row["seconds"] = f"{sum(seconds_of(run) for run in runs):.0f}"
@@ -448,24 +506,28 @@ def comparison_texts(result):
     if result["interval"]:
         low, high = result["interval"]
         difference += f" ({low:+z.3f} to {high:+z.3f})"
-    texts = {"difference (95 % interval)": difference}
-    texts["won, lost"] = f"{result['won']}, {result['lost']}"
-    texts["sign test"] = "p < 0.001" if result["p"] < 0.001 else f"p = {result['p']:.3f}"
+    texts = {"difference": difference}
+    texts["won-lost"] = f"{result['won']}, {result['lost']}"
+    texts["sign-test"] = "p < 0.001" if result["p"] < 0.001 else f"p = {result['p']:.3f}"
     if len(result["per_seed"]) > 1:
         per_seed = [f"{x:+z.3f} (seed {seed})" for seed, x in result["per_seed"].items()]
-        texts["difference per seed"] = ", ".join(per_seed)
-        texts["mean difference over seeds"] = plus_minus(*result["over_seeds"], "+")
+        texts["per-seed"] = ", ".join(per_seed)
+        texts["over-seeds"] = plus_minus(*result["over_seeds"], "+")
     return texts
 
 
-def notes_on(configs):
-    """What the columns of the comparison mean, and what isn't compared and why."""
+def notes_on(configs, columns):
+    """What these columns of the comparison mean, and what isn't compared and why."""
     first, *others = configs
     compared = [config for config in others if not obstacle(first, config)]
     several_seeds = any(len(evaluated(config, after=True)) > 1 for config in configs)
+    has_test = "won-lost" in columns or "sign-test" in columns
     notes = [PAIRED_NOTE] if compared else []
+    if compared and has_test:
+        notes.append(TEST_NOTE)
+        notes.append(SEVERAL_SEEDS_TEST_NOTE if several_seeds else ONE_SEED_TEST_NOTE)
     if several_seeds:
-        notes += [SEVERAL_SEEDS_TEST_NOTE, SEVERAL_SEEDS_NOTE] if compared else [SEVERAL_SEEDS_NOTE]
+        notes.append(SEVERAL_SEEDS_NOTE)
     elif compared:
         notes.append(ONE_SEED_NOTE)
     for config in others:
@@ -474,7 +536,7 @@ def notes_on(configs):
     for config in compared:
         one, two = first_reward(first), first_reward(config)
         if one != two:
-            notes.append(f"{config['label']}: {two} says what is right, in the first one {one}.")
+            notes.append(f"{config['label']}: the accuracy is that of {two}, in the first {one}.")
         if set(evaluated(first, True)) != set(evaluated(config, True)) and several_seeds:
             notes.append(
                 f"{config['label']}: other seeds than the first, so no difference per seed."
@@ -488,11 +550,13 @@ def notes_on(configs):
     seeds = ", ".join(shared_seeds(configs))
     if seeds:
         notes.append(SHARED_NOTE.format(seeds))
+    if "seconds" in columns:
+        notes.append(SECONDS_NOTE)
     return notes
 
 
 def first_reward(config):
-    """The name of the reward that says what is right."""
+    """The name of the reward whose mean is the accuracy."""
     rewards = config["runs"][0]["args"].get("rewards")
     return text_of(rewards[0]) if isinstance(rewards, list) and rewards else "?"
 
@@ -509,18 +573,17 @@ def shared_seeds(configs):
 
 
 def comparison(configs):
-    """The columns that have an entry, a row of texts for each configuration, and notes."""
+    """The columns that have an entry, and for each configuration a row, {column: text}."""
     rows = [row_of(configs[0], config) for config in configs]
-    columns = [name for name in COLUMNS if any(row[name] != "-" for row in rows)]
-    return columns, [[row[name] for name in columns] for row in rows], notes_on(configs)
+    return [name for name in COLUMNS if any(row[name] != "-" for row in rows)], rows
 
 
-# ---- a table for a paper
+# ---- names for a paper
 
 
 def flags_of(config, configs):
-    """The script of a configuration, with the flags that have another value elsewhere."""
-    words = [config["settings"]["script"]]
+    """The flags of a configuration that have another value elsewhere, without their hyphens."""
+    words = []
     for name in differing(configs):
         values = {other["settings"][name] for other in configs if name in other["settings"]}
         if name not in config["settings"] or name in NOT_FLAGS or len(values) == 1:
@@ -530,27 +593,62 @@ def flags_of(config, configs):
         value = config["runs"][0]["args"][name]
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+            words.append(flag if value else f"no-{flag}")
         else:
-            words.append(f"--{flag} {cut(text_of(value), 40)}")
-    return " ".join(words)
+            words.append(f"{flag} {cut(text_of(value), 40)}")
+    return words
 
 
-def table_for_paper(configs, form):
-    """The comparison as a table in Markdown or LaTeX, with the notes."""
-    columns, rows, notes = comparison(configs)
-    flags = [flags_of(config, configs) for config in configs]
-    table = [["configuration", *columns]]
-    for config, name, row in zip(configs, flags, rows, strict=True):
-        if flags.count(name) > 1:
+def names_for_paper(configs):
+    """What differs: the script, the flags, or else the runs. Or the names that --labels gives."""
+    scripts = {config["settings"]["script"] for config in configs}
+    names = []
+    for config in configs:
+        words = flags_of(config, configs)
+        if len(scripts) > 1 or not words:
+            words.insert(0, config["settings"]["script"])
+        names.append(", ".join(words))
+    unique = []
+    for config, name in zip(configs, names, strict=True):
+        if names.count(name) > 1:
             # Something else differs, such as the code. So the runs' names tell them apart.
             name += f" ({', '.join(run['name'] for run in config['runs'])})"
-        table.append([name, *row])
+        unique.append(config.get("given", name))
+    return unique
+
+
+# ---- a table for a paper
+
+
+def columns_for_paper(columns, rows):
+    """The columns for which a page has room, and the conditions that all rows share."""
+    columns = [name for name in columns if name not in LEFT_OUT]
+    if "over-seeds" in columns:  # it says more than a test over the problems
+        columns.remove("sign-test")
+    same = [name for name in CONDITIONS if len({row[name] for row in rows}) == 1]
+    same = [name for name in same if name in columns]
+    if len(rows) == 1:  # these say something about a single row, too
+        same = [name for name in same if name not in ("seeds", "before")]
+    conditions = [f"{COLUMNS[name]} {rows[0][name]}" for name in same]
+    return [name for name in columns if name not in same], conditions
+
+
+def table_for_paper(configs, form, wanted=None):
+    """The comparison as a table in Markdown or LaTeX, with the notes."""
+    columns, rows = comparison(configs)
+    columns, conditions = (wanted, []) if wanted else columns_for_paper(columns, rows)
+    scripts = {config["settings"]["script"] for config in configs}
+    if len(scripts) == 1 and not wanted:
+        conditions = [*scripts, *conditions]
+    table = [["configuration", *[COLUMNS[name] for name in columns]]]
+    for name, row in zip(names_for_paper(configs), rows, strict=True):
+        table.append([name, *[row[column] for column in columns]])
     # A line break would end a row or a comment.
     table = [[" ".join(cell.split()) for cell in row] for row in table]
-    if "±" in str(table):
-        notes.insert(0, ERROR_NOTE)
-    notes = [" ".join(note.split()) for note in [*notes, SECONDS_NOTE]]
+    notes = [f"All rows: {'; '.join(conditions)}."] if conditions else []
+    if "±" in str([table, notes]):
+        notes.append(ERROR_NOTE)
+    notes = [" ".join(note.split()) for note in [*notes, *notes_on(configs, columns)]]
     return latex(table, notes) if form == "latex" else markdown(table, notes)
 
 
@@ -562,12 +660,12 @@ def markdown(table, notes):
 
 
 def latex(table, notes):
-    """A plain LaTeX tabular, and the notes above it as comments."""
-    lines = [f"% {note}" for note in notes]
-    lines += [f"\\begin{{tabular}}{{{'l' * len(table[0])}}}", "\\hline"]
-    lines += [f"{' & '.join(map(tex, row))} \\\\" for row in table]
-    lines[-len(table)] += " \\hline"
-    return "\n".join([*lines, "\\hline", "\\end{tabular}"])
+    """A LaTeX tabular for the package booktabs, and the notes above it as comments."""
+    header, *rows = [f"{' & '.join(map(tex, row))} \\\\" for row in table]
+    begin = f"\\begin{{tabular}}{{@{{}}{'l' * len(table[0])}@{{}}}}"
+    lines = [f"% {note}" for note in [*notes, r"In the preamble: \usepackage{booktabs}"]]
+    lines += [begin, "\\toprule", header, "\\midrule", *rows, "\\bottomrule", "\\end{tabular}"]
+    return "\n".join(lines)
 
 
 # The characters that TeX reads in its own way.
@@ -581,6 +679,90 @@ def tex(text):
     text = "".join(TEX.get(x, x) for x in text)
     text = re.sub(r"(?<![\w-])-(?=\d)", "$-$", text)
     return re.sub("-(?=-)", "-{}", text)
+
+
+# ---- a figure for a paper
+
+
+def curves_of(config, metric, smooth):
+    """The curve of each seed that has this metric: {seed: {step: value}}."""
+    curves = {}
+    for run in config["runs"]:
+        pairs = series(run["metrics"], metric)
+        if not metric.startswith("eval/"):
+            steps, values = [step for step, _ in pairs], [value for _, value in pairs]
+            parts = [values[max(0, k - smooth + 1) : k + 1] for k in range(len(values))]
+            pairs = zip(steps, [sum(part) / len(part) for part in parts], strict=True)
+        if curve := dict(pairs):
+            curves[seed_of(run)] = curve
+    return curves
+
+
+def draw_panel(panel, configs, metric, smooth):
+    """Draw a metric: for each configuration the mean of its seeds, and a band. Returns notes."""
+    notes = []
+    panel.set_ylabel(AXES.get(metric, metric))
+    for k, (config, name) in enumerate(zip(configs, names_for_paper(configs), strict=True)):
+        curves = curves_of(config, metric, smooth)
+        if not curves:
+            notes.append(f"{config['label']}: no {metric}.")
+            continue
+        # Only steps that all seeds have: the mean would jump where a seed ends.
+        steps = sorted(set.intersection(*map(set, curves.values())))
+        values = [[curve[step] for curve in curves.values()] for step in steps]  # (steps, seeds)
+        color = COLORS[k % len(COLORS)]
+        panel.plot(
+            steps,
+            [sum(row) / len(row) for row in values],
+            label=textwrap.fill(name, 48),
+            color=color,
+            linestyle=DASHES[k % len(DASHES)],
+            marker=MARKS[k % len(MARKS)],
+            markevery=max(1, len(steps) // 8),
+        )
+        if len(curves) > 1:
+            lowest, highest = [min(row) for row in values], [max(row) for row in values]
+            panel.fill_between(steps, lowest, highest, color=color, alpha=0.2, linewidth=0)
+        for seed in map(seed_of, config["runs"]):
+            if seed not in curves:
+                notes.append(f"{config['label']}: seed {seed} has no {metric} yet.")
+        ends = {seed: max(curve) for seed, curve in curves.items()}
+        if len(set(ends.values())) > 1:
+            ends = ", ".join(f"{step} (seed {seed})" for seed, step in ends.items())
+            notes.append(f"{config['label']}: {metric} is drawn as far as all seeds go: {ends}.")
+    return notes
+
+
+def figure_for_paper(configs, metrics, smooth, out):
+    """Write a figure with a panel for each metric. Returns it, and notes for its caption."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    names = names_for_paper(configs)
+    columns = 2 if max(map(len, names)) <= 15 else 1
+    height = PANEL_HEIGHT * len(metrics) + 0.16 * len(names) / columns + 0.3
+    style = {"font.size": 8, "lines.linewidth": 1.2, "lines.markersize": 3.5, "axes.grid": True}
+    style |= {"grid.alpha": 0.3, "grid.linewidth": 0.5, "axes.linewidth": 0.6}
+    # Type 42 are fonts that conferences accept. Matplotlib's own choice is Type 3.
+    style |= {"pdf.fonttype": 42, "ps.fonttype": 42, "savefig.dpi": 300}
+    notes, handles = [], {}
+    with rc_context(style):
+        figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
+        panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
+        for panel, metric in zip(panels, metrics, strict=True):
+            notes += draw_panel(panel, configs, metric, smooth)
+            for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        panels[-1].set_xlabel("step")
+        panels[-1].locator_params(axis="x", integer=True)
+        shape = {"loc": "outside lower center", "ncols": columns, "handlelength": 3.5}
+        figure.legend(handles.values(), handles, frameon=False, **shape)
+        figure.savefig(out)
+    if any(len(config["runs"]) > 1 for config in configs):
+        notes.insert(0, "Lines are means over seeds. Bands go from the lowest to the highest seed.")
+    if smooth > 1 and not all(metric.startswith("eval/") for metric in metrics):
+        notes.insert(1, f"Sampled metrics are means of the last {smooth} steps.")
+    return figure, notes
 
 
 def block(name, data):
@@ -627,35 +809,71 @@ def page_data(runs):
     for run in runs:
         shown = {name: run[name] for name in ("name", "args", "metrics", "marks", "gaps")}
         if run["evaluations"]:
-            right = [record["right"] for record in run["evaluations"]]
-            shown["first"] = plus_minus(mean_and_error(right[0])[0], None)
-            shown["last"] = f"{plus_minus(*mean_and_error(right[-1]))} (n = {len(right[-1])})"
+            scores = [scores_of(record) for record in run["evaluations"]]
+            shown["first"] = plus_minus(mean_and_error(scores[0])[0], None)
+            shown["last"] = f"{plus_minus(*mean_and_error(scores[-1]))} (n = {len(scores[-1])})"
         data["runs"].append(shown)
     for config in configs:
         places = [k for k, run in enumerate(runs) if any(run is one for one in config["runs"])]
         data["arms"].append(config | {"runs": places})
     if len(configs) > 1 and data["note"]:
-        columns, rows, notes = comparison(configs)
+        columns, rows = comparison(configs)
         header = ["", *[config["label"] for config in configs]]
         # The page has a column for each configuration.
-        rows = list(zip(columns, *rows, strict=True))
-        data["compared"] = {"header": header, "rows": rows, "notes": [*notes, SECONDS_NOTE]}
+        cells = [[COLUMNS[name], *[row[name] for row in rows]] for name in columns]
+        notes = notes_on(configs, columns)
+        data["compared"] = {"header": header, "rows": cells, "notes": notes}
     return data
 
 
+def set_labels(configs, labels):
+    """Give the configurations the names of --labels."""
+    if len(labels) != len(configs):
+        found = "; ".join(config["label"] for config in configs)
+        fail(f"--labels: {len(labels)} names for {len(configs)} configurations: {found}")
+    for config, label in zip(configs, labels, strict=True):
+        config["label"] = config["given"] = label
+
+
+def write_figure(runs, configs, metrics, smooth, out):
+    """Write the figure, and print its file and the notes."""
+    known = {name for run in runs for record in run["metrics"] for name in record if "/" in name}
+    for metric in metrics:
+        if metric not in known:
+            fail(f"--figure {metric}: no run has this metric, but {', '.join(sorted(known))}")
+    try:
+        _, notes = figure_for_paper(configs, metrics, smooth, out)
+    except (OSError, ValueError) as error:  # a folder that isn't there, a format that isn't known
+        fail(f"--out {out}: {error}")
+    print(out, *notes, sep="\n")
+
+
 def main(args: Args) -> Path | None:
-    """Write the page, and return its path. With --table, print a table instead."""
-    if args.table is None:
-        try:
+    """Write the page, and return its path. With --table or --figure, make these instead."""
+    is_page = args.table is None and args.figure is None
+    needs = "plotly" if is_page else "matplotlib"
+    try:
+        if is_page:
             from plotly.offline import get_plotlyjs
-        except ImportError:
-            fail("report.py needs plotly for its curves: pip install plotly==7.1.0")
+        elif args.figure is not None:
+            import matplotlib  # noqa: F401
+    except ImportError:
+        fail(f"report.py draws with {needs}: pip install -r report/requirements.txt")
+    if args.columns and args.table is None:
+        fail("--columns chooses the columns of a table: add --table")
     folders = [folder.resolve() for folder in find_runs(args.runs)]
     home = Path(os.path.commonpath(folders))
     runs = [read_run(folder, str(folder.relative_to(home.parent))) for folder in folders]
-    if args.table is not None:
-        for form in args.table or ["markdown"]:
-            print(table_for_paper(configurations(runs), form))
+    if not is_page:
+        configs = configurations(runs)
+        if args.labels:
+            set_labels(configs, args.labels)
+        if args.table is not None:
+            for form in args.table or ["markdown"]:
+                print(table_for_paper(configs, form, args.columns))
+        if args.figure is not None:
+            metrics = args.figure or ["eval/accuracy", "rollout/reward_mean"]
+            write_figure(runs, configs, metrics, args.smooth, args.out or home / "figure.pdf")
         return None
     blocks = [block(f"samples-{k}", run["samples"]) for k, run in enumerate(runs)]
     blocks.append(block("data", page_data(runs)))

@@ -221,9 +221,8 @@ def test_without_plotly_a_line_says_how_to_install_it(tmp_path, monkeypatch, cap
         report.main(report.Args([write_run(tmp_path / "a")]))
     assert end.value.code == 2
     line = capsys.readouterr().err
-    pins = (ROOT / "tests" / "requirements.txt").read_text().split()
-    (pin,) = [pin for pin in pins if "plotly" in pin]
-    assert line.startswith("error: ") and line.endswith(f"pip install {pin}\n")
+    assert line == "error: report.py draws with plotly: pip install -r report/requirements.txt\n"
+    assert "plotly==" in (ROOT / "report" / "requirements.txt").read_text()
 
 
 def test_runs_inside_a_folder_are_found_and_files_are_left_out(tmp_path):
@@ -282,7 +281,7 @@ STEPS = [
 def write_evaluated(folder, right, before="1100", **args):
     """A run whose problems are right (1) or wrong (0) before training and after two steps."""
     evaluations = [
-        {"step": step, "right": [x == "1" for x in digits]}
+        {"step": step, "scores": [float(x) for x in digits]}
         for step, digits in ((0, before), (2, right))
         if digits
     ]
@@ -293,6 +292,10 @@ def write_evaluated(folder, right, before="1100", **args):
 
 def read_configs(*folders):
     return report.configurations([report.read_run(folder, folder.name) for folder in folders])
+
+
+def notes_of(configs, columns=report.COLUMNS):
+    return " ".join(report.notes_on(configs, columns))
 
 
 def test_a_mean_and_its_standard_error():
@@ -355,8 +358,8 @@ def test_several_seeds_are_averaged_per_problem_and_compared_per_seed(tmp_path):
     assert (found["won"], found["lost"], found["p"]) == (3, 0, 0.25)
     assert found["per_seed"] == {"1": 0.25, "2": 0.5}
     texts = report.comparison_texts(found)
-    assert texts["sign test"] == "p = 0.250"
-    assert report.comparison_texts(found | {"p": 0.00099})["sign test"] == "p < 0.001"
+    assert texts["sign-test"] == "p = 0.250"
+    assert report.comparison_texts(found | {"p": 0.00099})["sign-test"] == "p < 0.001"
     assert found["over_seeds"] == pytest.approx((0.375, 0.125))
     # Other seeds, and another number of them: over the problems alone.
     first, other = read_configs(*folders, write_evaluated(tmp_path / "b3", "0100", beta=0, seed=3))
@@ -364,7 +367,7 @@ def test_several_seeds_are_averaged_per_problem_and_compared_per_seed(tmp_path):
     assert found["difference"] == pytest.approx((7 / 3 - 1.5) / 4)
     assert (found["won"], found["lost"]) == (3, 1)  # 2/3, 1, 1/3, 1/3 and 1, 1/2, 0, 0
     assert found["per_seed"] == {} and found["over_seeds"] is None
-    assert "other seeds than the first" in " ".join(report.notes_on([first, other]))
+    assert "other seeds than the first" in notes_of([first, other])
 
 
 def test_the_notes_of_one_seed_and_of_several(tmp_path):
@@ -378,17 +381,17 @@ def test_the_notes_of_one_seed_and_of_several(tmp_path):
     result = report.compare(*read_configs(*folders))
     assert result["difference"] == pytest.approx(25 / 100 - 20 / 100)
     assert (result["won"], result["lost"]) == (25, 60) and result["p"] < 0.001
-    notes = " ".join(report.notes_on(read_configs(*folders)))
+    notes = notes_of(read_configs(*folders))
     assert "it may disagree with the sign of the difference" in notes
     assert "trust the test" not in notes
     assert "(1, 2, 3) share prompts" in notes and "about as precise" in notes
-    notes = " ".join(report.notes_on(read_configs(*folders[:2])))
+    notes = notes_of(read_configs(*folders[:2]))
     assert "trust the test" in notes and "disagree" not in notes
     # One configuration alone has no difference, and no test.
-    notes = " ".join(report.notes_on(read_configs(*folders[::2])))
+    notes = notes_of(read_configs(*folders[::2]))
     assert "12.7 of these errors" in notes and " test " not in notes and "difference" not in notes
     # The standard error with several seeds is that of the problems' means.
-    shares = report.rightness([{"right": [1, 1, 0]}, {"right": [1, 0, 0]}])
+    shares = report.problem_means([{"scores": [1, 1, 0]}, {"right": [True, False, False]}])
     assert shares == [1, 0.5, 0]
     assert report.mean_and_error(shares)[1] == pytest.approx(0.5 / math.sqrt(3))
 
@@ -409,10 +412,9 @@ def test_equal_configurations_often_look_different_with_one_seed():
 
 def test_a_run_compared_with_itself(tmp_path):
     folder = write_evaluated(tmp_path / "a", "1101")
-    columns, rows, _ = report.comparison(read_configs(folder, folder))
-    cells = dict(zip(columns, rows[1], strict=True))
-    assert cells["difference (95 % interval)"] == "+0.000 (+0.000 to +0.000)"
-    assert (cells["won, lost"], cells["sign test"]) == ("0, 0", "p = 1.000")
+    _, rows = report.comparison(read_configs(folder, folder))
+    assert rows[1]["difference"] == "+0.000 (+0.000 to +0.000)"
+    assert (rows[1]["won-lost"], rows[1]["sign-test"]) == ("0, 0", "p = 1.000")
 
 
 @pytest.mark.parametrize(
@@ -431,8 +433,9 @@ def test_other_problems_are_not_compared(tmp_path, args, sentence):
     folders = [write_evaluated(tmp_path / "a", "1100"), write_evaluated(tmp_path / "b", **args)]
     (folders[1] / "grpo.py").rename(folders[1] / "b.py")
     configs = read_configs(*folders)
-    columns, _, notes = report.comparison(configs)
-    assert not any("difference" in name or name == "won, lost" for name in columns)
+    columns, _ = report.comparison(configs)
+    assert not {"difference", "won-lost", "sign-test", "per-seed", "over-seeds"} & set(columns)
+    notes = report.notes_on(configs, columns)
     (note,) = [note for note in notes if note.startswith("Not compared: b.py, seed 1, because ")]
     assert sentence in note and note.endswith(".")
     assert note in report.table_for_paper(configs, "markdown")
@@ -448,14 +451,15 @@ def test_digests_that_both_runs_lack_do_not_make_the_problems_equal(tmp_path):
 
 
 def test_evaluations_that_are_damaged(tmp_path):
-    """A line counts if it has true or false for each problem. An older run has no file at all."""
+    """A line counts if it has a number for each problem. An older run has true or false, or no file at all."""
     folder = write_evaluated(tmp_path / "a", "1100")
     with open(folder / "evaluations.jsonl", "a") as file:
-        for right in ("[true, NaN]", "[1, 0]", "[]", '"1100"', "null"):
-            file.write(f'{{"step": 4, "right": {right}}}\n')
-        file.write('{"step": 4, "right": [true')
+        for scores in ("[0.5, NaN]", '["1", 0]', "[]", '"1100"', "null"):
+            file.write(f'{{"step": 4, "scores": {scores}}}\n')
+        file.write('{"step": 2, "right": [true, false]}\n{"step": 4, "right": [true')
     run = report.read_run(folder, "a")
-    assert [record["step"] for record in run["evaluations"]] == [0, 2]
+    assert [record["step"] for record in run["evaluations"]] == [0, 2, 2]
+    assert report.scores_of(run["evaluations"][2]) == [1, 0]
     assert [gap for gap in run["gaps"] if "evaluations" in gap] == [
         "evaluations.jsonl: 5 unreadable lines are left out",
         "evaluations.jsonl: the last line is half-written and left out",
@@ -476,10 +480,10 @@ def test_a_seed_that_has_only_begun_is_left_out(tmp_path):
         write_evaluated(tmp_path / "a", "1111"),
         write_evaluated(tmp_path / "a2", "", seed=2),
     ]
-    columns, rows, notes = report.comparison(read_configs(*folders))
-    cells = dict(zip(columns, rows[0], strict=True))
-    assert (cells["seeds"], cells["accuracy after"]) == ("1", "1.000 ± 0.000")
-    assert any("seed 2 is left out" in note for note in notes)
+    configs = read_configs(*folders)
+    _, (row,) = report.comparison(configs)
+    assert (row["seeds"], row["after"]) == ("1", "1.000 ± 0.000")
+    assert "seed 2 is left out" in notes_of(configs)
 
 
 def test_runs_that_share_prompts_and_random_numbers(tmp_path):
@@ -498,8 +502,7 @@ def test_runs_that_share_prompts_and_random_numbers(tmp_path):
 def test_another_judge_is_named(tmp_path):
     judges = [["one", "format"], ["two"]]
     folders = [write_evaluated(tmp_path / x[0], "1100", rewards=x) for x in judges]
-    _, _, notes = report.comparison(read_configs(*folders))
-    assert any("two says what is right, in the first one one" in note for note in notes)
+    assert "the accuracy is that of two, in the first one." in notes_of(read_configs(*folders))
 
 
 # ---- the table for a paper
@@ -511,53 +514,108 @@ def print_table(capsys, *words):
     return capsys.readouterr().out.splitlines()
 
 
-def test_the_table_for_a_paper(tmp_path, capsys, monkeypatch):
-    """Each cell by hand, in Markdown and in LaTeX. The seconds end with the last evaluation."""
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    versions = {"torch": "2.13.0", "transformers": "5.23.0"}
-    same = dict(
-        versions=versions,
-        device_name="NVIDIA_H100 80 GB",
-        model="org/a_model",
-        **{"utils/rewards.py": "c0"},
-    )
+@pytest.fixture
+def four_runs(tmp_path):
+    """Two configurations with two seeds each. The differences of the second are -1/2, -1/2, 0 and 1/2."""
+    same = dict(versions={"torch": "2.13.0", "transformers": "5.23.0"}, model="org/a_model")
+    same |= {"device_name": "NVIDIA_H100 80 GB", "utils/rewards.py": "c0"}
     one, two = dict(same, learning_rate=1e-5), dict(same, learning_rate=3e-5, examples=False)
-    folders = [
+    return [
         write_evaluated(tmp_path / "a1", "1100", examples=True, **one),
         write_evaluated(tmp_path / "a2", "1000", examples=True, **one, seed=2),
         write_evaluated(tmp_path / "b1", "0000", **two),
         write_evaluated(tmp_path / "b2", "1001", **two, seed=2),
     ]
-    header, line, *rows = print_table(capsys, *folders, "--table")[:4]
+
+
+def test_all_columns_of_the_table(four_runs, capsys, monkeypatch):
+    """Each cell by hand, in Markdown and in LaTeX. The seconds end with the last evaluation."""
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    given = (*four_runs, "--columns", *report.COLUMNS, "--table")
+    header, line, *rows = print_table(capsys, *given)[:4]
     assert header == (
         "| configuration | seeds | steps | problems | accuracy before | accuracy after | s.e. over seeds "
         "| difference (95 % interval) | won, lost | sign test | difference per seed "
-        "| mean difference over seeds | seconds | torch | transformers | device |"
+        "| difference over seeds | seconds | torch | transformers | device |"
     )
     assert line == "|" + " --- |" * 16
     assert rows[0] == (
-        "| grpo.py --examples --learning-rate 1e-5 | 1, 2 | 2 | 4 | 0.500 ± 0.289 | 0.375 ± 0.239 "
+        "| examples, learning-rate 1e-5 | 1, 2 | 2 | 4 | 0.500 ± 0.289 | 0.375 ± 0.239 "
         "| 0.125 | - | - | - | - | - | 14 | 2.13.0 | 5.23.0 | NVIDIA\\_H100 80 GB |"
     )
-    # The differences are -1/2, -1/2, 0 and 1/2.
     assert rows[1] == (
-        "| grpo.py --no-examples --learning-rate 3e-5 | 1, 2 | 2 | 4 | 0.500 ± 0.289 "
+        "| no-examples, learning-rate 3e-5 | 1, 2 | 2 | 4 | 0.500 ± 0.289 "
         "| 0.250 ± 0.144 | 0.250 | -0.125 (-0.594 to +0.344) | 1, 2 | p = 1.000 "
         "| -0.500 (seed 1), +0.250 (seed 2) | -0.125 ± 0.375 | 14 | 2.13.0 | 5.23.0 "
         "| NVIDIA\\_H100 80 GB |"
     )
-    lines = print_table(capsys, *folders, "--table", "latex")
+    lines = print_table(capsys, *given, "latex")
     table = [line for line in lines if not line.startswith("% ")]
-    assert table[0] == "\\begin{tabular}{" + 16 * "l" + "}" and table[-1] == "\\end{tabular}"
-    assert table[1] == table[-2] == "\\hline" and table[2].endswith("device \\\\ \\hline")
+    assert table[0] == "\\begin{tabular}{@{}" + 16 * "l" + "@{}}" and table[-1] == "\\end{tabular}"
+    assert (table[1], table[3], table[-2]) == ("\\toprule", "\\midrule", "\\bottomrule")
     assert "difference (95 \\% interval)" in table[2]
-    assert table[4] == (
-        "grpo.py -{}-no-examples -{}-learning-rate 3e-5 & 1, 2 & 2 & 4 & 0.500 $\\pm$ 0.289 "
+    assert table[5] == (
+        "no-examples, learning-rate 3e-5 & 1, 2 & 2 & 4 & 0.500 $\\pm$ 0.289 "
         "& 0.250 $\\pm$ 0.144 & 0.250 & $-$0.125 ($-$0.594 to +0.344) & 1, 2 & p = 1.000 "
         "& $-$0.500 (seed 1), +0.250 (seed 2) & $-$0.125 $\\pm$ 0.375 & 14 & 2.13.0 & 5.23.0 "
         "& NVIDIA\\_H100 80 GB \\\\"
     )
-    assert not list(tmp_path.glob("*.html"))
+    assert not list(four_runs[0].parent.glob("*.html"))
+
+
+def test_the_table_fits_a_page(four_runs, capsys):
+    """By default, what all rows share is a note, and with several seeds there is no test over the problems."""
+    table = print_table(capsys, *four_runs, "--table")
+    assert [table[0], *table[2:5]] == [
+        "| configuration | accuracy after | difference (95 % interval) | difference over seeds |",
+        "| examples, learning-rate 1e-5 | 0.375 ± 0.239 | - | - |",
+        "| no-examples, learning-rate 3e-5 | 0.250 ± 0.144 | -0.125 (-0.594 to +0.344) | -0.125 ± 0.375 |",
+        "",
+    ]
+    assert table[5] == (
+        "All rows: grpo.py; seeds 1, 2; steps 2; problems 4; accuracy before 0.500 ± 0.289; "
+        "torch 2.13.0; transformers 5.23.0; device NVIDIA_H100 80 GB."
+    )
+    notes = "\n".join(table)
+    assert "sign test" not in notes and "seconds" not in notes and "1.96 standard" in notes
+    # Another number of steps is a column, and one seed has the test.
+    lines = (four_runs[2] / "evaluations.jsonl").read_text().replace('"step": 2', '"step": 1')
+    (four_runs[2] / "evaluations.jsonl").write_text(lines)
+    table = print_table(capsys, four_runs[0], four_runs[2], "--table")
+    assert table[0] == (
+        "| configuration | steps | accuracy after | difference (95 % interval) | sign test |"
+    )
+    assert "seeds 1; problems 4;" in table[5] and "The sign test" in "".join(table)
+    # A single row keeps its accuracy before training.
+    table = print_table(capsys, *four_runs[:2], "--table")
+    assert table[2] == "| grpo.py | 1, 2 | 0.500 ± 0.289 | 0.375 ± 0.239 |"
+
+
+def test_chosen_columns_and_names(four_runs, capsys):
+    given = (*four_runs, "--labels", "few", "many_b", "--columns", "after", "seconds", "--table")
+    table = print_table(capsys, *given)
+    assert table[:4] == [
+        "| configuration | accuracy after | seconds |",
+        "| --- | --- | --- |",
+        "| few | 0.375 ± 0.239 | 14 |",
+        "| many\\_b | 0.250 ± 0.144 | 14 |",
+    ]
+    assert "All rows" not in "".join(table)
+    for words in (("--labels", "few", "--table"), ("--columns", "after")):
+        with pytest.raises(SystemExit) as end:
+            print_table(capsys, *four_runs, *words)
+        line = capsys.readouterr().err
+        assert end.value.code == 2 and line.startswith(f"error: {words[0]}")
+        assert line.count("\n") == 1
+
+
+def test_the_scripts_are_named_where_they_differ(tmp_path):
+    for name in ("a", "b"):
+        write_run(tmp_path / name, STEPS, beta=ord(name))
+    (tmp_path / "b" / "grpo.py").rename(tmp_path / "b" / "rloo.py")
+    configs = read_configs(tmp_path / "a", tmp_path / "b")
+    assert report.names_for_paper(configs) == ["grpo.py, beta 97", "rloo.py, beta 98"]
+    assert not any("All rows: grpo" in line for line in report.table_for_paper(configs, "markdown"))
 
 
 def test_the_table_of_older_runs(tmp_path, capsys):
@@ -565,27 +623,27 @@ def test_the_table_of_older_runs(tmp_path, capsys):
     for name, seed in (("a", 1), ("b", 1), ("b2", 2)):
         write_run(tmp_path / name, STEPS, seed=seed, beta=ord(name[0]))
     header, _, *rows = print_table(capsys, tmp_path, "--table")[:4]
-    assert (
-        header == "| configuration | seeds | steps | accuracy before | accuracy after | seconds |"
-    )
-    assert rows == [
-        "| grpo.py --beta 97 | 1 | 2 | 0.500 | 0.750 | 7 |",
-        "| grpo.py --beta 98 | 1, 2 | 2 | 0.500 | 0.750 | 14 |",
-    ]
+    assert header == "| configuration | seeds | accuracy after |"
+    assert rows == ["| beta 97 | 1 | 0.750 |", "| beta 98 | 1, 2 | 0.750 |"]
 
 
 def test_special_characters_stay_text_in_a_table(tmp_path, capsys):
     text = "a_b%c#d&e{f}~g^h\\i$j|k`l<m>*n\no -- --p -1 x-1"
     for k, name in enumerate("ab"):
         write_run(tmp_path / name, STEPS, beta=k, device_name=text)
-    lines = print_table(capsys, tmp_path, "--table", "latex")
+    given = (tmp_path, "--columns", "device", "--table")
+    lines = print_table(capsys, *given, "latex")
     cells = lines[-3].split(" & ")
     assert cells[-1] == (
         "a\\_b\\%c\\#d\\&e\\{f\\}\\textasciitilde{}g\\textasciicircum{}h\\textbackslash{}i\\$j"
         "\\textbar{}k`l$<$m$>$*n o -{}- -{}-p $-$1 x-1 \\\\"
     )
-    lines = print_table(capsys, tmp_path, "--table", "markdown")
+    lines = print_table(capsys, *given, "markdown")
     assert lines[2].endswith("| a\\_b%c#d&e{f}~g^h\\\\i$j\\|k\\`l\\<m\\>\\*n o -- --p -1 x-1 |")
+    # In a note, a line break would end a comment of LaTeX.
+    assert (
+        f"device {' '.join(text.split())}." in print_table(capsys, tmp_path, "--table", "latex")[0]
+    )
 
 
 def test_a_flag_that_only_one_script_has_is_not_shown(tmp_path):
@@ -597,11 +655,11 @@ def test_a_flag_that_only_one_script_has_is_not_shown(tmp_path):
         write_run(tmp_path / "d", STEPS, beta=0, clip_eps=0.2, vf_clip=0.3),
     ]
     configs = read_configs(*folders)
-    assert [report.flags_of(config, configs) for config in configs] == [
-        "grpo.py --beta 1",
-        "grpo.py --beta 0 --clip-low 0.1",
-        "grpo.py --beta 0 --clip-low 0.3",
-        "grpo.py --beta 0",
+    assert [", ".join(report.flags_of(config, configs)) for config in configs] == [
+        "beta 1",
+        "beta 0, clip-low 0.1",
+        "beta 0, clip-low 0.3",
+        "beta 0",
     ]
 
 
@@ -612,6 +670,136 @@ def test_equal_flags_are_told_apart_by_the_names_of_the_runs(tmp_path, capsys):
     lines = print_table(capsys, *folders, "--table")
     names = [f"{tmp_path.name}/{name}".replace("_", "\\_") for name in "ab"]
     assert [line.split(" | ")[0] for line in lines[2:4]] == [f"| grpo.py ({x})" for x in names]
+
+
+def test_grades_are_compared_as_they_are(tmp_path, capsys):
+    """By hand: a first reward with grades. The scores are 0.9, 0.4, 0.5 and 0.8, 0.6, 1."""
+    folders, grades = [], {"a": [0.9, 0.4, 0.5], "b": [0.8, 0.6, 1.0]}
+    for name, scores in grades.items():
+        evaluations = [{"step": 0, "scores": [0.5, 0.25, 0.0]}, {"step": 2, "scores": scores}]
+        samples = [group(1, "x", "y", ["one"], [0.9])]
+        same = dict(evaluations=evaluations, samples=samples, data="d", eval_size=3)
+        folders.append(write_run(tmp_path / name, STEPS, **same, beta=ord(name)))
+    given = (*folders, "--columns", "before", "after", "difference", "won-lost", "--table")
+    one, two = print_table(capsys, *given)[2:4]
+    assert one == "| beta 97 | 0.250 ± 0.144 | 0.600 ± 0.153 | - | - |"
+    assert two.startswith("| beta 98 | 0.250 ± 0.144 | 0.800 ± 0.115 | +0.200 (-0.1")
+    assert two.endswith(" | 2, 1 |")
+    # A grade of 0.9 isn't called wrong.
+    assert report.read_run(folders[0], "a")["samples"][0]["right"] == []
+    assert report.page_data([report.read_run(folders[0], "a")])["runs"][0]["first"] == "0.250"
+
+
+# ---- the figure for a paper
+
+
+@pytest.fixture
+def drawn(tmp_path):
+    """Draw metrics of these folders: the figure's panels, its notes and the file."""
+    pytest.importorskip("matplotlib", reason="matplotlib: pip install -r tests/requirements.txt")
+
+    def draw(folders, metrics, smooth=1, name="figure.svg"):
+        out = tmp_path / name
+        figure, notes = report.figure_for_paper(read_configs(*folders), metrics, smooth, out)
+        return figure, " ".join(notes), out
+
+    return draw
+
+
+def test_the_figure_has_the_mean_and_the_band_of_each_configuration(tmp_path, drawn):
+    """By hand: two seeds, of which one has a step more, beside a run without a metric."""
+    rewards = {1: [0, 1, 2, 3, 4, 10], 2: [2, 3, 4, 5, 6]}
+    folders = []
+    for seed, values in rewards.items():
+        metrics = [metric(k + 1, reward_mean=x) for k, x in enumerate(values)]
+        metrics.insert(0, {"step": 0, "eval/accuracy": seed / 4})
+        folders.append(write_run(tmp_path / f"s{seed}", metrics, seed=seed))
+    folders.append(write_run(tmp_path / "x", [metric(1), metric(2)], beta=0.5))
+    folders.append(write_run(tmp_path / "y", [], beta=0.5, seed=2))
+    figure, notes, _ = drawn(folders, ["rollout/reward_mean", "eval/accuracy"])
+    rewards, accuracies = figure.axes
+    pooled, alone = rewards.lines
+    assert pooled.get_xydata().tolist() == [[1, 1], [2, 2], [3, 3], [4, 4], [5, 5]]
+    (band,) = rewards.collections
+    corners = {tuple(corner) for corner in band.get_paths()[0].vertices.tolist()}
+    assert corners == {(k, k + side) for k in range(1, 6) for side in (-1, 1)}
+    assert alone.get_xydata().tolist() == [[1, 1], [2, 1]]
+    (line,) = accuracies.lines
+    assert line.get_xydata().tolist() == [[0, 0.375]]
+    assert [rewards.get_ylabel(), accuracies.get_ylabel()] == ["mean reward", "held-out accuracy"]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["beta 0.01", "beta 0.5"]
+    assert "as far as all seeds go: 6 (seed 1), 5 (seed 2)." in notes
+    assert "grpo.py, beta 0.5, seeds 1, 2: no eval/accuracy." in notes
+    assert "seed 2 has no rollout/reward_mean yet" in notes
+    assert "from the lowest to the highest seed" in notes and "last" not in notes
+    # As in the page, only sampled metrics are smoothed.
+    figure, notes, _ = drawn(folders[:1], ["rollout/reward_mean", "eval/accuracy"], smooth=5)
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [0, 0.5, 1, 1.5, 2, 4]
+    assert figure.axes[1].lines[0].get_ydata().tolist() == [0.25]
+    assert "means of the last 5 steps" in notes and "band" not in notes.lower()
+
+
+def test_curves_differ_without_colors(tmp_path, drawn):
+    folders = [write_run(tmp_path / f"{k}", [metric(1), metric(2)], beta=k) for k in range(12)]
+    figure, _, out = drawn(folders, ["kl/ref"], name="figure.pdf")
+    looks = {(line.get_linestyle(), line.get_marker()) for line in figure.axes[0].lines}
+    assert len(looks) == 12
+    width, height = figure.get_size_inches()
+    assert width == report.FIGURE_WIDTH and height > report.PANEL_HEIGHT + 1
+    # Conferences refuse Type 3 fonts.
+    assert b"/Type3" not in out.read_bytes() and b"/CIDFontType2" in out.read_bytes()
+
+
+@pytest.mark.parametrize("rates", [[1e-5, 2e-5], [0.12345, 0.54321]])
+def test_nothing_is_cut_off(tmp_path, drawn, rates):
+    """The border of the picture is white, with short and with long names."""
+    folders = [write_run(tmp_path / f"{x}", [metric(1)], learning_rate=x) for x in rates]
+    _, _, out = drawn(folders, ["kl/ref", "rollout/accuracy"], name="figure.png")
+    from matplotlib.image import imread
+
+    pixels = imread(out)[..., :3]
+    for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+        assert edge.min() == 1
+
+
+@pytest.mark.parametrize("name", ["figure.svg", "figure.png", None])
+def test_the_command_writes_a_figure(tmp_path, capsys, name):
+    pytest.importorskip("matplotlib", reason="matplotlib: pip install -r tests/requirements.txt")
+    for seed in (1, 2):
+        write_run(tmp_path / "runs" / f"s{seed}", [metric(1) | {"eval/accuracy": 0.5}], seed=seed)
+    out = tmp_path / "runs" / (name or "figure.pdf")
+    words = ["--out", out] if name else []
+    printed = print_table(capsys, tmp_path / "runs", "--figure", *words)
+    start = {".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<?xml"}[out.suffix]
+    assert out.read_bytes().startswith(start)
+    assert printed[0] == str(out) and "Bands go" in printed[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--figure", "x/y"], "error: --figure x/y: no run has this metric, but eval/accuracy, "),
+        (["--figure", "--out", "a.b"], "error: --out a.b: Format 'b' is not supported"),
+        (["--figure", "--out", "nowhere/a.pdf"], "error: --out nowhere/a.pdf: "),
+    ],
+)
+def test_a_figure_that_cannot_be_drawn(tmp_path, monkeypatch, capsys, words, sentence):
+    pytest.importorskip("matplotlib", reason="matplotlib: pip install -r tests/requirements.txt")
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "a", [metric(1) | {"eval/accuracy": 0.5}])
+    with pytest.raises(SystemExit) as end:
+        print_table(capsys, "a", *words)
+    line = capsys.readouterr().err
+    assert end.value.code == 2 and line.startswith(sentence) and line.count("\n") == 1
+
+
+def test_without_matplotlib_a_line_says_how_to_install_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as end:
+        print_table(capsys, write_run(tmp_path / "a"), "--figure")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.endswith("pip install -r report/requirements.txt\n")
 
 
 # ---- the page: curves
@@ -656,6 +844,36 @@ def test_seeds_are_a_mean_and_a_band(chromium, tmp_path):
     assert page.locator("#all .main-svg").count() == 0
     page.click("#all summary >> nth=0")
     page.wait_for_selector("#all .main-svg")
+    page.close()
+    assert errors == []
+
+
+def test_a_chart_is_saved_as_svg(chromium, tmp_path):
+    folder = write_run(tmp_path / "run", [metric(1), metric(2)])
+    page, errors = open_report(chromium, [folder])
+    page.hover("#first .chart >> nth=0")
+    with page.expect_download() as download:
+        page.click("#first .chart .modebar-btn >> nth=0")
+    assert download.value.suggested_filename == "rollout-reward_mean.svg"
+    text = download.value.path().read_text()
+    assert text.startswith("<svg") and "rollout/reward_mean" in text and 'class="lines"' in text
+    page.close()
+    assert errors == []
+
+
+def test_grades_are_neither_right_nor_wrong(chromium, tmp_path):
+    """In a run with grades, no response is called wrong, and no group is all wrong."""
+    samples = [group(1, "x", "y", ["one", "two"], [0.9, 0.2])]
+    evaluations = [{"step": 0, "scores": [0.9, 0.0]}]
+    folder = write_run(tmp_path / "run", [metric(1)], samples, evaluations)
+    page, errors = open_report(chromium, [folder])
+    shown = page.inner_text("#groups")
+    assert "reward 0.90" in shown
+    assert not any(word in shown for word in ("✓", "✗", "right"))
+    assert "0.450" in page.inner_text("#runs")
+    for kind in ("right", "wrong", "mixed"):
+        page.select_option("#kind", kind)
+        assert page.locator("#groups .group").count() == 0
     page.close()
     assert errors == []
 

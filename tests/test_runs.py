@@ -211,7 +211,7 @@ def test_files(script, finished):
         assert record["episodes"] % (N + 4 * extra) == 0
 
     for record in read_jsonl(finished / "evaluations.jsonl"):
-        accuracy = sum(record["right"]) / len(record["right"])
+        accuracy = sum(record["scores"]) / len(record["scores"])
         assert accuracy == pytest.approx(metrics[record["step"]].pop("eval/accuracy"))
     assert not any("eval/accuracy" in record for record in metrics)
 
@@ -519,7 +519,7 @@ def test_killed_and_started_again_is_never_killed(script, spawn, finished, tmp_p
             # A machine that loses power can leave half a line.
             metrics.write('{"step": 3, "episo')
             samples.write('{"step": 3, "prompt": "1')
-            evaluations.write('{"step": 3, "right": [tr')
+            evaluations.write('{"step": 3, "scores": [1.')
     draw = random.Random(0)
     for _ in range(3 if thorough else 0):
         size = log.stat().st_size
@@ -936,9 +936,9 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     monkeypatch.setattr(script, "response_texts", lambda *args: completions)
     problem = {"prompt": "8+77=", "columns": {"answer": "85"}}
     model = SimpleNamespace(device="cpu")
-    found, is_right = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
+    found, scores = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
     assert asked == [(1, 0.0)]  # one response, greedy
-    assert is_right == [True, False, False, False]
+    assert scores == [1, 0, 0, 0]
     assert found == {
         "eval/reward_mean": pytest.approx(0.25 + 0.35),
         "eval/accuracy_reward": 0.25,
@@ -948,7 +948,8 @@ def test_an_evaluation_by_hand(script, monkeypatch):
         "eval/eos_frac": 0.5,
         "eval/accuracy_lenient": 1.0,
     }
-    # A part of a point isn't right.
+    # Grades stay grades.
     monkeypatch.setattr(script, "REWARDS", [script.format_reward])
-    found, is_right = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
-    assert found["eval/accuracy"] == pytest.approx(0.35) and not any(is_right)
+    found, scores = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
+    assert found["eval/accuracy"] == pytest.approx(0.35) == sum(scores) / 4
+    assert any(0 < score < 1 for score in scores)
