@@ -1,13 +1,15 @@
-"""pass@k, the chance that at least one of k samples is right, for a run or for the lesson in docs/lessons.md.
+"""pass@k, the chance that at least one of k samples is right, for any run or for the lesson in docs/lessons.md.
 
     python benchmark/passk.py runs/NAME runs/OTHER --samples 128 --problems 200
+    python benchmark/passk.py runs/NAME --samples 8 --k 1 8    fewer samples need smaller k
     python benchmark/passk.py runs/NAME --before    also the model that the run began with
     python benchmark/passk.py --lesson    make the missing records of the lesson on pass@k, and its table and picture
     python benchmark/passk.py --draw      the table and the picture alone
 
 The program samples n responses to each of the first held-out problems, with the functions of grpo.py. A run's args.json
-says the data set, the prompt, the temperature and the lengths. If c of the n responses are right (the first reward of
-grpo.py), pass@k of the problem is
+says the data set, the prompt, the temperature and the lengths, and the copy of the script in its folder has the worked
+examples and the rewards. A response is right if the first reward gives it 1 (a grade below 1 counts as wrong). If c of
+the n responses are right, pass@k of the problem is
 
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
@@ -21,13 +23,14 @@ Its records are benchmark/records/passk.jsonl. A record's "arm" is the kind of t
 If an arm has a record for a seed, it isn't run again for that seed.
 """
 
+import importlib.util
 import json
 import math
 import re
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import torch
@@ -85,10 +88,30 @@ def fail(message: str) -> None:
 # ==== sampling ====
 
 
-def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
-    """The number of right responses to each held-out problem. args.eval_size is the number of problems."""
+def script_of_run(folder: Path) -> ModuleType:
+    """The copy of the script in a run's folder, with the copies of utils/ beside it."""
+    (path,) = folder.glob("*.py")
+    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "utils"}
+    sys.path.insert(0, str(folder))
+    try:
+        spec = importlib.util.spec_from_file_location(f"{path.stem}_of_run", path)
+        script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+    finally:
+        sys.path.remove(str(folder))
+        for name in [name for name in sys.modules if name.split(".")[0] == "utils"]:
+            del sys.modules[name]
+        sys.modules |= others
+    return script
+
+
+def count_right(script: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> list[int]:
+    """The number of right responses to each held-out problem, with the prompt and the first reward of a script.
+
+    args.eval_size is the number of problems.
+    """
     tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.find_model(args))
-    _, examples = grpo.load_data(args, tokenizer)
+    _, examples = script.load_data(args, tokenizer)
     if len(examples) < args.eval_size:
         fail(f"--problems {args.eval_size}: there are {len(examples)} held-out problems")
     model, eos_ids = grpo.load_model(args, tokenizer)
@@ -99,15 +122,15 @@ def count_right(args: grpo.Args, samples: int, seed: int) -> list[int]:
         torch.manual_seed(1_000_003 * seed + number)
         rollout = grpo.sample_responses(args, sampler, [example], samples, args.temperature, eos_ids)
         completions = grpo.response_texts(tokenizer, rollout, eos_ids)
-        scores = grpo.apply_rewards(completions, [example], model.device)
-        right.append(int((scores[grpo.REWARDS[0].__name__] == 1).sum()))
+        scores = script.apply_rewards(completions, [example], model.device)
+        right.append(int((scores[script.REWARDS[0].__name__] == 1).sum()))
     return right
 
 
-def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
+def measure(name: str, script: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> dict:
     """Sample, and return the record."""
     start = time.perf_counter()
-    right = count_right(args, samples, seed)
+    right = count_right(script, args, samples, seed)
     settings = {setting: getattr(args, setting) for setting in SETTINGS}
     dataset = Path(args.dataset)
     if dataset.is_relative_to(ROOT):  # the record doesn't say where the project is on this disk
@@ -125,16 +148,17 @@ def measure(name: str, args: grpo.Args, samples: int, seed: int) -> dict:
     }
 
 
-def args_of_run(folder: Path, device: str, problems: int, before: bool = False) -> grpo.Args:
-    """grpo.py's Args with a run's settings, for the model that it has trained, or for the one that it began with."""
+def args_of_run(folder: Path, device: str, problems: int, before: bool = False) -> SimpleNamespace:
+    """A run's flags, for the model that it has trained, or for the one that it began with."""
     if not (folder / "args.json").is_file() or not (folder / "model").is_dir():
         fail(f"{folder}: give the folder of a finished run, with args.json and model/")
-    if (folder / "grpo_tools.py").is_file():
-        fail(f"{folder}: a run of grpo_tools.py; this program samples without a tool")
     saved = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-    settings = {name: saved[name] for name in SETTINGS}
+    if "max_calls" in saved:
+        fail(f"{folder}: a run with a tool; this program samples without one")
     model = saved["model"] if before else str(folder / "model")
-    return grpo.Args(model=model, device=device, eval_size=problems, **settings)
+    # What the run's script doesn't have, such as a flag of a later version, is grpo.py's.
+    flags = vars(grpo.Args()) | saved
+    return SimpleNamespace(**flags | {"model": model, "device": device, "eval_size": problems})
 
 
 def results_table(records: list[dict], ks: list[int]) -> str:
@@ -199,8 +223,8 @@ def make_record(arm: str, seed: int) -> dict:
     else:
         model, sampling_seed = UNTRAINED[arm]
         args = grpo.Args(model=str(ROOT / model), examples=False, device="cpu", eval_size=PROBLEMS)
-    args = replace(args, dataset=str(ROOT / "assets" / "sums"))
-    return about | measure(model, args, SAMPLES, sampling_seed)
+    args.dataset = str(ROOT / "assets" / "sums")
+    return about | measure(model, grpo, args, SAMPLES, sampling_seed)
 
 
 def make_records() -> None:
@@ -318,13 +342,15 @@ def main() -> None:
         fail(f"--problems {flags.problems}: a standard error needs at least 2")
     models = {}
     for folder in flags.runs:
+        args = args_of_run(folder, flags.device, flags.problems)
+        script = script_of_run(folder.resolve())
         if flags.before:
-            args = args_of_run(folder, flags.device, flags.problems, before=True)
-            models[args.model] = args
-        models[str(folder)] = args_of_run(folder, flags.device, flags.problems)
+            before = args_of_run(folder, flags.device, flags.problems, before=True)
+            models[before.model] = (script, before)
+        models[str(folder)] = (script, args)
     records = []
-    for name, args in models.items():
-        records.append(measure(name, args, flags.samples, flags.seed))
+    for name, (script, args) in models.items():
+        records.append(measure(name, script, args, flags.samples, flags.seed))
         new = (name, flags.seed)
         others = [x for x in read(flags.out) if (x["model"], x["sampling_seed"]) != new]
         flags.out.parent.mkdir(parents=True, exist_ok=True)

@@ -8,13 +8,13 @@ import http.server
 import importlib
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import threading
 import types
-from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,9 +23,10 @@ import torch
 from conftest import ROOT, small_recipe
 from test_docs import differences, load
 from test_runs import FORK, ended
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import grpo
+import grpo_tools
 
 PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 BLOCKS = {}
@@ -34,6 +35,8 @@ for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
     is_reward = names and names[0] not in ("ask", "judge_reward")
     if is_reward and re.search(r"^REWARDS = ", block, re.MULTILINE):
         BLOCKS[names[0]] = block
+# A program that needs no hub.
+OFFLINE = os.environ | {"HF_HUB_OFFLINE": "1"}
 SUM = {"question": "47+38=", "answer": "85"}
 # The rows of each example, and its flags.
 ROWS = {
@@ -69,9 +72,10 @@ def grpo_with(block):
 
 
 def test_the_differences_shown_are_real():
-    """In docs/extend.md, two diffs apply to grpo.py and give valid Python. The diff between them quotes a patch."""
+    """In docs/extend.md, seven diffs apply to grpo.py and give valid Python. The diff between them quotes a patch."""
     found = differences("extend")
-    assert list(found) == ["grpo_math", "entropy"]
+    small = ["metric", "schedule", "best", "second", "samples"]
+    assert list(found) == ["grpo_math", "entropy", *small]
     for name, source in found.items():
         compile(source, name, "exec")
     excerpt = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)[1]
@@ -112,40 +116,106 @@ def test_the_entropy_bonus(monkeypatch):
     assert torch.allclose(gradient, expected, atol=1e-12) and expected.abs().max() > 0.1
 
 
-def test_the_judge_behind_http(monkeypatch):
-    """docs/extend.md's HTTP reward sends each completion with its prompt, retries after an error, and then gives up."""
-    (block,) = re.findall(r"```python\n(import urllib.*?)```", PAGE, re.DOTALL)
-    calls, source = Counter(), (ROOT / "grpo.py").read_text(encoding="utf-8")
+class Judge(http.server.BaseHTTPRequestHandler):
+    """A server with OpenAI's API that gives each response its next reply, as (status, text)."""
 
-    class Judge(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            calls[asked["response"]] += 1
-            self.send_response(200 if calls["b"] > 1 or asked["response"] == "a" else 503)
-            self.end_headers()
-            grade = {"p a": 0.25, "q b": 0.5}[f"{asked['prompt']} {asked['response']}"]
-            self.wfile.write(json.dumps({"grade": grade}).encode())
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append((self.path, self.headers["Authorization"], asked))
+        (message,) = asked["messages"]
+        response = message["content"].rpartition("The response:\n")[2]
+        status, text = self.server.replies[response].pop(0)
+        self.send_response(status)
+        self.end_headers()
+        reply = {"choices": [{"message": {"role": "assistant", "content": text}}]}
+        reply = {"error": text} if status != 200 else reply
+        self.wfile.write((text if text == "<html>" else json.dumps(reply)).encode())
 
-        def log_message(self, *arguments):
-            pass
+    def log_message(self, *arguments):
+        pass
 
+
+@pytest.fixture
+def judge(monkeypatch):
+    """The copy of grpo.py with the page's judge, and a server that it asks. Nothing waits."""
+    (block,) = re.findall(r"```python\n(import http.client.*?)```", PAGE, re.DOTALL)
     server = http.server.ThreadingHTTPServer(("localhost", 0), Judge)
+    server.asked, server.replies = [], {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    changed = re.sub(r"^REWARDS = .*$", lambda match: block, source, count=1, flags=re.MULTILINE)
-    judged = load(monkeypatch, "judged", changed)
-    judged.JUDGE = f"http://localhost:{server.server_port}/grade"
-    judged.time = types.SimpleNamespace(sleep=lambda seconds: None)
-    columns = [{"question": name, "answer": "1"} for name in "pq"]
-    batch = [{"prompt": "", "columns": row} for row in columns]
-    assert judged.apply_rewards(["a", "b"], batch, "cpu")["judge_reward"].tolist() == [0.25, 0.5]
-    assert calls == {"a": 1, "b": 2}
+    script = load(monkeypatch, "judged", grpo_with(block))
+    script.JUDGE = script.JUDGE.replace("8000", str(server.server_port))
+    server.waited = []
+    script.time = types.SimpleNamespace(sleep=server.waited.append)
+    yield script, server
     server.shutdown()
     server.server_close()
-    with pytest.raises(OSError, match="did not answer"):
-        judged.apply_rewards(["a", "b"], batch, "cpu")
 
 
-@pytest.mark.parametrize("place", [0, 1])
+BAD_REPLIES = [
+    (429, "too many requests"),
+    (500, "out of memory"),
+    (200, ""),
+    (200, None),
+    (200, "<html>"),
+    (200, "The response is good.\nGrade: 7"),
+    (200, "Grade: 7 of 10"),
+    (200, "Grade: 11"),
+    (200, "grade: 7"),
+    (200, "Grade: -3"),
+]
+
+
+def problem_of(question):
+    return {"prompt": "", "columns": {"question": question, "answer": "1"}}
+
+
+def test_the_judge(judge):
+    """Grades and the threshold reward, of texts and of chats. Equal responses are graded once."""
+    script, server = judge
+    server.replies = {
+        "a": [(200, "Grade: 10")],
+        "b": [(200, " Grade: 6\n")],
+        "c": [(200, "Grade: 7")],
+    }
+    chat = [{"role": "system", "content": "Be {short}."}, {"role": "user", "content": "q"}]
+    problems = [problem_of("p"), problem_of(chat)]
+    scores = script.apply_rewards(["a", "b", "c", "c"], problems, "cpu")
+    assert list(scores) == ["judge_good", "judge_grade"]
+    assert scores["judge_good"].tolist() == [1, 0, 1, 1]
+    assert scores["judge_grade"].tolist() == pytest.approx([1, 0.6, 0.7, 0.7])
+    assert server.waited == [] and len(server.asked) == 3
+    texts = {asked["messages"][0]["content"] for _, _, asked in server.asked}
+    assert sum("The question:\np\n" in text for text in texts) == 2
+    (text,) = [text for text in texts if "system: Be {short}.\nuser: q" in text]
+    for path, key, asked in server.asked:
+        assert path == "/v1/chat/completions" and key == "Bearer none"
+        assert (asked["model"], asked["temperature"]) == (script.JUDGE_MODEL, 0)
+
+
+@pytest.mark.parametrize("bad", BAD_REPLIES)
+def test_the_judge_is_asked_again(judge, bad):
+    """After an error, and after a reply without the grade alone. The sixth try is the last, and its reply is told."""
+    script, server = judge
+    server.replies = {"a": [bad, bad, (200, "Grade: 0")], "b": [bad] * 6}
+    assert script.judge_grade(["a"], ["p"]) == [0]
+    assert server.waited == [1, 2]
+    assert [asked["temperature"] for _, _, asked in server.asked] == [0, 1, 1]
+    with pytest.raises(ValueError, match="gave no grade in six tries, and last: ") as error:
+        script.judge_grade(["b"], ["p"])
+    status, text = bad
+    assert repr(text or "")[1:-1] in str(error.value)
+    assert status == 200 or str(status) in str(error.value)
+
+
+def test_a_judge_that_is_not_there(judge):
+    script, server = judge
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(ValueError, match="refused"):
+        script.apply_rewards(["a", "b"], [problem_of("p")], "cpu")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
 def test_two_differences_in_one_script(place, monkeypatch, tmp_path):
     """The commands of the page make a script that trains for a step. patch may reject hunks of the docstring."""
     section = PAGE.split("## Two differences in one script")[1]
@@ -159,11 +229,135 @@ def test_two_differences_in_one_script(place, monkeypatch, tmp_path):
     for line in (cispo, last):
         done = subprocess.run(["bash", "-c", line], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode < 2, done.stderr
+    # The rejected hunks are those of the docstring.
+    end = next(k for k, line in enumerate((ROOT / "grpo.py").open(), 1) if line == '"""\n')
     rejected = re.findall(r"FAILED at (\d+)", done.stdout)
-    assert all(int(line) < 50 for line in rejected), done.stdout
+    assert all(int(line) < end for line in rejected), done.stdout
     script = load(monkeypatch, name, (tmp_path / f"{name}.py").read_text(encoding="utf-8"))
     given = dict(num_steps=1, num_prompts=2, eval_size=2, device="cpu")
     script.main(script.Args(**small_recipe(script) | given, runs_dir=str(tmp_path / "runs")))
+
+
+def small_run(monkeypatch, tmp_path, name, **given):
+    """A run of three steps of one of the page's small changes, with its metrics. It evaluates after each step."""
+    script = load(monkeypatch, name, differences("extend")[name])
+    fields = small_recipe(script) | dict(num_steps=3, num_prompts=2, eval_size=4, eval_every=1)
+    fields |= dict(device="cpu", runs_dir=str(tmp_path), run_name="run")
+    args = script.Args(**fields | given)
+    script.main(args)
+    return args, read_lines(tmp_path / "run" / "metrics.jsonl")
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.open()]
+
+
+def test_a_metric_of_ones_own(monkeypatch, tmp_path):
+    _, metrics = small_run(monkeypatch, tmp_path, "metric")
+    samples = read_lines(tmp_path / "run" / "samples.jsonl")
+    for record in metrics[1:]:
+        texts = [x["completions"] for x in samples if x["step"] == record["step"]]
+        texts = sum(texts, [])
+        assert record["rollout/distinct"] == pytest.approx(len(set(texts)) / len(texts))
+
+
+def test_a_coefficient_with_a_schedule(monkeypatch, tmp_path):
+    """beta falls by a third in each step. args.json keeps the first one, and so does the caller."""
+    args, metrics = small_run(monkeypatch, tmp_path, "schedule", beta=0.3)
+    assert [x["kl/beta"] for x in metrics[1:]] == pytest.approx([0.3, 0.2, 0.1])
+    assert args.beta == json.loads((tmp_path / "run" / "args.json").read_text())["beta"] == 0.3
+    # In the first step there is no KL, so the second step has the same samples with another beta.
+    _, other = small_run(monkeypatch, tmp_path / "other", "schedule", beta=3.0)
+    more = other[2]["policy/loss"] - metrics[2]["policy/loss"]
+    assert more == pytest.approx((2.0 - 0.2) * metrics[2]["kl/ref"], rel=0.3) and more > 1e-4
+
+
+def test_the_best_checkpoint(monkeypatch, tmp_path):
+    """The model is that of the evaluation with the highest accuracy, also after a stop."""
+    accuracies, saved = iter([0.25, 0.75, 0.5]), []
+    script = load(monkeypatch, "best", differences("extend")["best"])
+    fields = small_recipe(script) | dict(num_steps=3, num_prompts=2, eval_size=4, eval_every=1)
+    fields |= dict(device="cpu", runs_dir=str(tmp_path), run_name="run", save_every=1)
+    evaluate = script.evaluate
+
+    def found(args, model, *rest):
+        metrics, scores = evaluate(args, model, *rest)
+        saved.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        return metrics | {"eval/accuracy": next(accuracies, 1.0) if len(saved) > 1 else 0.9}, scores
+
+    monkeypatch.setattr(script, "evaluate", found)
+    script.main(script.Args(**fields))
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "best").state_dict()
+    assert all(torch.equal(best[name], weight) for name, weight in saved[2].items() if name in best)
+    assert any(not torch.equal(best[name], saved[3][name]) for name in best)
+    assert torch.load(tmp_path / "run" / "checkpoint.pt")["state"]["best"] == 0.75
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "best").eos_token_id is not None
+
+
+def test_a_second_set_to_evaluate_on(monkeypatch, tmp_path):
+    """Its problems are answered by the same model: a set equal to the first has the same metrics."""
+    monkeypatch.chdir(tmp_path)
+    test = Path(small_recipe(grpo)["dataset"]) / "test.jsonl"
+    (tmp_path / "second.jsonl").write_text("".join(test.open().readlines()[:4]))
+    _, metrics = small_run(monkeypatch, tmp_path, "second")
+    names = [name for name in metrics[0] if name.startswith("eval/") and "second" not in name]
+    assert "eval/accuracy" in names
+    for record in metrics:
+        for name in names:
+            assert record[name.replace("/", "/second_")] == record[name]
+
+
+def test_eight_samples_per_problem_in_an_evaluation(monkeypatch, tmp_path):
+    """Each problem has a score in eighths, and the length is that of one response."""
+    _, metrics = small_run(monkeypatch, tmp_path, "samples", learning_rate=0.0)
+    evaluations = read_lines(tmp_path / "run" / "evaluations.jsonl")
+    assert [len(x["scores"]) for x in evaluations] == [4] * 4
+    scores = sum([x["scores"] for x in evaluations], [])
+    assert all(8 * score == int(8 * score) for score in scores) and set(scores) - {0, 1}
+    for record, evaluation in zip(metrics, evaluations, strict=True):
+        assert record["eval/accuracy"] == pytest.approx(sum(evaluation["scores"]) / 4)
+        assert record["eval/accuracy_lenient"] >= record["eval/accuracy"]
+        assert 5 < record["eval/response_len"] <= small_recipe(grpo)["max_new_tokens"]
+
+
+def test_training_on_one_set_and_evaluating_on_another(monkeypatch, tmp_path, capsys):
+    """The page's program makes one folder of a csv file and of a set with more columns and texts as answers."""
+    section = PAGE.partition("**Training on one set")[2].partition("\n## ")[0]
+    (program,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    program = program.replace('"openai/gsm8k", "main"', '"json", data_files={"test": "gsm.jsonl"}')
+    monkeypatch.chdir(tmp_path)
+    Path("mine.csv").write_text("question,answer,source\n12+34=,46,x\n1+2=,3,y\n")
+    row = {"answer": "so #### 1,085", "question": "1000+85=", "extra": [1]}
+    Path("gsm.jsonl").write_text(json.dumps(row) + "\n")
+    subprocess.run([sys.executable, "-c", program], check=True, env=OFFLINE)
+    args = dataclasses.replace(grpo.BUNDLED, dataset="both")
+    train, test = grpo.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    assert [x["columns"]["answer"] for x in train] == ["46", "3"]
+    assert [x["columns"] for x in test] == [{"question": "1000+85=", "answer": "so #### 1,085"}]
+    # What the page warns of.
+    (tmp_path / "csv").mkdir()
+    shutil.copy("mine.csv", "csv/train.csv")
+    Path("csv/test.csv").write_text("question,answer,source\n1000+85=,so #### 1085,z\n")
+    with pytest.raises(Exception, match="An error occurred while generating the dataset"):
+        grpo.load_splits(dataclasses.replace(args, dataset="csv"))
+
+
+def test_a_trained_tool_answers_in_ask(monkeypatch, tmp_path, capsys):
+    """The page's lines in ask.py: the model's calls are answered as in training."""
+    script, page = grpo_tools, (ROOT / "docs" / "train.md").read_text(encoding="utf-8")
+    fields = vars(script.BUNDLED) | dict(num_steps=1, num_prompts=2, eval_size=2, device="cpu")
+    script.main(script.Args(**fields | dict(runs_dir=str(tmp_path), run_name="run")))
+    (ask,) = re.findall(r"```python\n([^`]*?find_eos_ids\(model, tokenizer\),\n[^`]*?)```", page)
+    (own,) = re.findall(r"```python\n(eos_ids = torch[^`]*?)```", PAGE)
+    head = ask.partition("ids = torch")[0].replace("grpo", "grpo_tools")
+    head = head.replace("runs/first", str(tmp_path / "run"))
+    # This model has yet to learn to call, so the question begins a call.
+    question = 'question = "47+38=<think><calc>"'
+    head = re.sub(r"^question = .*$", question, head, flags=re.MULTILINE)
+    head = head.replace("torch.bfloat16", "torch.float32")
+    capsys.readouterr()
+    exec(head + own, {})
+    assert capsys.readouterr().out.startswith("47+38</calc>=85")
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import sys
 from itertools import combinations
 
@@ -29,6 +30,8 @@ def small_run(tmp_path):
     run.mkdir()
     (run / "args.json").write_text(json.dumps(saved), encoding="utf-8")
     (run / "model").symlink_to(SMALL_MODEL)
+    shutil.copy(ROOT / "grpo.py", run)
+    shutil.copytree(ROOT / "utils", run / "utils")
     return run
 
 
@@ -132,7 +135,7 @@ def test_the_counts_are_those_of_the_samples():
     """A problem's count is the number of its own responses with the gold answer, at the run's temperature."""
     args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, examples=False, max_new_tokens=24)
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
-    counts = passk.count_right(args, 12, seed=3)
+    counts = passk.count_right(grpo, args, 12, seed=3)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     _, problems = grpo.load_data(args, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
@@ -146,7 +149,25 @@ def test_the_counts_are_those_of_the_samples():
         assert sum(right) == count
     # At a temperature near 0 all responses are the greedy one.
     args.temperature = 1e-4
-    assert set(passk.count_right(args, 12, seed=3)) <= {0, 12}
+    assert set(passk.count_right(grpo, args, 12, seed=3)) <= {0, 12}
+
+
+def test_a_run_is_judged_by_its_own_copy(small_run, monkeypatch):
+    """By its first reward, with its worked examples and its utils/. This process keeps its own utils."""
+    text = (small_run / "grpo.py").read_text(encoding="utf-8")
+    text = text.replace("REWARDS = [accuracy_reward,", "REWARDS = [lenient_accuracy_reward,")
+    (small_run / "grpo.py").rename(small_run / "mine.py")
+    (small_run / "mine.py").write_text(text.replace('"Tom has 12 apples', '"Ann has 12 apples'))
+    with open(small_run / "utils" / "rewards.py", "a", encoding="utf-8") as file:
+        file.write(
+            "\n\ndef lenient_accuracy_reward(completions, **columns):\n    return [1.0] * len(completions)\n"
+        )
+    script = passk.script_of_run(small_run)
+    args = passk.args_of_run(small_run, "cpu", 3)
+    assert passk.count_right(script, args, 4, seed=1) == [4, 4, 4]
+    assert script.EXAMPLES[0][0].startswith("Ann has 12 apples")
+    assert sys.modules["utils.rewards"].accuracy_reward is grpo.accuracy_reward
+    assert str(small_run) not in sys.path
 
 
 @pytest.mark.parametrize(
@@ -170,12 +191,12 @@ def test_mistakes_get_one_line(flags, message, small_run, monkeypatch, capsys):
 
 
 def test_a_run_with_a_tool_is_refused(tmp_path, capsys):
+    """Also one of a copy of grpo_tools.py."""
     (tmp_path / "model").mkdir()
-    for name in ("args.json", "grpo_tools.py"):
-        (tmp_path / name).write_text("{}", encoding="utf-8")
+    (tmp_path / "args.json").write_text('{"max_calls": 4}', encoding="utf-8")
     with pytest.raises(SystemExit):
         passk.args_of_run(tmp_path, "cpu", 2)
-    assert "samples without a tool" in capsys.readouterr().err
+    assert "a run with a tool; this program samples without one" in capsys.readouterr().err
 
 
 # ==== the lesson ====

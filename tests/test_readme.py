@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import siblings
@@ -13,6 +13,7 @@ from scripts import SCRIPTS
 
 import grpo
 import grpo_vllm
+import report
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -76,6 +77,7 @@ def test_the_packages_are_the_same_for_pip_and_for_uv():
     lists = [(ROOT / x / "requirements.txt").read_text().splitlines() for x in (".", "tests")]
     assert project["project"]["dependencies"] == lists[0]
     assert ["-r ../requirements.txt", *project["dependency-groups"]["dev"]] == lists[1]
+    assert set((ROOT / "report" / "requirements.txt").read_text().splitlines()) <= set(lists[1])
     assert f"# PlainRL {project['project']['version']}, " in (ROOT / "grpo.py").read_text(
         encoding="utf-8"
     )
@@ -90,7 +92,7 @@ def test_the_version_of_vllm_is_the_same_everywhere():
 
 
 def test_every_flag_in_it_exists():
-    flags = set()
+    flags = {field.name for field in fields(report.Args)} | {"help"}
     for name in SCRIPTS:
         for part, text in siblings.parts(name).items():
             if part.startswith("Args."):

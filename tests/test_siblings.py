@@ -7,6 +7,7 @@ import ast
 import re
 import shutil
 import subprocess
+import sys
 
 import pytest
 import siblings
@@ -139,8 +140,11 @@ def test_patches_are_made_again_when_the_parent_changed(tmp_path, monkeypatch, c
     told = "cispo.diff has other text, so look whether it needs the change in: policy_loss\n"
     assert capsys.readouterr().out == f"{told}    {clamp}"
     # A person makes it from the whole script.
-    siblings.write_patch("cispo", before.replace(*near))
+    (tmp_path / "cispo.py").write_text(before.replace(*near), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["siblings.py", "--patch", str(tmp_path / "cispo.py")])
+    siblings.main()
     assert applied() == before.replace(*near)
+    assert capsys.readouterr().out == "wrote variants/cispo.diff\n"
 
 
 def test_a_script_gets_what_changed_in_its_parent():

@@ -63,7 +63,7 @@ def commands() -> list[tuple[str, list[str]]]:
     for line in lines:
         match = re.search(r"\b(?:python|torchrun .*?) (\w+)\.py\b(.*)", line)
         if match and match[1] in [*SCRIPTS, *MACHINE_PATCHES, "mine"] and "--help" not in line:
-            flags = match[2].replace("$rate", "1e-5").rstrip(" &")
+            flags = match[2].replace("$rate", "1e-5").replace("$seed", "1").rstrip(" &")
             found.append((match[1], shlex.split(flags)))
     return found
 
@@ -241,17 +241,43 @@ def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
     assert (answers[1] - answers[3]).abs().mean() < 0.05 * answers[1].abs().mean()
 
 
-def test_a_chat(tmp_path, monkeypatch, capsys):
-    """The page's loop answers until the question is empty."""
-    (source,) = [block for block in code("python") if "pipeline(" in block]
+@pytest.fixture
+def chat_run(tmp_path):
+    """The folder of a run on chats with a system prompt, with a model that has a chat template."""
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-    tokenizer.save_pretrained(tmp_path)
-    AutoModelForCausalLM.from_pretrained(SMALL_MODEL).save_pretrained(tmp_path)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
+    )
+    tokenizer.save_pretrained(tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(SMALL_MODEL).save_pretrained(tmp_path / "base")
+    chat = [{"role": "system", "content": "3+4"}, {"role": "user", "content": "12+34="}]
+    row = {"question": chat, "answer": 46}
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps(row) * 3)
+    given = dict(model=str(tmp_path / "base"), dataset=str(tmp_path / "data"))
+    return run(grpo, tmp_path, "chats", **given)[1]
+
+
+def test_ask_keeps_the_system_prompt(chat_run, capsys):
+    source, _ = [block for block in code("python") if "from_pretrained" in block]
+    question = re.search(r"^question = .*$", source, re.MULTILINE)[0]
+    source = source.replace(question, 'question = "5+6="').replace("runs/first", str(chat_run))
+    names = {}
+    exec(source, names)
+    assert names["prompt"] == "s3+4u5+6="
+
+
+def test_a_chat(chat_run, monkeypatch, capsys):
+    """The page's loop answers until the question is empty, with the run's system prompt."""
+    (source,) = [block for block in code("python") if "pipeline(" in block]
     questions = iter(["12+34=", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(questions))
-    exec(source.replace("runs/first/model", str(tmp_path)), {})
-    assert "<answer>" in capsys.readouterr().out
+    names = {}
+    exec(source.replace("runs/first", str(chat_run)), names)
+    assert [message["role"] for message in names["messages"]] == ["system", "user", "assistant"]
+    assert names["messages"][0]["content"] == "3+4"
+    assert names["messages"][2]["content"] in capsys.readouterr().out
 
 
 def test_a_base_model_with_a_chat_template_gets_plain_text(tmp_path, monkeypatch, capsys):

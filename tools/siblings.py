@@ -291,13 +291,15 @@ def carry_scripts() -> None:
         tell(path.name, missing)
 
 
-def write_patch(name: str, child: str) -> None:
-    """Write variants/NAME.diff: this text against the parent that its docstring names."""
+def write_patch(name: str, child: str) -> Path:
+    """Write variants/NAME.diff: this text against the parent that its docstring names. Returns its path."""
     parent = re.search(r"Parent: (\w+\.py)", child).group(1)
     before = (ROOT / parent).read_text(encoding="utf-8").splitlines(keepends=True)
     after = child.splitlines(keepends=True)
     patch = difflib.unified_diff(before, after, parent, f"{name}.py")
-    (ROOT / "variants" / f"{name}.diff").write_text("".join(patch), encoding="utf-8")
+    path = ROOT / "variants" / f"{name}.diff"
+    path.write_text("".join(patch), encoding="utf-8")
+    return path
 
 
 def carry_patches() -> None:
@@ -331,7 +333,8 @@ def main() -> None:
     what.add_argument("--patch", type=Path, metavar="NAME.py")
     options = parser.parse_args()
     if options.patch:
-        write_patch(options.patch.stem, options.patch.read_text(encoding="utf-8"))
+        path = write_patch(options.patch.stem, options.patch.read_text(encoding="utf-8"))
+        print(f"wrote {path.relative_to(ROOT)}")
         return
     if options.carry:
         carry_scripts()
