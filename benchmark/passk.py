@@ -15,8 +15,9 @@ the n responses are right, pass@k of the problem is
 
 Among all sets of k of the n responses, this is the share of sets with at least one right response. If each response is
 right with chance p, the expected value of this share is 1 - (1 - p)^k, the chance that at least one of k new responses
-is right. The table gives the mean over the problems, and its standard error over the problems, both in percent. Each
-model and each seed gets a line in --out, with the number of right responses to each problem.
+is right. The table gives the mean over the problems, and its standard error over the problems, both in percent. Its last column is
+the share of problems without a right response. Each model and each seed gets a line in --out (runs/passk.jsonl), with
+the number of right responses to each problem.
 
 The lesson compares a model before and after three kinds of training, with three seeds each. It trains into runs/passk.
 Its records are benchmark/records/passk.jsonl. A record's "arm" is the kind of training, or the model without training.
@@ -318,7 +319,8 @@ def main() -> None:
     parser.add_argument("--before", action="store_true", help="also their models before training")
     parser.add_argument("--samples", type=int, default=128, help="n; default 128")
     parser.add_argument("--problems", type=int, default=200, help="the first ones; default 200")
-    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    powers = [1, 2, 4, 8, 16, 32, 64]
+    parser.add_argument("--k", type=int, nargs="+", default=powers, help="default 1 2 4 .. 64")
     parser.add_argument("--seed", type=int, default=1, help="seed of the sampling; default 1")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto")
     parser.add_argument("--out", type=Path, default=Path("runs/passk.jsonl"))
@@ -337,7 +339,8 @@ def main() -> None:
     if min(flags.k) < 1:
         fail(f"--k {min(flags.k)}: must be at least 1")
     if flags.samples < max(flags.k):
-        fail(f"--samples {flags.samples}: pass@{max(flags.k)} needs at least {max(flags.k)}")
+        most = max(flags.k)
+        fail(f"--samples {flags.samples}: pass@{most} needs at least {most}; or give a smaller --k")
     if flags.problems < 2:
         fail(f"--problems {flags.problems}: a standard error needs at least 2")
     models = {}

@@ -91,7 +91,7 @@ LOST = {
     "distill": "the teacher",
     "self_distill": "the teacher",
     "vapo": "the value network",
-    "grpo_tools": "the tool",
+    "grpo_tools": "the tool (with it: grpo_tools_lora.py of docs/extend.md)",
     "grpo_multigpu": "the other GPUs",
     "grpo_vllm": "vLLM",
     "shared_prompts": "the shared prompts",

@@ -27,6 +27,7 @@ import sys
 import textwrap
 from collections import Counter
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Literal
 
@@ -76,8 +77,11 @@ COLUMNS = {
 # the same in all rows. The conditions are then a note.
 LEFT_OUT = ["seed-error", "won-lost", "per-seed", "seconds"]
 CONDITIONS = ["seeds", "steps", "problems", "before", "torch", "transformers", "device"]
-# The figure has the width of a column of a two-column paper, in inches, and a panel this height.
-FIGURE_WIDTH, PANEL_HEIGHT = 3.3, 1.8
+# Of the figure for a paper, in inches. A figure that is twice as wide has two panels in a row.
+PANEL_WIDTH, PANEL_HEIGHT = 2.6, 1.8
+FORMATS = [".pdf", ".svg", ".png"]
+# A column of these needs a comparison.
+COMPARING = {"difference", "won-lost", "sign-test", "per-seed", "over-seeds"}
 # Okabe and Ito's colors. The curves also differ in dashes and marks, for a print without colors.
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 DASHES, MARKS = ["-", "--", ":", "-."], "osD^vP"
@@ -96,16 +100,18 @@ AXES = {
 @dataclass
 class Args:
     runs: tyro.conf.Positional[list[Path]]
-    """folders of runs, or folders that contain runs"""
+    """folders of runs, or folders that contain runs; they stand before the options"""
     out: Path | None = None
     """file to write; None: report.html or figure.pdf, in the folder that contains all the runs"""
     table: list[Literal["markdown", "latex"]] | None = None
     """print a table for a paper instead of writing the page; without a value: in Markdown"""
     columns: list[Literal[tuple(COLUMNS)]] | None = None
-    """columns of the table; None: those that differ, and fit a page"""
+    """columns of the table; None: those that differ, as far as they fit the width of a page"""
     figure: list[str] | None = None
     """draw these metrics for a paper instead of writing the page: a .pdf, .svg or .png, as --out says;
     without a value: eval/accuracy and rollout/reward_mean"""
+    width: float = 3.15
+    """width of the figure in inches: a column; the width of a page is 5.5 to 7"""
     smooth: int = 5
     """the figure shows the mean of so many last steps, but evaluations as they are; 1: each step"""
     labels: list[str] | None = None
@@ -276,7 +282,8 @@ def text_of(value):
     if isinstance(value, str):
         return value or '""'
     if isinstance(value, float):
-        return f"{value:g}".replace("e-0", "e-")
+        # 1e-4, as 3e-5, and not 0.0001.
+        return f"{Decimal(str(value)):e}" if 0 < abs(value) < 1e-3 else f"{value:g}"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
@@ -368,11 +375,11 @@ SEVERAL_SEEDS_TEST_NOTE = (
     "the difference."
 )
 SEVERAL_SEEDS_NOTE = (
-    "A problem counts with its mean over the seeds. "
-    "The standard error over the seeds says how far a mean could change with other seeds: a 95 % "
-    "interval is 12.7 of these errors to each side with two seeds, 4.3 with three, and 2.8 with "
-    "five."
+    "A problem counts with its mean over the seeds. The standard error over the seeds says how far a "
+    "mean could change with other seeds. A 95 % interval has 12.7 of these errors to each side with "
+    "two seeds, 4.3 with three, and 2.8 with five."
 )
+OVER_SEEDS_NOTE = "± beside a difference over seeds is this standard error."
 SHARED_NOTE = (
     "Runs of different configurations with the same seed ({}) share prompts and random numbers, so "
     "their curves coincide at first. The final difference of held-out accuracies is about as precise "
@@ -521,17 +528,19 @@ def notes_on(configs, columns):
     first, *others = configs
     compared = [config for config in others if not obstacle(first, config)]
     several_seeds = any(len(evaluated(config, after=True)) > 1 for config in configs)
-    has_test = "won-lost" in columns or "sign-test" in columns
+    if COMPARING.isdisjoint(columns):
+        compared = []
     notes = [PAIRED_NOTE] if compared else []
-    if compared and has_test:
+    if compared and ("won-lost" in columns or "sign-test" in columns):
         notes.append(TEST_NOTE)
         notes.append(SEVERAL_SEEDS_TEST_NOTE if several_seeds else ONE_SEED_TEST_NOTE)
     if several_seeds:
         notes.append(SEVERAL_SEEDS_NOTE)
+        notes += [OVER_SEEDS_NOTE] if compared and "over-seeds" in columns else []
     elif compared:
         notes.append(ONE_SEED_NOTE)
     for config in others:
-        if config not in compared:
+        if obstacle(first, config):
             notes.append(f"Not compared: {config['label']}, because {obstacle(first, config)}.")
     for config in compared:
         one, two = first_reward(first), first_reward(config)
@@ -547,6 +556,13 @@ def notes_on(configs, columns):
         if last and waiting:
             seeds = ", ".join(waiting)
             notes.append(f"{config['label']}: seed {seeds} is left out, without an evaluation yet.")
+        for run in config["runs"]:
+            step, end = last_step(run), run["args"].get("num_steps")
+            if seed_of(run) in last and is_number(end) and step < end:
+                seed = f"{config['label']}: seed {seed_of(run)}"
+                notes.append(
+                    f"{seed} isn't finished. Its last evaluation is after step {step} of {end}."
+                )
     seeds = ", ".join(shared_seeds(configs))
     if seeds:
         notes.append(SHARED_NOTE.format(seeds))
@@ -595,7 +611,10 @@ def flags_of(config, configs):
         if isinstance(value, bool):
             words.append(flag if value else f"no-{flag}")
         else:
-            words.append(f"{flag} {cut(text_of(value), 40)}")
+            text = text_of(value)
+            if text.startswith("/"):  # a paper doesn't say where files are on this disk
+                text = text.rpartition("/")[2]
+            words.append(f"{flag} {cut(text, 40)}")
     return words
 
 
@@ -620,25 +639,25 @@ def names_for_paper(configs):
 # ---- a table for a paper
 
 
-def columns_for_paper(columns, rows):
-    """The columns for which a page has room, and the conditions that all rows share."""
-    columns = [name for name in columns if name not in LEFT_OUT]
-    if "over-seeds" in columns:  # it says more than a test over the problems
-        columns.remove("sign-test")
+def columns_for_paper(columns, rows, wanted):
+    """The columns for which a page has room, or the wanted ones. And what else all rows share."""
     same = [name for name in CONDITIONS if len({row[name] for row in rows}) == 1]
-    same = [name for name in same if name in columns]
     if len(rows) == 1:  # these say something about a single row, too
         same = [name for name in same if name not in ("seeds", "before")]
-    conditions = [f"{COLUMNS[name]} {rows[0][name]}" for name in same]
-    return [name for name in columns if name not in same], conditions
+    if wanted is None:
+        wanted = [name for name in columns if name not in [*LEFT_OUT, *same]]
+        if "over-seeds" in columns:  # it says more than a test over the problems
+            wanted.remove("sign-test")
+    same = [name for name in same if name in columns and name not in wanted]
+    return wanted, [f"{COLUMNS[name]} {rows[0][name]}" for name in same]
 
 
 def table_for_paper(configs, form, wanted=None):
     """The comparison as a table in Markdown or LaTeX, with the notes."""
     columns, rows = comparison(configs)
-    columns, conditions = (wanted, []) if wanted else columns_for_paper(columns, rows)
+    columns, conditions = columns_for_paper(columns, rows, wanted)
     scripts = {config["settings"]["script"] for config in configs}
-    if len(scripts) == 1 and not wanted:
+    if len(scripts) == 1:
         conditions = [*scripts, *conditions]
     table = [["configuration", *[COLUMNS[name] for name in columns]]]
     for name, row in zip(names_for_paper(configs), rows, strict=True):
@@ -675,7 +694,12 @@ TEX |= {"|": r"\textbar{}", "<": "$<$", ">": "$>$", "±": r"$\pm$", "…": r"\ld
 
 
 def tex(text):
-    """A text for LaTeX. A number keeps its minus, and two hyphens don't become a dash."""
+    """A text for LaTeX. A number keeps its minus, and two hyphens don't become a dash.
+
+    A name with formulas, such as $\\beta = 0$, is LaTeX already.
+    """
+    if text.count("$") >= 2:
+        return text
     text = "".join(TEX.get(x, x) for x in text)
     text = re.sub(r"(?<![\w-])-(?=\d)", "$-$", text)
     return re.sub("-(?=-)", "-{}", text)
@@ -718,7 +742,7 @@ def draw_panel(panel, configs, metric, smooth):
             color=color,
             linestyle=DASHES[k % len(DASHES)],
             marker=MARKS[k % len(MARKS)],
-            markevery=max(1, len(steps) // 8),
+            markevery=markers(k, len(configs), len(steps)),
         )
         if len(curves) > 1:
             lowest, highest = [min(row) for row in values], [max(row) for row in values]
@@ -733,35 +757,55 @@ def draw_panel(panel, configs, metric, smooth):
     return notes
 
 
-def figure_for_paper(configs, metrics, smooth, out):
+def markers(k, num_curves, num_points):
+    """The first point with a mark, and how many points are between two marks.
+
+    Curves that lie on each other have their marks at different points.
+    """
+    between = max(1, num_points // 8)
+    return k * between // num_curves, between
+
+
+def figure_for_paper(configs, metrics, width, smooth, out):
     """Write a figure with a panel for each metric. Returns it, and notes for its caption."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    names = names_for_paper(configs)
-    columns = 2 if max(map(len, names)) <= 15 else 1
-    height = PANEL_HEIGHT * len(metrics) + 0.16 * len(names) / columns + 0.3
+    in_a_row = min(len(metrics), max(1, int(width / PANEL_WIDTH)))
+    rows = math.ceil(len(metrics) / in_a_row)
+    labels = [textwrap.fill(name, 48) for name in names_for_paper(configs)]
+    columns = in_a_row * (2 if max(map(len, labels)) <= 14 else 1)
+    lines = sum(label.count("\n") + 1 for label in labels) / columns
+    height = PANEL_HEIGHT * rows + 0.16 * lines + 0.3
     style = {"font.size": 8, "lines.linewidth": 1.2, "lines.markersize": 3.5, "axes.grid": True}
     style |= {"grid.alpha": 0.3, "grid.linewidth": 0.5, "axes.linewidth": 0.6}
     # Type 42 are fonts that conferences accept. Matplotlib's own choice is Type 3.
     style |= {"pdf.fonttype": 42, "ps.fonttype": 42, "savefig.dpi": 300}
     notes, handles = [], {}
     with rc_context(style):
-        figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
-        panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
+        figure = Figure(figsize=(width, height), layout="constrained")
+        grid = figure.subplots(rows, in_a_row, sharex=True, squeeze=False)
+        panels = grid.flatten()[: len(metrics)]
+        for panel in grid.flatten()[len(metrics) :]:
+            panel.remove()
         for panel, metric in zip(panels, metrics, strict=True):
             notes += draw_panel(panel, configs, metric, smooth)
             for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
-        panels[-1].set_xlabel("step")
-        panels[-1].locator_params(axis="x", integer=True)
+        for panel in panels[-in_a_row:]:
+            panel.set_xlabel("step")
+            panel.tick_params(labelbottom=True)
+            panel.locator_params(axis="x", integer=True)
         shape = {"loc": "outside lower center", "ncols": columns, "handlelength": 3.5}
         figure.legend(handles.values(), handles, frameon=False, **shape)
         figure.savefig(out)
     if any(len(config["runs"]) > 1 for config in configs):
         notes.insert(0, "Lines are means over seeds. Bands go from the lowest to the highest seed.")
-    if smooth > 1 and not all(metric.startswith("eval/") for metric in metrics):
-        notes.insert(1, f"Sampled metrics are means of the last {smooth} steps.")
+    smoothed = [metric for metric in metrics if not metric.startswith("eval/")]
+    if smooth > 1 and smoothed:
+        notes.insert(
+            1, f"{', '.join(smoothed)}: for each seed the mean of the last {smooth} steps."
+        )
     return figure, notes
 
 
@@ -835,16 +879,18 @@ def set_labels(configs, labels):
         config["label"] = config["given"] = label
 
 
-def write_figure(runs, configs, metrics, smooth, out):
+def write_figure(runs, configs, metrics, width, smooth, out):
     """Write the figure, and print its file and the notes."""
+    if out.suffix not in FORMATS:
+        fail(f"--out {out}: a figure is one of {', '.join(FORMATS)}")
     known = {name for run in runs for record in run["metrics"] for name in record if "/" in name}
     for metric in metrics:
         if metric not in known:
             fail(f"--figure {metric}: no run has this metric, but {', '.join(sorted(known))}")
     try:
-        _, notes = figure_for_paper(configs, metrics, smooth, out)
-    except (OSError, ValueError) as error:  # a folder that isn't there, a format that isn't known
-        fail(f"--out {out}: {error}")
+        _, notes = figure_for_paper(configs, metrics, width, smooth, out)
+    except OSError as error:
+        fail(f"--out {out}: {error.strerror}")
     print(out, *notes, sep="\n")
 
 
@@ -861,6 +907,10 @@ def main(args: Args) -> Path | None:
         fail(f"report.py draws with {needs}: pip install -r report/requirements.txt")
     if args.columns and args.table is None:
         fail("--columns chooses the columns of a table: add --table")
+    if args.labels and is_page:
+        fail("--labels names what a table or a figure shows: add --table or --figure")
+    if args.out and args.table is not None and args.figure is None:
+        fail("--out: a table is printed; write it to a file with > FILE")
     folders = [folder.resolve() for folder in find_runs(args.runs)]
     home = Path(os.path.commonpath(folders))
     runs = [read_run(folder, str(folder.relative_to(home.parent))) for folder in folders]
@@ -873,7 +923,8 @@ def main(args: Args) -> Path | None:
                 print(table_for_paper(configs, form, args.columns))
         if args.figure is not None:
             metrics = args.figure or ["eval/accuracy", "rollout/reward_mean"]
-            write_figure(runs, configs, metrics, args.smooth, args.out or home / "figure.pdf")
+            out = args.out or home / "figure.pdf"
+            write_figure(runs, configs, metrics, args.width, args.smooth, out)
         return None
     blocks = [block(f"samples-{k}", run["samples"]) for k, run in enumerate(runs)]
     blocks.append(block("data", page_data(runs)))

@@ -582,9 +582,8 @@ def test_the_table_fits_a_page(four_runs, capsys):
     lines = (four_runs[2] / "evaluations.jsonl").read_text().replace('"step": 2', '"step": 1')
     (four_runs[2] / "evaluations.jsonl").write_text(lines)
     table = print_table(capsys, four_runs[0], four_runs[2], "--table")
-    assert table[0] == (
-        "| configuration | steps | accuracy after | difference (95 % interval) | sign test |"
-    )
+    columns = "configuration | steps | accuracy after | difference (95 % interval) | sign test"
+    assert table[0] == f"| {columns} |"
     assert "seeds 1; problems 4;" in table[5] and "The sign test" in "".join(table)
     # A single row keeps its accuracy before training.
     table = print_table(capsys, *four_runs[:2], "--table")
@@ -600,13 +599,50 @@ def test_chosen_columns_and_names(four_runs, capsys):
         "| few | 0.375 ± 0.239 | 14 |",
         "| many\\_b | 0.250 ± 0.144 | 14 |",
     ]
-    assert "All rows" not in "".join(table)
-    for words in (("--labels", "few", "--table"), ("--columns", "after")):
+    assert table[5].startswith(
+        "All rows: grpo.py; seeds 1, 2; steps 2; problems 4; accuracy before"
+    )
+    notes = "".join(table)
+    assert "problem by problem" not in notes and "all seeds together" in notes
+    # A formula stays one in LaTeX.
+    labels = ("--labels", r"$\beta = 0$", "many_b")
+    names = [
+        line.split(" & ")[0]
+        for line in print_table(capsys, *four_runs, *labels, "--table", "latex")
+    ]
+    assert names[-4:-2] == [r"$\beta = 0$", r"many\_b"]
+    for words in (
+        ("--labels", "few", "--table"),
+        ("--labels", "few", "many"),
+        ("--columns", "after"),
+        ("--out", "table.md", "--table"),
+    ):
         with pytest.raises(SystemExit) as end:
             print_table(capsys, *four_runs, *words)
         line = capsys.readouterr().err
         assert end.value.code == 2 and line.startswith(f"error: {words[0]}")
         assert line.count("\n") == 1
+
+
+def test_a_seed_that_is_not_finished_is_told(four_runs, capsys):
+    """Its last evaluation counts, but a reader has to know, whatever the columns are."""
+    for folder in four_runs:
+        args = json.loads((folder / "args.json").read_text())
+        steps = 2 if folder.name != "b2" else 20
+        (folder / "args.json").write_text(json.dumps(args | {"num_steps": steps}))
+    notes = print_table(capsys, *four_runs, "--columns", "after", "--table")
+    found = [note for note in notes if "isn't finished" in note]
+    assert len(found) == 1 and found[0].endswith("after step 2 of 20.")
+
+
+def test_short_names_of_settings(tmp_path):
+    """Small numbers have an exponent, and a path of this disk its last part alone."""
+    assert [report.text_of(x) for x in (1e-4, 3e-5, 1.5e-4, 0.04, 0.0, -2e-7)] == [
+        "1e-4", "3e-5", "1.5e-4", "0.04", "0", "-2e-7",
+    ]  # fmt: skip
+    folders = [write_run(tmp_path / x, STEPS, dataset=f"/home/me/{x}.csv") for x in "ab"]
+    names = report.names_for_paper(read_configs(*folders))
+    assert names == ["dataset a.csv", "dataset b.csv"]
 
 
 def test_the_scripts_are_named_where_they_differ(tmp_path):
@@ -698,9 +734,10 @@ def drawn(tmp_path):
     """Draw metrics of these folders: the figure's panels, its notes and the file."""
     pytest.importorskip("matplotlib", reason="matplotlib: pip install -r tests/requirements.txt")
 
-    def draw(folders, metrics, smooth=1, name="figure.svg"):
+    def draw(folders, metrics, smooth=1, name="figure.svg", width=3.15):
         out = tmp_path / name
-        figure, notes = report.figure_for_paper(read_configs(*folders), metrics, smooth, out)
+        configs = read_configs(*folders)
+        figure, notes = report.figure_for_paper(configs, metrics, width, smooth, out)
         return figure, " ".join(notes), out
 
     return draw
@@ -737,7 +774,8 @@ def test_the_figure_has_the_mean_and_the_band_of_each_configuration(tmp_path, dr
     figure, notes, _ = drawn(folders[:1], ["rollout/reward_mean", "eval/accuracy"], smooth=5)
     assert figure.axes[0].lines[0].get_ydata().tolist() == [0, 0.5, 1, 1.5, 2, 4]
     assert figure.axes[1].lines[0].get_ydata().tolist() == [0.25]
-    assert "means of the last 5 steps" in notes and "band" not in notes.lower()
+    assert "rollout/reward_mean: for each seed the mean of the last 5 steps" in notes
+    assert "Bands" not in notes
 
 
 def test_curves_differ_without_colors(tmp_path, drawn):
@@ -745,22 +783,33 @@ def test_curves_differ_without_colors(tmp_path, drawn):
     figure, _, out = drawn(folders, ["kl/ref"], name="figure.pdf")
     looks = {(line.get_linestyle(), line.get_marker()) for line in figure.axes[0].lines}
     assert len(looks) == 12
-    width, height = figure.get_size_inches()
-    assert width == report.FIGURE_WIDTH and height > report.PANEL_HEIGHT + 1
+    # Where curves lie on each other, their marks don't.
+    starts = [report.markers(k, 12, 100)[0] for k in range(12)]
+    assert len(set(starts)) == 12 and report.markers(3, 12, 5) == (0, 1)
     # Conferences refuse Type 3 fonts.
     assert b"/Type3" not in out.read_bytes() and b"/CIDFontType2" in out.read_bytes()
 
 
-@pytest.mark.parametrize("rates", [[1e-5, 2e-5], [0.12345, 0.54321]])
-def test_nothing_is_cut_off(tmp_path, drawn, rates):
-    """The border of the picture is white, with short and with long names."""
+@pytest.mark.parametrize("width", [3.15, 6.5])
+@pytest.mark.parametrize("rates", [[1e-5, 2e-5], [0.12345, 0.54321], [*range(1, 13)]])
+def test_nothing_is_cut_off(tmp_path, drawn, rates, width):
+    """The border of the picture is white, with short, long and many names. A wide figure has two panels in a row."""
     folders = [write_run(tmp_path / f"{x}", [metric(1)], learning_rate=x) for x in rates]
-    _, _, out = drawn(folders, ["kl/ref", "rollout/accuracy"], name="figure.png")
+    metrics = ["kl/ref", "rollout/accuracy", "policy/entropy"]
+    figure, _, out = drawn(folders, metrics, name="figure.png", width=width)
     from matplotlib.image import imread
 
     pixels = imread(out)[..., :3]
     for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
         assert edge.min() == 1
+    figure.canvas.draw()
+    boxes = [panel.get_position() for panel in figure.axes]
+    assert len({round(box.x0, 1) for box in boxes}) == (1 if width < 5 else 2)
+    assert min(box.height for box in boxes) * figure.get_size_inches()[1] > 1.2
+    assert [panel.get_xlabel() for panel in figure.axes][1:] == [
+        "" if width < 5 else "step",
+        "step",
+    ]
 
 
 @pytest.mark.parametrize("name", ["figure.svg", "figure.png", None])
@@ -780,8 +829,9 @@ def test_the_command_writes_a_figure(tmp_path, capsys, name):
     ("words", "sentence"),
     [
         (["--figure", "x/y"], "error: --figure x/y: no run has this metric, but eval/accuracy, "),
-        (["--figure", "--out", "a.b"], "error: --out a.b: Format 'b' is not supported"),
-        (["--figure", "--out", "nowhere/a.pdf"], "error: --out nowhere/a.pdf: "),
+        (["--figure", "--out", "a.b"], "error: --out a.b: a figure is one of .pdf, .svg, .png"),
+        (["--figure", "--out", "a"], "error: --out a: a figure is one of .pdf, .svg, .png"),
+        (["--figure", "--out", "nowhere/a.pdf"], "error: --out nowhere/a.pdf: No such file"),
     ],
 )
 def test_a_figure_that_cannot_be_drawn(tmp_path, monkeypatch, capsys, words, sentence):
