@@ -443,7 +443,7 @@ def main(args: Args) -> dict:
                 "answer": problem["columns"]["answer"],
                 "completions": completions[group],
                 "rewards": rewards[k].tolist(),
-                "right": (first_scores[group] == 1).tolist(),
+                "scores": first_scores[group].tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }

@@ -520,7 +520,7 @@ def main(args: Args) -> dict:
                 "answer": problem["columns"]["answer"],
                 "completions": completions[group],
                 "rewards": rewards[k].tolist(),
-                "right": (first_scores[group] == 1).tolist(),
+                "scores": first_scores[group].tolist(),
                 "advantages": advantages[group, 0].tolist(),
                 "ended": ended[group].tolist(),
             }

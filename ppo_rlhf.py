@@ -580,7 +580,7 @@ def main(args: Args) -> dict:
                 "answer": problem["columns"]["answer"],
                 "completions": completions[group],
                 "rewards": response_rewards[group].tolist(),
-                "right": (first_scores[group] == 1).tolist(),
+                "scores": first_scores[group].tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "values": unpadded(old_values[group], response_mask[group]),
                 "ended": ended[group].tolist(),

@@ -478,7 +478,7 @@ def main(args: Args) -> dict:
                 "completions": completions[group],
                 "context": problem["context"],
                 "rewards": rewards[k].tolist(),
-                "right": (first_scores[group] == 1).tolist(),
+                "scores": first_scores[group].tolist(),
                 "advantages": unpadded(logged_advantages[group], response_mask[group]),
                 "ended": ended[group].tolist(),
             }

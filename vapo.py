@@ -617,7 +617,7 @@ def main(args: Args) -> dict:
                 "answer": problem["columns"]["answer"],
                 "completions": completions[group],
                 "rewards": response_rewards[group].tolist(),
-                "right": is_right[group].tolist(),
+                "scores": first_scores[group].tolist(),
                 "advantages": unpadded(advantages[group], response_mask[group]),
                 "values": unpadded(old_values[group], response_mask[group]),
                 "ended": ended[group].tolist(),

@@ -403,8 +403,8 @@ def lengths(folder: Path, num_steps: int) -> dict[str, list]:
     found = {"length/right": [], "length/wrong": []}
     steps = [defaultdict(list) for _ in range(num_steps)]
     for sample in read(folder / "samples.jsonl"):
-        for text, is_right in zip(sample["completions"], sample["right"], strict=True):
-            steps[sample["step"] - 1]["right" if is_right else "wrong"].append(len(text))
+        for text, score in zip(sample["completions"], sample["scores"], strict=True):
+            steps[sample["step"] - 1]["right" if score == 1 else "wrong"].append(len(text))
     for step in steps:
         for kind in ("right", "wrong"):
             found[f"length/{kind}"].append(round(float(np.mean(step[kind])), 2) if step[kind] else None)

@@ -8,16 +8,16 @@
 
 The program samples n responses to each of the first held-out problems, with the functions of grpo.py. A run's args.json
 says the data set, the prompt, the temperature and the lengths, and the copy of the script in its folder has the worked
-examples and the rewards. A response is right if the first reward gives it 1 (a grade below 1 counts as wrong). If c of
-the n responses are right, pass@k of the problem is
+examples and the rewards. The data must be those of the run. A response is right if the first reward gives it 1 (a grade
+below 1 counts as wrong). If c of the n responses are right, pass@k of the problem is
 
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
 Among all sets of k of the n responses, this is the share of sets with at least one right response. If each response is
 right with chance p, the expected value of this share is 1 - (1 - p)^k, the chance that at least one of k new responses
-is right. The table gives the mean over the problems, and its standard error over the problems, both in percent. Its last column is
-the share of problems without a right response. Each model and each seed gets a line in --out (runs/passk.jsonl), with
-the number of right responses to each problem.
+is right. The table gives the mean over the problems, and its standard error over the problems, both in percent, and in
+the last column the share of problems without a right response. Each model and each seed gets a line in --out
+(runs/passk.jsonl), with the number of right responses to each problem.
 
 The lesson compares a model before and after three kinds of training, with three seeds each. It trains into runs/passk.
 Its records are benchmark/records/passk.jsonl. A record's "arm" is the kind of training, or the model without training.
@@ -91,19 +91,28 @@ def fail(message: str) -> None:
 
 def script_of_run(folder: Path) -> ModuleType:
     """The copy of the script in a run's folder, with the copies of utils/ beside it."""
-    (path,) = folder.glob("*.py")
-    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "utils"}
+    paths = list(folder.glob("*.py"))
+    if len(paths) != 1:
+        fail(f"{folder}: {len(paths)} files of Python, and not one copy of a script")
+    # Without these lines, the copy would get grpo.py's utils, which are loaded already.
+    loaded = take_utils()
     sys.path.insert(0, str(folder))
     try:
-        spec = importlib.util.spec_from_file_location(f"{path.stem}_of_run", path)
-        script = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec = importlib.util.spec_from_file_location(f"{paths[0].stem}_of_run", paths[0])
+        script = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = script  # a dataclass looks up its module here
         spec.loader.exec_module(script)
     finally:
         sys.path.remove(str(folder))
-        for name in [name for name in sys.modules if name.split(".")[0] == "utils"]:
-            del sys.modules[name]
-        sys.modules |= others
+        take_utils()
+        sys.modules |= loaded
     return script
+
+
+def take_utils() -> dict[str, ModuleType]:
+    """Remove the modules of utils/ from those that Python has loaded, and return them."""
+    names = [name for name in sys.modules if name.split(".")[0] == "utils"]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def count_right(script: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> list[int]:
@@ -112,18 +121,18 @@ def count_right(script: ModuleType, args: SimpleNamespace, samples: int, seed: i
     args.eval_size is the number of problems.
     """
     tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.find_model(args))
-    _, examples = script.load_data(args, tokenizer)
-    if len(examples) < args.eval_size:
-        fail(f"--problems {args.eval_size}: there are {len(examples)} held-out problems")
+    _, problems = script.load_data(args, tokenizer)
+    if len(problems) < args.eval_size:
+        fail(f"--problems {args.eval_size}: there are {len(problems)} held-out problems")
     model, eos_ids = grpo.load_model(args, tokenizer)
     sampler = grpo.inference_copy(model) if model.device.type == "cuda" else model
     right = []
-    for number, example in enumerate(tqdm(examples, desc=args.model, disable=None)):
+    for number, problem in enumerate(tqdm(problems, desc=args.model, disable=None)):
         # Each problem has its own seed, so that its responses don't depend on the number of problems.
         torch.manual_seed(1_000_003 * seed + number)
-        rollout = grpo.sample_responses(args, sampler, [example], samples, args.temperature, eos_ids)
+        rollout = grpo.sample_responses(args, sampler, [problem], samples, args.temperature, eos_ids)
         completions = grpo.response_texts(tokenizer, rollout, eos_ids)
-        scores = script.apply_rewards(completions, [example], model.device)
+        scores = script.apply_rewards(completions, [problem], model.device)
         right.append(int((scores[script.REWARDS[0].__name__] == 1).sum()))
     return right
 
@@ -157,7 +166,7 @@ def args_of_run(folder: Path, device: str, problems: int, before: bool = False) 
     if "max_calls" in saved:
         fail(f"{folder}: a run with a tool; this program samples without one")
     model = saved["model"] if before else str(folder / "model")
-    # What the run's script doesn't have, such as a flag of a later version, is grpo.py's.
+    # The functions of grpo.py also read flags that the run's script may lack.
     flags = vars(grpo.Args()) | saved
     return SimpleNamespace(**flags | {"model": model, "device": device, "eval_size": problems})
 
@@ -349,7 +358,7 @@ def main() -> None:
         script = script_of_run(folder.resolve())
         if flags.before:
             before = args_of_run(folder, flags.device, flags.problems, before=True)
-            models[before.model] = (script, before)
+            models[f"{folder}, before"] = (script, before)
         models[str(folder)] = (script, args)
     records = []
     for name, (script, args) in models.items():

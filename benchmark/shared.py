@@ -26,14 +26,14 @@ FOLDER = ROOT / "benchmark" / "records"
 
 def machine() -> dict:
     """The CPU's model, the number of cores that this process may use, and the load average of the last minute."""
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
+    models, cores = [], os.cpu_count()
+    if sys.platform == "linux":
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        cores = len(os.sched_getaffinity(0))
     return {
         "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores,
         "load": round(os.getloadavg()[0], 2),
     }
 

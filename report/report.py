@@ -10,8 +10,9 @@ For a paper, instead of the page, a table (in Markdown, or with "latex" in LaTeX
     python report/report.py runs/A-* runs/B-* --figure eval/accuracy rollout/reward_mean --out fig.pdf
 
 It reads args.json, metrics.jsonl, samples.jsonl and evaluations.jsonl of each run. The page shows
-them, and says what is missing or unreadable. Runs whose args.json differ only in the seed, and
-whose copies of the script are equal, are one configuration, drawn as mean and band. The page is
+them, and says what is missing or unreadable. Runs whose args.json differ only in the seed (or in
+their names, and in how often they evaluate and save), and whose copies of the script are equal, are
+one configuration, drawn as mean and band. The page is
 made from page.html. plotly draws its curves, and matplotlib the figure.
 
 Each configuration is compared with the first one, problem by problem, if their held-out problems
@@ -82,9 +83,9 @@ PANEL_WIDTH, PANEL_HEIGHT = 2.6, 1.8
 FORMATS = [".pdf", ".svg", ".png"]
 # A column of these needs a comparison.
 COMPARING = {"difference", "won-lost", "sign-test", "per-seed", "over-seeds"}
-# Okabe and Ito's colors. The curves also differ in dashes and marks, for a print without colors.
+# Okabe and Ito's colors. In a print without colors, 20 curves differ in lines and markers.
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
-DASHES, MARKS = ["-", "--", ":", "-."], "osD^vP"
+LINE_STYLES, MARKERS = ["-", "--", ":", "-."], "osD^v"
 # What the axis of a figure says instead of the name of a metric.
 AXES = {
     "eval/accuracy": "held-out accuracy",
@@ -119,7 +120,7 @@ class Args:
 
 
 def read_json(text):
-    """JSON with six digits per number: float32 has no more. NaN and 1e999 become strings."""
+    """JSON with six digits per number, for a small page. NaN and 1e999 become strings."""
 
     def number(x):
         return float(f"{float(x):.6g}") if abs(float(x)) < float("inf") else x
@@ -155,12 +156,12 @@ def has_completions(record):
 
 
 def scores_of(record):
-    """The first reward's score of each held-out problem. Older runs have true or false, as right."""
-    return record["scores"] if "scores" in record else record["right"]
+    """The first reward's scores in a record, or None. An older run has true or false, as right."""
+    return record.get("scores", record.get("right"))
 
 
 def has_scores(record):
-    """Whether a record holds a number for each of some problems."""
+    """Whether a record of samples or of an evaluation holds numbers as scores."""
     scores = scores_of(record)
     return isinstance(scores, list) and bool(scores) and all(map(is_number, scores))
 
@@ -192,17 +193,14 @@ def read_run(folder, name):
         # An older run has none.
         evaluations_gaps = []
     gaps += metrics_gaps + samples_gaps + evaluations_gaps
-    is_graded = any(score not in (0, 1) for x in evaluations for score in scores_of(x))
     for group in samples:
         texts = [str(text) for text in group["completions"]]
-        right = group.get("right")
-        if not isinstance(right, list) or len(right) != len(texts):
-            # An older run didn't write what is right.
-            right = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
-        # A grade such as 0.9 is neither right nor wrong.
-        right = [] if is_graded else [float(x == 1) for x in right]
-        cut = [not ended for ended in group.get("ended") or []]
-        group |= {"completions": texts, "right": right, "cut": cut}
+        if has_scores(group) and len(scores_of(group)) == len(texts):
+            scores = scores_of(group)
+        else:  # a run that is older still
+            scores = accuracy_reward(texts, [str(group.get("answer"))] * len(texts))
+        is_cut = [not ended for ended in group.get("ended") or []]
+        group |= {"completions": texts, "scores": [float(x) for x in scores], "cut": is_cut}
     run = {"name": name, "args": args, "metrics": metrics, "samples": samples}
     return run | {"evaluations": evaluations, "marks": marks(metrics, args), "gaps": gaps}
 
@@ -366,9 +364,7 @@ TEST_NOTE = (
     "A problem is won if its score is higher than in the first configuration, and lost if it is "
     "lower. The sign test of these two numbers is exact."
 )
-ONE_SEED_TEST_NOTE = (
-    "If fewer than ten problems were won or lost, trust the test, because the interval is rough."
-)
+FEW_NOTE = "{}: won {} and lost {} problems. With so few, trust the test, not the rough interval."
 ONE_SEED_NOTE = "Only more seeds show how far a difference could change with other seeds."
 SEVERAL_SEEDS_TEST_NOTE = (
     "The test counts problems, whatever the size of the change, so it may disagree with the sign of "
@@ -532,8 +528,11 @@ def notes_on(configs, columns):
         compared = []
     notes = [PAIRED_NOTE] if compared else []
     if compared and ("won-lost" in columns or "sign-test" in columns):
-        notes.append(TEST_NOTE)
-        notes.append(SEVERAL_SEEDS_TEST_NOTE if several_seeds else ONE_SEED_TEST_NOTE)
+        notes += [TEST_NOTE, SEVERAL_SEEDS_TEST_NOTE] if several_seeds else [TEST_NOTE]
+        for config in [] if several_seeds else compared:
+            result = compare(first, config)
+            if result["won"] + result["lost"] < 10:
+                notes.append(FEW_NOTE.format(config["label"], result["won"], result["lost"]))
     if several_seeds:
         notes.append(SEVERAL_SEEDS_NOTE)
         notes += [OVER_SEEDS_NOTE] if compared and "over-seeds" in columns else []
@@ -619,7 +618,10 @@ def flags_of(config, configs):
 
 
 def names_for_paper(configs):
-    """What differs: the script, the flags, or else the runs. Or the names that --labels gives."""
+    """What differs: the script, the flags, or else the runs. Or the names that --labels gives.
+
+    (In the page a configuration has a label, which also names its seeds, and a short name.)
+    """
     scripts = {config["settings"]["script"] for config in configs}
     names = []
     for config in configs:
@@ -665,10 +667,11 @@ def table_for_paper(configs, form, wanted=None):
     # A line break would end a row or a comment.
     table = [[" ".join(cell.split()) for cell in row] for row in table]
     notes = [f"All rows: {'; '.join(conditions)}."] if conditions else []
-    if "±" in str([table, notes]):
+    if "±" in str([[row["before"], row["after"]] for row in rows]):
         notes.append(ERROR_NOTE)
     notes = [" ".join(note.split()) for note in [*notes, *notes_on(configs, columns)]]
-    return latex(table, notes) if form == "latex" else markdown(table, notes)
+    formulas = {config["given"] for config in configs if "$" in config.get("given", "")}
+    return latex(table, notes, formulas) if form == "latex" else markdown(table, notes)
 
 
 def markdown(table, notes):
@@ -678,9 +681,13 @@ def markdown(table, notes):
     return "\n".join([f"| {' | '.join(row)} |" for row in table] + ["", *notes])
 
 
-def latex(table, notes):
-    """A LaTeX tabular for the package booktabs, and the notes above it as comments."""
-    header, *rows = [f"{' & '.join(map(tex, row))} \\\\" for row in table]
+def latex(table, notes, formulas=()):
+    """A LaTeX tabular for the package booktabs, and the notes above it as comments.
+
+    A label with a formula, such as $\\beta = 0$, is LaTeX already.
+    """
+    table = [[cell if cell in formulas else tex(cell) for cell in row] for row in table]
+    header, *rows = [f"{' & '.join(row)} \\\\" for row in table]
     begin = f"\\begin{{tabular}}{{@{{}}{'l' * len(table[0])}@{{}}}}"
     lines = [f"% {note}" for note in [*notes, r"In the preamble: \usepackage{booktabs}"]]
     lines += [begin, "\\toprule", header, "\\midrule", *rows, "\\bottomrule", "\\end{tabular}"]
@@ -694,12 +701,7 @@ TEX |= {"|": r"\textbar{}", "<": "$<$", ">": "$>$", "±": r"$\pm$", "…": r"\ld
 
 
 def tex(text):
-    """A text for LaTeX. A number keeps its minus, and two hyphens don't become a dash.
-
-    A name with formulas, such as $\\beta = 0$, is LaTeX already.
-    """
-    if text.count("$") >= 2:
-        return text
+    """A text for LaTeX. A number keeps its minus, and two hyphens don't become a dash."""
     text = "".join(TEX.get(x, x) for x in text)
     text = re.sub(r"(?<![\w-])-(?=\d)", "$-$", text)
     return re.sub("-(?=-)", "-{}", text)
@@ -722,6 +724,12 @@ def curves_of(config, metric, smooth):
     return curves
 
 
+def legend_label(config, name):
+    """The name of a configuration in a legend. Only a name of --labels may have a $formula$."""
+    text = name if "given" in config else name.replace("$", r"\$")
+    return textwrap.fill(text, 48, break_on_hyphens=False)
+
+
 def draw_panel(panel, configs, metric, smooth):
     """Draw a metric: for each configuration the mean of its seeds, and a band. Returns notes."""
     notes = []
@@ -738,11 +746,11 @@ def draw_panel(panel, configs, metric, smooth):
         panel.plot(
             steps,
             [sum(row) / len(row) for row in values],
-            label=textwrap.fill(name, 48),
+            label=legend_label(config, name),
             color=color,
-            linestyle=DASHES[k % len(DASHES)],
-            marker=MARKS[k % len(MARKS)],
-            markevery=markers(k, len(configs), len(steps)),
+            linestyle=LINE_STYLES[k % len(LINE_STYLES)],
+            marker=MARKERS[k % len(MARKERS)],
+            markevery=marked_points(k, len(configs), len(steps)),
         )
         if len(curves) > 1:
             lowest, highest = [min(row) for row in values], [max(row) for row in values]
@@ -750,17 +758,17 @@ def draw_panel(panel, configs, metric, smooth):
         for seed in map(seed_of, config["runs"]):
             if seed not in curves:
                 notes.append(f"{config['label']}: seed {seed} has no {metric} yet.")
-        ends = {seed: max(curve) for seed, curve in curves.items()}
-        if len(set(ends.values())) > 1:
-            ends = ", ".join(f"{step} (seed {seed})" for seed, step in ends.items())
-            notes.append(f"{config['label']}: {metric} is drawn as far as all seeds go: {ends}.")
+        most = max(map(len, curves.values()))
+        if len(steps) < most:
+            some = f"{len(steps)} of {most} steps, which all seeds have"
+            notes.append(f"{config['label']}: {metric} is drawn at {some}.")
     return notes
 
 
-def markers(k, num_curves, num_points):
-    """The first point with a mark, and how many points are between two marks.
+def marked_points(k, num_curves, num_points):
+    """The first point with a marker, and the distance to the next, for the k-th curve.
 
-    Curves that lie on each other have their marks at different points.
+    Curves that lie on each other have their markers at different points.
     """
     between = max(1, num_points // 8)
     return k * between // num_curves, between
@@ -773,7 +781,8 @@ def figure_for_paper(configs, metrics, width, smooth, out):
 
     in_a_row = min(len(metrics), max(1, int(width / PANEL_WIDTH)))
     rows = math.ceil(len(metrics) / in_a_row)
-    labels = [textwrap.fill(name, 48) for name in names_for_paper(configs)]
+    names = names_for_paper(configs)
+    labels = [legend_label(*pair) for pair in zip(configs, names, strict=True)]
     columns = in_a_row * (2 if max(map(len, labels)) <= 14 else 1)
     lines = sum(label.count("\n") + 1 for label in labels) / columns
     height = PANEL_HEIGHT * rows + 0.16 * lines + 0.3
@@ -799,7 +808,7 @@ def figure_for_paper(configs, metrics, width, smooth, out):
         shape = {"loc": "outside lower center", "ncols": columns, "handlelength": 3.5}
         figure.legend(handles.values(), handles, frameon=False, **shape)
         figure.savefig(out)
-    if any(len(config["runs"]) > 1 for config in configs):
+    if any(panel.collections for panel in panels):
         notes.insert(0, "Lines are means over seeds. Bands go from the lowest to the highest seed.")
     smoothed = [metric for metric in metrics if not metric.startswith("eval/")]
     if smooth > 1 and smoothed:
@@ -875,6 +884,8 @@ def set_labels(configs, labels):
     if len(labels) != len(configs):
         found = "; ".join(config["label"] for config in configs)
         fail(f"--labels: {len(labels)} names for {len(configs)} configurations: {found}")
+    if len(set(labels)) < len(labels):
+        fail("--labels: two configurations have the same name")
     for config, label in zip(configs, labels, strict=True):
         config["label"] = config["given"] = label
 
@@ -886,7 +897,7 @@ def write_figure(runs, configs, metrics, width, smooth, out):
     known = {name for run in runs for record in run["metrics"] for name in record if "/" in name}
     for metric in metrics:
         if metric not in known:
-            fail(f"--figure {metric}: no run has this metric, but {', '.join(sorted(known))}")
+            fail(f"--figure {metric}: no run has it; the metrics are {', '.join(sorted(known))}")
     try:
         _, notes = figure_for_paper(configs, metrics, width, smooth, out)
     except OSError as error:
@@ -905,13 +916,15 @@ def main(args: Args) -> Path | None:
             import matplotlib  # noqa: F401
     except ImportError:
         fail(f"report.py draws with {needs}: pip install -r report/requirements.txt")
+    if args.smooth < 1:
+        fail("--smooth must be at least 1")
     if args.columns and args.table is None:
         fail("--columns chooses the columns of a table: add --table")
     if args.labels and is_page:
         fail("--labels names what a table or a figure shows: add --table or --figure")
     if args.out and args.table is not None and args.figure is None:
         fail("--out: a table is printed; write it to a file with > FILE")
-    folders = [folder.resolve() for folder in find_runs(args.runs)]
+    folders = list(dict.fromkeys(folder.resolve() for folder in find_runs(args.runs)))
     home = Path(os.path.commonpath(folders))
     runs = [read_run(folder, str(folder.relative_to(home.parent))) for folder in folders]
     if not is_page:
@@ -939,4 +952,4 @@ def main(args: Args) -> Path | None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    main(tyro.cli(Args, description=__doc__))

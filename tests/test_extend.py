@@ -123,7 +123,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.asked.append((self.path, self.headers["Authorization"], asked))
         (message,) = asked["messages"]
-        response = message["content"].rpartition("The response:\n")[2]
+        response = re.search(r"<response>\n(.*)\n</response>", message["content"])[1]
         status, text = self.server.replies[response].pop(0)
         self.send_response(status)
         self.end_headers()
@@ -183,9 +183,9 @@ def test_the_judge(judge):
     assert list(scores) == ["judge_good", "judge_grade"]
     assert scores["judge_good"].tolist() == [1, 0, 1, 1]
     assert scores["judge_grade"].tolist() == pytest.approx([1, 0.6, 0.7, 0.7])
-    assert server.waited == [] and len(server.asked) == 3
+    assert set(server.waited) == {0} and len(server.asked) == 3
     texts = {asked["messages"][0]["content"] for _, _, asked in server.asked}
-    assert sum("The question:\np\n" in text for text in texts) == 2
+    assert sum("<question>\np\n</question>" in text for text in texts) == 2
     (text,) = [text for text in texts if "system: Be {short}.\nuser: q" in text]
     for path, key, asked in server.asked:
         assert path == "/v1/chat/completions" and key == "Bearer none"
@@ -198,12 +198,12 @@ def test_the_judge_is_asked_again(judge, bad):
     script, server = judge
     server.replies = {"a": [bad, bad, (200, "Grade: 0")], "b": [bad] * 6}
     assert script.judge_grade(["a"], ["p"]) == [0]
-    assert server.waited == [1, 2]
+    assert server.waited == [0, 1, 2]
     assert [asked["temperature"] for _, _, asked in server.asked] == [0, 1, 1]
     with pytest.raises(ValueError, match="gave no grade in six tries, and last: ") as error:
         script.judge_grade(["b"], ["p"])
     status, text = bad
-    assert repr(text or "")[1:-1] in str(error.value)
+    assert repr(str(text))[1:-1] in str(error.value) and server.waited[3:] == [0, 1, 2, 4, 8, 16]
     assert status == 200 or str(status) in str(error.value)
 
 
@@ -309,7 +309,7 @@ def test_a_second_set_to_evaluate_on(monkeypatch, tmp_path):
 
 def test_eight_samples_per_problem_in_an_evaluation(monkeypatch, tmp_path):
     """Each problem has a score in eighths, and the length is that of one response."""
-    _, metrics = small_run(monkeypatch, tmp_path, "samples", learning_rate=0.0)
+    _, metrics = small_run(monkeypatch, tmp_path, "samples")
     evaluations = read_lines(tmp_path / "run" / "evaluations.jsonl")
     assert [len(x["scores"]) for x in evaluations] == [4] * 4
     scores = sum([x["scores"] for x in evaluations], [])
@@ -318,6 +318,20 @@ def test_eight_samples_per_problem_in_an_evaluation(monkeypatch, tmp_path):
         assert record["eval/accuracy"] == pytest.approx(sum(evaluation["scores"]) / 4)
         assert record["eval/accuracy_lenient"] >= record["eval/accuracy"]
         assert 5 < record["eval/response_len"] <= small_recipe(grpo)["max_new_tokens"]
+    # Each score is that of its own problem.
+    script = sys.modules["samples"]
+    monkeypatch.setattr(script, "REWARDS", [first_digit])
+    args = script.Args(**small_recipe(script) | dict(eval_size=4, device="cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    _, problems = script.load_data(args, tokenizer)
+    model, eos_ids = script.load_model(args, tokenizer)
+    _, scores = script.evaluate(args, model, tokenizer, problems, eos_ids)
+    assert scores == pytest.approx([int(x["columns"]["question"][0]) / 10 for x in problems])
+    assert len(set(scores)) > 1
+
+
+def first_digit(completions, question, **columns):
+    return [int(text[0]) / 10 for text in question]
 
 
 def test_training_on_one_set_and_evaluating_on_another(monkeypatch, tmp_path, capsys):
@@ -349,7 +363,7 @@ def test_a_trained_tool_answers_in_ask(monkeypatch, tmp_path, capsys):
     script.main(script.Args(**fields | dict(runs_dir=str(tmp_path), run_name="run")))
     (ask,) = re.findall(r"```python\n([^`]*?find_eos_ids\(model, tokenizer\),\n[^`]*?)```", page)
     (own,) = re.findall(r"```python\n(eos_ids = torch[^`]*?)```", PAGE)
-    head = ask.partition("ids = torch")[0].replace("grpo", "grpo_tools")
+    head = ask.partition("ids = torch")[0].replace("import grpo", "import grpo_tools as grpo")
     head = head.replace("runs/first", str(tmp_path / "run"))
     # This model has yet to learn to call, so the question begins a call.
     question = 'question = "47+38=<think><calc>"'
@@ -376,7 +390,7 @@ def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
     assert f"after: accuracy {metrics[-1]['eval/accuracy']:.3f}" in out
     if name == "word_reward":
         for record in metrics[1:]:
-            mine = [sample["right"] for sample in samples if sample["step"] == record["step"]]
+            mine = [sample["scores"] for sample in samples if sample["step"] == record["step"]]
             right = sum(mine, [])
             assert record["rollout/accuracy"] == pytest.approx(sum(right) / len(right))
 

@@ -106,7 +106,7 @@ def test_a_run_and_its_first_model_of_the_same_weights_give_the_same_counts(
     small = ("--device", "cpu", "--samples", 16, "--k", 1, 16, "--out", out)
     call(monkeypatch, run, "--before", "--problems", 4, *small)
     of_model, of_run = read(out)
-    assert of_model["model"] == SMALL_MODEL and of_model["right"] == of_run["right"]
+    assert of_model["model"] == f"{run}, before" and of_model["right"] == of_run["right"]
     call(monkeypatch, run, "--problems", 6, *small)
     assert read(out)[1]["right"][:4] == of_run["right"]
     capsys.readouterr()
@@ -174,6 +174,7 @@ def test_a_run_is_judged_by_its_own_copy(small_run, monkeypatch):
     ("flags", "message"),
     [
         ([], "give folders of runs"),
+        (["two"], "2 files of Python, and not one copy of a script"),
         (["runs/x"], "runs/x: give the folder of a finished run, with args.json and model/"),
         (["run", "--samples", "63"], "--samples 63: pass@64 needs at least 64"),
         (["run", "--k", "0"], "--k 0: must be at least 1"),
@@ -182,12 +183,14 @@ def test_a_run_is_judged_by_its_own_copy(small_run, monkeypatch):
     ],
 )
 def test_mistakes_get_one_line(flags, message, small_run, monkeypatch, capsys):
+    if flags == ["two"]:
+        (small_run / "other.py").write_text("")
     with pytest.raises(SystemExit) as exit:
-        call(monkeypatch, *[small_run if flag == "run" else flag for flag in flags])
+        call(monkeypatch, *[small_run if flag in ("run", "two") else flag for flag in flags])
     assert exit.value.code == 2
     # datasets may show its progress before, when it reads a file for the first time.
     line = capsys.readouterr().err.strip().splitlines()[-1]
-    assert line.startswith(f"error: {message}")
+    assert line.startswith(f"error: {message}") or line.endswith(f": {message}")
 
 
 def test_a_run_with_a_tool_is_refused(tmp_path, capsys):

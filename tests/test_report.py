@@ -210,7 +210,7 @@ def test_right_and_cut(tmp_path):
     del samples[1]["ended"]
     folder = write_run(tmp_path / "a", [metric(1), metric(2)], samples)
     one, two = report.read_run(folder, "a")["samples"]
-    assert one["right"] == two["right"] == [1, 0, 1, 0]
+    assert one["scores"] == two["scores"] == [1, 0, 1, 0]
     assert one["cut"] == [False, False, True, True]
     assert two["cut"] == []
 
@@ -386,7 +386,11 @@ def test_the_notes_of_one_seed_and_of_several(tmp_path):
     assert "trust the test" not in notes
     assert "(1, 2, 3) share prompts" in notes and "about as precise" in notes
     notes = notes_of(read_configs(*folders[:2]))
-    assert "trust the test" in notes and "disagree" not in notes
+    assert "trust the test" not in notes and "disagree" not in notes
+    pair = [
+        write_evaluated(tmp_path / x, y, beta=ord(x[0])) for x, y in (("c", "1100"), ("d", "1011"))
+    ]
+    assert "won 2 and lost 1 problems. With so few, trust the test" in notes_of(read_configs(*pair))
     # One configuration alone has no difference, and no test.
     notes = notes_of(read_configs(*folders[::2]))
     assert "12.7 of these errors" in notes and " test " not in notes and "difference" not in notes
@@ -614,6 +618,7 @@ def test_chosen_columns_and_names(four_runs, capsys):
     for words in (
         ("--labels", "few", "--table"),
         ("--labels", "few", "many"),
+        ("--labels", "few", "few", "--table"),
         ("--columns", "after"),
         ("--out", "table.md", "--table"),
     ):
@@ -706,6 +711,8 @@ def test_equal_flags_are_told_apart_by_the_names_of_the_runs(tmp_path, capsys):
     lines = print_table(capsys, *folders, "--table")
     names = [f"{tmp_path.name}/{name}".replace("_", "\\_") for name in "ab"]
     assert [line.split(" | ")[0] for line in lines[2:4]] == [f"| grpo.py ({x})" for x in names]
+    # A run that is given twice counts once.
+    assert print_table(capsys, *folders, folders[0], "--table") == lines
 
 
 def test_grades_are_compared_as_they_are(tmp_path, capsys):
@@ -721,8 +728,6 @@ def test_grades_are_compared_as_they_are(tmp_path, capsys):
     assert one == "| beta 97 | 0.250 ± 0.144 | 0.600 ± 0.153 | - | - |"
     assert two.startswith("| beta 98 | 0.250 ± 0.144 | 0.800 ± 0.115 | +0.200 (-0.1")
     assert two.endswith(" | 2, 1 |")
-    # A grade of 0.9 isn't called wrong.
-    assert report.read_run(folders[0], "a")["samples"][0]["right"] == []
     assert report.page_data([report.read_run(folders[0], "a")])["runs"][0]["first"] == "0.250"
 
 
@@ -766,26 +771,28 @@ def test_the_figure_has_the_mean_and_the_band_of_each_configuration(tmp_path, dr
     assert [rewards.get_ylabel(), accuracies.get_ylabel()] == ["mean reward", "held-out accuracy"]
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["beta 0.01", "beta 0.5"]
-    assert "as far as all seeds go: 6 (seed 1), 5 (seed 2)." in notes
+    assert "rollout/reward_mean is drawn at 5 of 6 steps, which all seeds have." in notes
     assert "grpo.py, beta 0.5, seeds 1, 2: no eval/accuracy." in notes
     assert "seed 2 has no rollout/reward_mean yet" in notes
     assert "from the lowest to the highest seed" in notes and "last" not in notes
     # As in the page, only sampled metrics are smoothed.
+    with open(folders[0] / "metrics.jsonl", "a") as file:
+        file.write('{"step": 7, "eval/accuracy": 0.75}\n')
     figure, notes, _ = drawn(folders[:1], ["rollout/reward_mean", "eval/accuracy"], smooth=5)
     assert figure.axes[0].lines[0].get_ydata().tolist() == [0, 0.5, 1, 1.5, 2, 4]
-    assert figure.axes[1].lines[0].get_ydata().tolist() == [0.25]
+    assert figure.axes[1].lines[0].get_ydata().tolist() == [0.25, 0.75]
     assert "rollout/reward_mean: for each seed the mean of the last 5 steps" in notes
     assert "Bands" not in notes
 
 
 def test_curves_differ_without_colors(tmp_path, drawn):
-    folders = [write_run(tmp_path / f"{k}", [metric(1), metric(2)], beta=k) for k in range(12)]
+    folders = [write_run(tmp_path / f"{k}", [metric(1), metric(2)], beta=k) for k in range(20)]
     figure, _, out = drawn(folders, ["kl/ref"], name="figure.pdf")
     looks = {(line.get_linestyle(), line.get_marker()) for line in figure.axes[0].lines}
-    assert len(looks) == 12
+    assert len(looks) == 20
     # Where curves lie on each other, their marks don't.
-    starts = [report.markers(k, 12, 100)[0] for k in range(12)]
-    assert len(set(starts)) == 12 and report.markers(3, 12, 5) == (0, 1)
+    starts = [report.marked_points(k, 12, 100)[0] for k in range(12)]
+    assert len(set(starts)) == 12 and report.marked_points(3, 12, 5) == (0, 1)
     # Conferences refuse Type 3 fonts.
     assert b"/Type3" not in out.read_bytes() and b"/CIDFontType2" in out.read_bytes()
 
@@ -828,8 +835,12 @@ def test_the_command_writes_a_figure(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--figure", "x/y"], "error: --figure x/y: no run has this metric, but eval/accuracy, "),
+        (
+            ["--figure", "x/y"],
+            "error: --figure x/y: no run has it; the metrics are eval/accuracy, ",
+        ),
         (["--figure", "--out", "a.b"], "error: --out a.b: a figure is one of .pdf, .svg, .png"),
+        (["--figure", "--smooth", "0"], "error: --smooth must be at least 1"),
         (["--figure", "--out", "a"], "error: --out a: a figure is one of .pdf, .svg, .png"),
         (["--figure", "--out", "nowhere/a.pdf"], "error: --out nowhere/a.pdf: No such file"),
     ],
@@ -912,14 +923,14 @@ def test_a_chart_is_saved_as_svg(chromium, tmp_path):
 
 
 def test_grades_are_neither_right_nor_wrong(chromium, tmp_path):
-    """In a run with grades, no response is called wrong, and no group is all wrong."""
-    samples = [group(1, "x", "y", ["one", "two"], [0.9, 0.2])]
+    """A grade is shown as it is. A group of grades is neither all right nor all wrong."""
+    samples = [group(1, "x", "y", ["one", "two"], [0.9, 0.2]) | {"scores": [0.8, 0.2]}]
     evaluations = [{"step": 0, "scores": [0.9, 0.0]}]
     folder = write_run(tmp_path / "run", [metric(1)], samples, evaluations)
     page, errors = open_report(chromium, [folder])
     shown = page.inner_text("#groups")
-    assert "reward 0.90" in shown
-    assert not any(word in shown for word in ("✓", "✗", "right"))
+    assert "0.80\nreward 0.90" in shown and "0 of 2 right" in shown
+    assert "✓" not in shown and "✗" not in shown
     assert "0.450" in page.inner_text("#runs")
     for kind in ("right", "wrong", "mixed"):
         page.select_option("#kind", kind)

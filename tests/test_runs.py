@@ -228,7 +228,7 @@ def test_files(script, finished):
         assert {len(sample[name]) for name in ("completions", "rewards", "advantages")} == {group}
         # The completions are those of this prompt, and not of another one.
         scores = accuracy_reward(sample["completions"], [sample["answer"]] * group)
-        assert sample["right"] == [score == 1 for score in scores]
+        assert sample["scores"] == scores
     model = AutoModelForCausalLM.from_pretrained(finished / "model", dtype=torch.float32)
     # A checkpoint of grpo_lora.py contains only the adapters: see tests/test_lora.py.
     if script.__name__ != "grpo_lora":
