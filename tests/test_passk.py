@@ -157,7 +157,9 @@ def test_a_run_is_judged_by_its_own_copy(small_run, monkeypatch):
     text = (small_run / "grpo.py").read_text(encoding="utf-8")
     text = text.replace("REWARDS = [accuracy_reward,", "REWARDS = [lenient_accuracy_reward,")
     (small_run / "grpo.py").rename(small_run / "mine.py")
-    (small_run / "mine.py").write_text(text.replace('"Tom has 12 apples', '"Ann has 12 apples'))
+    text = text.replace('"Tom has 12 apples', '"Ann has 12 apples') + "\nimport utils.own\n"
+    (small_run / "mine.py").write_text(text, encoding="utf-8")
+    (small_run / "utils" / "own.py").write_text("")
     with open(small_run / "utils" / "rewards.py", "a", encoding="utf-8") as file:
         file.write(
             "\n\ndef lenient_accuracy_reward(completions, **columns):\n    return [1.0] * len(completions)\n"
@@ -167,7 +169,7 @@ def test_a_run_is_judged_by_its_own_copy(small_run, monkeypatch):
     assert passk.count_right(script, args, 4, seed=1) == [4, 4, 4]
     assert script.EXAMPLES[0][0].startswith("Ann has 12 apples")
     assert sys.modules["utils.rewards"].accuracy_reward is grpo.accuracy_reward
-    assert str(small_run) not in sys.path
+    assert str(small_run) not in sys.path and "utils.own" not in sys.modules
 
 
 @pytest.mark.parametrize(
