@@ -528,14 +528,17 @@ def notes_on(configs, columns):
         compared = []
     notes = [PAIRED_NOTE] if compared else []
     if compared and ("won-lost" in columns or "sign-test" in columns):
-        notes += [TEST_NOTE, SEVERAL_SEEDS_TEST_NOTE] if several_seeds else [TEST_NOTE]
-        for config in [] if several_seeds else compared:
+        notes.append(TEST_NOTE)
+        if several_seeds:
+            notes.append(SEVERAL_SEEDS_TEST_NOTE)
+        for config in compared:
             result = compare(first, config)
-            if result["won"] + result["lost"] < 10:
+            if not several_seeds and result["won"] + result["lost"] < 10:
                 notes.append(FEW_NOTE.format(config["label"], result["won"], result["lost"]))
     if several_seeds:
         notes.append(SEVERAL_SEEDS_NOTE)
-        notes += [OVER_SEEDS_NOTE] if compared and "over-seeds" in columns else []
+        if compared and "over-seeds" in columns:
+            notes.append(OVER_SEEDS_NOTE)
     elif compared:
         notes.append(ONE_SEED_NOTE)
     for config in others:
