@@ -1,4 +1,5 @@
-"""pass@k, the chance that at least one of k samples is right, for any run or for the lesson in docs/lessons.md.
+"""pass@k, the chance that at least one of k samples is right, for a run of any script or for the lesson in
+docs/lessons.md.
 
     python benchmark/passk.py runs/NAME runs/OTHER --samples 128 --problems 200
     python benchmark/passk.py runs/NAME --samples 8 --k 1 8    fewer samples need smaller k
@@ -8,8 +9,8 @@
 
 The program samples n responses to each of the first held-out problems, with the functions of grpo.py. A run's args.json
 says the data set, the prompt, the temperature and the lengths, and the copy of the script in its folder has the worked
-examples and the rewards. The data must be those of the run. A response is right if the first reward gives it 1 (a grade
-below 1 counts as wrong). If c of the n responses are right, pass@k of the problem is
+examples and the rewards. The program doesn't check that the data are still those of the run. A response is right if the
+first reward gives it 1 (a grade below 1 counts as wrong). If c of the n responses are right, pass@k of the problem is
 
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
@@ -94,7 +95,7 @@ def script_of_run(folder: Path) -> ModuleType:
     paths = list(folder.glob("*.py"))
     if len(paths) != 1:
         fail(f"{folder}: {len(paths)} files of Python, and not one copy of a script")
-    # Without these lines, the copy would get grpo.py's utils, which are loaded already.
+    # Python has loaded grpo.py's utils. They are set aside, so that the copy loads its own.
     loaded = take_utils()
     sys.path.insert(0, str(folder))
     try:
@@ -104,7 +105,7 @@ def script_of_run(folder: Path) -> ModuleType:
         spec.loader.exec_module(script)
     finally:
         sys.path.remove(str(folder))
-        take_utils()
+        take_utils()  # the copy's
         sys.modules |= loaded
     return script
 
@@ -118,7 +119,7 @@ def take_utils() -> dict[str, ModuleType]:
 def count_right(script: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> list[int]:
     """The number of right responses to each held-out problem, with the prompt and the first reward of a script.
 
-    args.eval_size is the number of problems.
+    The sampling is grpo.py's, which fits the model of any script. args.eval_size is the number of problems.
     """
     tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.find_model(args))
     _, problems = script.load_data(args, tokenizer)
@@ -163,7 +164,7 @@ def args_of_run(folder: Path, device: str, problems: int, before: bool = False) 
     if not (folder / "args.json").is_file() or not (folder / "model").is_dir():
         fail(f"{folder}: give the folder of a finished run, with args.json and model/")
     saved = json.loads((folder / "args.json").read_text(encoding="utf-8"))
-    if "max_calls" in saved:
+    if "max_calls" in saved:  # a flag of grpo_tools.py and of its copies
         fail(f"{folder}: a run with a tool; this program samples without one")
     model = saved["model"] if before else str(folder / "model")
     # The functions of grpo.py also read flags that the run's script may lack.

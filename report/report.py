@@ -12,8 +12,8 @@ For a paper, instead of the page, a table (in Markdown, or with "latex" in LaTeX
 It reads args.json, metrics.jsonl, samples.jsonl and evaluations.jsonl of each run. The page shows
 them, and says what is missing or unreadable. Runs whose args.json differ only in the seed (or in
 their names, and in how often they evaluate and save), and whose copies of the script are equal, are
-one configuration, drawn as mean and band. The page is
-made from page.html. plotly draws its curves, and matplotlib the figure.
+one configuration, drawn as mean and band. The page is made from page.html. plotly draws its curves,
+and matplotlib the figure.
 
 Each configuration is compared with the first one, problem by problem, if their held-out problems
 are the same: args.json has the same digest of the data and the same eval_size. Older runs have no
@@ -74,16 +74,18 @@ COLUMNS = {
     "transformers": "transformers",
     "device": "device",
 }
+# Those that compare a configuration with the first one.
+COMPARING = {"difference", "won-lost", "sign-test", "per-seed", "over-seeds"}
 # By default, a table for a paper has neither these columns, nor those of CONDITIONS whose entry is
 # the same in all rows. The conditions are then a note.
-LEFT_OUT = ["seed-error", "won-lost", "per-seed", "seconds"]
+LEFT_OUT = ["won-lost", "per-seed", "seconds"]
 CONDITIONS = ["seeds", "steps", "problems", "before", "torch", "transformers", "device"]
-# Of the figure for a paper, in inches. A figure that is twice as wide has two panels in a row.
+# The least width and the height of a panel in the figure for a paper, in inches. A figure that is
+# twice as wide has two panels in a row.
 PANEL_WIDTH, PANEL_HEIGHT = 2.6, 1.8
 FORMATS = [".pdf", ".svg", ".png"]
-# A column of these needs a comparison.
-COMPARING = {"difference", "won-lost", "sign-test", "per-seed", "over-seeds"}
-# Okabe and Ito's colors. In a print without colors, 20 curves differ in lines and markers.
+# Okabe and Ito's colors. Without them, 20 curves still differ: 4 lines and 5 markers repeat together
+# after 20.
 COLORS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 LINE_STYLES, MARKERS = ["-", "--", ":", "-."], "osD^v"
 # What the axis of a figure says instead of the name of a metric.
@@ -435,9 +437,9 @@ def compare(first, config):
     result["per_seed"], result["over_seeds"] = {}, None
     if set(old) == set(new):
         for seed in old:
-            before, _ = mean_and_error(scores_of(old[seed]))
-            after, _ = mean_and_error(scores_of(new[seed]))
-            result["per_seed"][seed] = after - before
+            old_mean, _ = mean_and_error(scores_of(old[seed]))
+            new_mean, _ = mean_and_error(scores_of(new[seed]))
+            result["per_seed"][seed] = new_mean - old_mean
         result["over_seeds"] = mean_and_error(list(result["per_seed"].values()))
     return result
 
@@ -651,8 +653,8 @@ def columns_for_paper(columns, rows, wanted):
         same = [name for name in same if name not in ("seeds", "before")]
     if wanted is None:
         wanted = [name for name in columns if name not in [*LEFT_OUT, *same]]
-        if "over-seeds" in columns:  # it says more than a test over the problems
-            wanted.remove("sign-test")
+        if "over-seeds" in columns:  # it says more than these two
+            wanted = [name for name in wanted if name not in ("sign-test", "seed-error")]
     same = [name for name in same if name in columns and name not in wanted]
     return wanted, [f"{COLUMNS[name]} {rows[0][name]}" for name in same]
 
@@ -670,18 +672,24 @@ def table_for_paper(configs, form, wanted=None):
     # A line break would end a row or a comment.
     table = [[" ".join(cell.split()) for cell in row] for row in table]
     notes = [f"All rows: {'; '.join(conditions)}."] if conditions else []
-    if "±" in str([[row["before"], row["after"]] for row in rows]):
+    accuracies = [row[name] for row in rows for name in ("before", "after") if name in columns]
+    if "±" in str([*conditions, *accuracies]):
         notes.append(ERROR_NOTE)
     notes = [" ".join(note.split()) for note in [*notes, *notes_on(configs, columns)]]
     formulas = {config["given"] for config in configs if "$" in config.get("given", "")}
-    return latex(table, notes, formulas) if form == "latex" else markdown(table, notes)
+    return (latex if form == "latex" else markdown)(table, notes, formulas)
 
 
-def markdown(table, notes):
+def markdown(table, notes, formulas=()):
     """A Markdown table, and the notes below it."""
-    table = [[re.sub(r"([\\`*_<>|\[\]])", r"\\\1", cell) for cell in row] for row in table]
+    table = [[cell if cell in formulas else plain(cell) for cell in row] for row in table]
     table.insert(1, ["---"] * len(table[0]))
     return "\n".join([f"| {' | '.join(row)} |" for row in table] + ["", *notes])
+
+
+def plain(text):
+    """A text for Markdown."""
+    return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", text)
 
 
 def latex(table, notes, formulas=()):
@@ -811,14 +819,14 @@ def figure_for_paper(configs, metrics, width, smooth, out):
         shape = {"loc": "outside lower center", "ncols": columns, "handlelength": 3.5}
         figure.legend(handles.values(), handles, frameon=False, **shape)
         figure.savefig(out)
+    caption = []
     if any(panel.collections for panel in panels):
-        notes.insert(0, "Lines are means over seeds. Bands go from the lowest to the highest seed.")
+        caption.append("Lines are means over seeds. Bands go from the lowest to the highest seed.")
     smoothed = [metric for metric in metrics if not metric.startswith("eval/")]
     if smooth > 1 and smoothed:
-        notes.insert(
-            1, f"{', '.join(smoothed)}: for each seed the mean of the last {smooth} steps."
-        )
-    return figure, notes
+        smoothed = ", ".join(smoothed)
+        caption.append(f"{smoothed}: for each seed the mean of the last {smooth} steps.")
+    return figure, caption + notes
 
 
 def block(name, data):
@@ -887,8 +895,8 @@ def set_labels(configs, labels):
     if len(labels) != len(configs):
         found = "; ".join(config["label"] for config in configs)
         fail(f"--labels: {len(labels)} names for {len(configs)} configurations: {found}")
-    if len(set(labels)) < len(labels):
-        fail("--labels: two configurations have the same name")
+    if len(set(labels)) < len(labels) or any(label.startswith("_") for label in labels):
+        fail("--labels: the names must differ, and matplotlib takes none that begins with _")
     for config, label in zip(configs, labels, strict=True):
         config["label"] = config["given"] = label
 
@@ -905,6 +913,8 @@ def write_figure(runs, configs, metrics, width, smooth, out):
         _, notes = figure_for_paper(configs, metrics, width, smooth, out)
     except OSError as error:
         fail(f"--out {out}: {error.strerror}")
+    except ValueError as error:  # a formula in a label that matplotlib can't read
+        fail(f"--figure: {' '.join(str(error).split())}")
     print(out, *notes, sep="\n")
 
 
@@ -919,10 +929,12 @@ def main(args: Args) -> Path | None:
             import matplotlib  # noqa: F401
     except ImportError:
         fail(f"report.py draws with {needs}: pip install -r report/requirements.txt")
-    if args.smooth < 1:
-        fail("--smooth must be at least 1")
-    if args.columns and args.table is None:
+    if args.smooth < 1 or args.width < 1:
+        fail("--smooth and --width must be at least 1")
+    if args.columns is not None and args.table is None:
         fail("--columns chooses the columns of a table: add --table")
+    if args.columns == []:
+        fail("--columns needs the name of a column")
     if args.labels and is_page:
         fail("--labels names what a table or a figure shows: add --table or --figure")
     if args.out and args.table is not None and args.figure is None:
@@ -934,6 +946,8 @@ def main(args: Args) -> Path | None:
         configs = configurations(runs)
         if args.labels:
             set_labels(configs, args.labels)
+        for config, name in zip(configs, names_for_paper(configs), strict=True):
+            config["label"] = name  # the notes also call it so
         if args.table is not None:
             for form in args.table or ["markdown"]:
                 print(table_for_paper(configs, form, args.columns))

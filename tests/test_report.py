@@ -591,7 +591,7 @@ def test_the_table_fits_a_page(four_runs, capsys):
     assert "seeds 1; problems 4;" in table[5] and "The sign test" in "".join(table)
     # A single row keeps its accuracy before training.
     table = print_table(capsys, *four_runs[:2], "--table")
-    assert table[2] == "| grpo.py | 1, 2 | 0.500 ± 0.289 | 0.375 ± 0.239 |"
+    assert table[2] == "| grpo.py | 1, 2 | 0.500 ± 0.289 | 0.375 ± 0.239 | 0.125 |"
 
 
 def test_chosen_columns_and_names(four_runs, capsys):
@@ -610,6 +610,7 @@ def test_chosen_columns_and_names(four_runs, capsys):
     assert "problem by problem" not in notes and "all seeds together" in notes
     # A formula stays one in LaTeX.
     labels = ("--labels", r"$\beta = 0$", "many_b")
+    assert print_table(capsys, *four_runs, *labels, "--table")[2].startswith(r"| $\beta = 0$ |")
     names = [
         line.split(" & ")[0]
         for line in print_table(capsys, *four_runs, *labels, "--table", "latex")
@@ -620,6 +621,7 @@ def test_chosen_columns_and_names(four_runs, capsys):
         ("--labels", "few", "many"),
         ("--labels", "few", "few", "--table"),
         ("--columns", "after"),
+        ("--columns", "--table"),
         ("--out", "table.md", "--table"),
     ):
         with pytest.raises(SystemExit) as end:
@@ -637,7 +639,9 @@ def test_a_seed_that_is_not_finished_is_told(four_runs, capsys):
         (folder / "args.json").write_text(json.dumps(args | {"num_steps": steps}))
     notes = print_table(capsys, *four_runs, "--columns", "after", "--table")
     found = [note for note in notes if "isn't finished" in note]
-    assert len(found) == 1 and found[0].endswith("after step 2 of 20.")
+    # A note calls a configuration as the table does.
+    name = "no-examples, learning-rate 3e-5"
+    assert found == [f"{name}: seed 2 isn't finished. Its last evaluation is after step 2 of 20."]
 
 
 def test_short_names_of_settings(tmp_path):
@@ -840,7 +844,10 @@ def test_the_command_writes_a_figure(tmp_path, capsys, name):
             "error: --figure x/y: no run has it; the metrics are eval/accuracy, ",
         ),
         (["--figure", "--out", "a.b"], "error: --out a.b: a figure is one of .pdf, .svg, .png"),
-        (["--figure", "--smooth", "0"], "error: --smooth must be at least 1"),
+        (["--figure", "--smooth", "0"], "error: --smooth and --width must be at least 1"),
+        (["--figure", "--width", "0.5"], "error: --smooth and --width must be at least 1"),
+        (["--figure", "--labels", "$\\foo$"], "error: --figure: "),
+        (["--figure", "--labels", "_a"], "error: --labels: the names must differ"),
         (["--figure", "--out", "a"], "error: --out a: a figure is one of .pdf, .svg, .png"),
         (["--figure", "--out", "nowhere/a.pdf"], "error: --out nowhere/a.pdf: No such file"),
     ],
