@@ -418,6 +418,17 @@ def run(monkeypatch, capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def test_adapters_on_another_script_are_counted_as_adapters(tmp_path):
+    """grpo_tools.py with the adapters of grpo_lora.py: it has more lines of grpo_tools.py."""
+    diff = ["diff", "-U1", "grpo.py", "grpo_lora.py"]
+    patch = subprocess.run(diff, cwd=ROOT, capture_output=True, text=True).stdout
+    out = tmp_path / "both.py"
+    command = ["patch", "-r", "-", "-o", out, "grpo_tools.py"]
+    subprocess.run(command, cwd=ROOT, input=patch, capture_output=True, text=True)
+    script, module = plan.load(str(out))
+    assert script == "grpo_lora" and module.TOOL is module.calculator
+
+
 def test_a_copy_is_counted_as_its_script(monkeypatch, capsys, tmp_path):
     """Its flags are its own, wherever the file stands. What fits instead lacks its changes."""
     monkeypatch.chdir(tmp_path)
