@@ -169,7 +169,8 @@ def args_of_run(folder: Path, device: str, problems: int, before: bool = False) 
     model = saved["model"] if before else str(folder / "model")
     # The functions of grpo.py also read flags that the run's script may lack.
     flags = vars(grpo.Args()) | saved
-    return SimpleNamespace(**flags | {"model": model, "device": device, "eval_size": problems})
+    flags |= {"model": model, "device": device, "eval_size": problems}
+    return SimpleNamespace(**flags)
 
 
 def results_table(records: list[dict], ks: list[int]) -> str:

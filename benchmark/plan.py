@@ -294,8 +294,8 @@ def load(path: str):
     if script not in known:
         lines = set(text.splitlines())
         script = max(SCRIPTS, key=lambda name: len(lines & set(read_script(name).splitlines())))
-        # Adapters decide how much memory is needed, whatever else a copy has.
-        script = "grpo_lora" if "def add_adapters(args, model):" in lines else script
+        if "def add_adapters(args, model):" in lines:
+            script = "grpo_lora"  # adapters decide how much memory is needed, whatever else a copy has
     sys.path.insert(0, str(file.resolve().parent))  # for the modules beside it
     spec = importlib.util.spec_from_file_location("planned", file)
     module = sys.modules["planned"] = importlib.util.module_from_spec(spec)

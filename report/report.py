@@ -116,7 +116,7 @@ class Args:
     width: float = 3.15
     """width of the figure in inches: a column; the width of a page is 5.5 to 7"""
     smooth: int = 5
-    """the figure shows the mean of so many last steps, but evaluations as they are; 1: each step"""
+    """each point of the figure is the mean of this many steps, except in evaluations; 1: of one"""
     labels: list[str] | None = None
     """names of the configurations in the table and the figure, in the order of the runs"""
 
@@ -623,10 +623,7 @@ def flags_of(config, configs):
 
 
 def names_for_paper(configs):
-    """What differs: the script, the flags, or else the runs. Or the names that --labels gives.
-
-    (In the page a configuration has a label, which also names its seeds, and a short name.)
-    """
+    """What differs between the configurations: the script, the flags, or else the runs."""
     scripts = {config["settings"]["script"] for config in configs}
     names = []
     for config in configs:
@@ -639,8 +636,25 @@ def names_for_paper(configs):
         if names.count(name) > 1:
             # Something else differs, such as the code. So the runs' names tell them apart.
             name += f" ({', '.join(run['name'] for run in config['runs'])})"
-        unique.append(config.get("given", name))
+        unique.append(name)
     return unique
+
+
+def name_for_paper(configs, given):
+    """Label the configurations with the given names, or else by what differs between them.
+
+    (In the page, a label also has the script and the seeds.)
+    """
+    names = given or names_for_paper(configs)
+    if len(names) != len(configs):
+        found = "; ".join(config["label"] for config in configs)
+        fail(f"--labels: {len(names)} names for {len(configs)} configurations: {found}")
+    if len(set(names)) < len(names) or any(name.startswith("_") for name in names):
+        fail("--labels: the names must differ, and matplotlib takes none that begins with _")
+    for config, name in zip(configs, names, strict=True):
+        config["label"] = name
+        # Only a given name may have a formula, such as $\\beta = 0$.
+        config["has_formula"] = bool(given) and "$" in name
 
 
 # ---- a table for a paper
@@ -667,8 +681,8 @@ def table_for_paper(configs, form, wanted=None):
     if len(scripts) == 1:
         conditions = [*scripts, *conditions]
     table = [["configuration", *[COLUMNS[name] for name in columns]]]
-    for name, row in zip(names_for_paper(configs), rows, strict=True):
-        table.append([name, *[row[column] for column in columns]])
+    for config, row in zip(configs, rows, strict=True):
+        table.append([config["label"], *[row[column] for column in columns]])
     # A line break would end a row or a comment.
     table = [[" ".join(cell.split()) for cell in row] for row in table]
     notes = [f"All rows: {'; '.join(conditions)}."] if conditions else []
@@ -676,12 +690,14 @@ def table_for_paper(configs, form, wanted=None):
     if "±" in str([*conditions, *accuracies]):
         notes.append(ERROR_NOTE)
     notes = [" ".join(note.split()) for note in [*notes, *notes_on(configs, columns)]]
-    formulas = {config["given"] for config in configs if "$" in config.get("given", "")}
-    return (latex if form == "latex" else markdown)(table, notes, formulas)
+    formulas = [config["label"] for config in configs if config.get("has_formula")]
+    if form == "latex":
+        return latex(table, notes, formulas)
+    return markdown(table, notes, formulas)
 
 
-def markdown(table, notes, formulas=()):
-    """A Markdown table, and the notes below it."""
+def markdown(table, notes, formulas):
+    """A Markdown table, and the notes below it. Formulas are kept."""
     table = [[cell if cell in formulas else plain(cell) for cell in row] for row in table]
     table.insert(1, ["---"] * len(table[0]))
     return "\n".join([f"| {' | '.join(row)} |" for row in table] + ["", *notes])
@@ -692,11 +708,8 @@ def plain(text):
     return re.sub(r"([\\`*_<>|\[\]])", r"\\\1", text)
 
 
-def latex(table, notes, formulas=()):
-    """A LaTeX tabular for the package booktabs, and the notes above it as comments.
-
-    A label with a formula, such as $\\beta = 0$, is LaTeX already.
-    """
+def latex(table, notes, formulas):
+    """A LaTeX tabular for the package booktabs, and the notes above it as comments."""
     table = [[cell if cell in formulas else tex(cell) for cell in row] for row in table]
     header, *rows = [f"{' & '.join(row)} \\\\" for row in table]
     begin = f"\\begin{{tabular}}{{@{{}}{'l' * len(table[0])}@{{}}}}"
@@ -735,9 +748,11 @@ def curves_of(config, metric, smooth):
     return curves
 
 
-def legend_label(config, name):
-    """The name of a configuration in a legend. Only a name of --labels may have a $formula$."""
-    text = name if "given" in config else name.replace("$", r"\$")
+def legend_label(config):
+    """The label of a configuration in a legend, in lines of 48 characters."""
+    text = config["label"]
+    if not config.get("has_formula"):
+        text = text.replace("$", r"\$")  # else matplotlib would read a formula
     return textwrap.fill(text, 48, break_on_hyphens=False)
 
 
@@ -745,7 +760,7 @@ def draw_panel(panel, configs, metric, smooth):
     """Draw a metric: for each configuration the mean of its seeds, and a band. Returns notes."""
     notes = []
     panel.set_ylabel(AXES.get(metric, metric))
-    for k, (config, name) in enumerate(zip(configs, names_for_paper(configs), strict=True)):
+    for k, config in enumerate(configs):
         curves = curves_of(config, metric, smooth)
         if not curves:
             notes.append(f"{config['label']}: no {metric}.")
@@ -757,7 +772,7 @@ def draw_panel(panel, configs, metric, smooth):
         panel.plot(
             steps,
             [sum(row) / len(row) for row in values],
-            label=legend_label(config, name),
+            label=legend_label(config),
             color=color,
             linestyle=LINE_STYLES[k % len(LINE_STYLES)],
             marker=MARKERS[k % len(MARKERS)],
@@ -792,8 +807,7 @@ def figure_for_paper(configs, metrics, width, smooth, out):
 
     in_a_row = min(len(metrics), max(1, int(width / PANEL_WIDTH)))
     rows = math.ceil(len(metrics) / in_a_row)
-    names = names_for_paper(configs)
-    labels = [legend_label(*pair) for pair in zip(configs, names, strict=True)]
+    labels = [legend_label(config) for config in configs]
     columns = in_a_row * (2 if max(map(len, labels)) <= 14 else 1)
     lines = sum(label.count("\n") + 1 for label in labels) / columns
     height = PANEL_HEIGHT * rows + 0.16 * lines + 0.3
@@ -890,17 +904,6 @@ def page_data(runs):
     return data
 
 
-def set_labels(configs, labels):
-    """Give the configurations the names of --labels."""
-    if len(labels) != len(configs):
-        found = "; ".join(config["label"] for config in configs)
-        fail(f"--labels: {len(labels)} names for {len(configs)} configurations: {found}")
-    if len(set(labels)) < len(labels) or any(label.startswith("_") for label in labels):
-        fail("--labels: the names must differ, and matplotlib takes none that begins with _")
-    for config, label in zip(configs, labels, strict=True):
-        config["label"] = config["given"] = label
-
-
 def write_figure(runs, configs, metrics, width, smooth, out):
     """Write the figure, and print its file and the notes."""
     if out.suffix not in FORMATS:
@@ -944,10 +947,7 @@ def main(args: Args) -> Path | None:
     runs = [read_run(folder, str(folder.relative_to(home.parent))) for folder in folders]
     if not is_page:
         configs = configurations(runs)
-        if args.labels:
-            set_labels(configs, args.labels)
-        for config, name in zip(configs, names_for_paper(configs), strict=True):
-            config["label"] = name  # the notes also call it so
+        name_for_paper(configs, args.labels)
         if args.table is not None:
             for form in args.table or ["markdown"]:
                 print(table_for_paper(configs, form, args.columns))

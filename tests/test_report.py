@@ -748,6 +748,7 @@ def drawn(tmp_path):
     def draw(folders, metrics, smooth=1, name="figure.svg", width=3.15):
         out = tmp_path / name
         configs = read_configs(*folders)
+        report.name_for_paper(configs, None)
         figure, notes = report.figure_for_paper(configs, metrics, width, smooth, out)
         return figure, " ".join(notes), out
 
@@ -778,7 +779,7 @@ def test_the_figure_has_the_mean_and_the_band_of_each_configuration(tmp_path, dr
     (legend,) = figure.legends
     assert [text.get_text() for text in legend.get_texts()] == ["beta 0.01", "beta 0.5"]
     assert "rollout/reward_mean is drawn at 5 of 6 steps, which all seeds have." in notes
-    assert "grpo.py, beta 0.5, seeds 1, 2: no eval/accuracy." in notes
+    assert "beta 0.5: no eval/accuracy." in notes
     assert "seed 2 has no rollout/reward_mean yet" in notes
     assert "from the lowest to the highest seed" in notes and "last" not in notes
     # As in the page, only sampled metrics are smoothed.
