@@ -656,6 +656,17 @@ def test_short_names_of_settings(tmp_path):
     assert names == ["dataset a.csv", "dataset b.csv"]
 
 
+def test_only_a_given_name_is_a_formula(tmp_path, drawn, capsys):
+    """A setting with dollars stays a text, in LaTeX and in the figure."""
+    files = [r"a$\foo$.csv", "b.csv"]
+    folders = [write_run(tmp_path / x[0], [metric(1)], dataset=x) for x in files]
+    lines = print_table(capsys, *folders, "--columns", "steps", "--table", "latex")
+    assert any(line.startswith(r"dataset a\$\textbackslash{}foo\$.csv &") for line in lines)
+    figure, _, _ = drawn(folders, ["kl/ref"])
+    (legend,) = figure.legends
+    assert legend.get_texts()[0].get_text() == r"dataset a\$\foo\$.csv"
+
+
 def test_the_scripts_are_named_where_they_differ(tmp_path):
     for name in ("a", "b"):
         write_run(tmp_path / name, STEPS, beta=ord(name))
