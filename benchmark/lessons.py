@@ -1,25 +1,27 @@
 """What each idea does on the bundled tasks: the runs, the tables and the pictures of docs/lessons.md.
 
     pip install -r benchmark/requirements.txt
-    python benchmark/lessons.py clipping           make the missing runs of this lesson, and draw its picture
-    python benchmark/lessons.py clipping --print   print the commands of this lesson, and run nothing
-    python benchmark/lessons.py                    all lessons
-    python benchmark/lessons.py --draw             draw from the records, without runs
+    python benchmark/lessons.py clipping             make this lesson again: its runs, its table and its picture
+    python benchmark/lessons.py clipping --seeds 1   the same with one seed: a third of the time
+    python benchmark/lessons.py clipping --print     print its commands, and run nothing
+    python benchmark/lessons.py clipping --of RUN    the columns of its table, of a run that you have made
+    python benchmark/lessons.py --missing            all runs without a record, and the pages
+    python benchmark/lessons.py --draw               the pages, without runs
 
 Every run is one command: an unchanged script with flags, or a script that a patch of variants/ makes. Two runs go at a
-time, each on one thread. Each gets a line in benchmark/records/lessons.jsonl, with its command, and a command that has
-a record isn't run again. Lessons can share a run.
+time, each on one thread. Each gets a line in a file of records, with its command, and a command that has a record there
+isn't run again: so an interrupted lesson goes on. Lessons can share a run. Your records and pictures are in
+runs/lessons. Those of the pages are in benchmark/records and docs/lessons, and only --missing and --draw change them.
 
-The pictures are docs/lessons/NAME.svg. A line is the mean of the seeds, smoothed over five steps, and the band goes
-from the lowest seed to the highest. The program prints a table for each lesson, and writes most of them into
-docs/lessons.md and docs/metrics.md.
+In a picture, a line is the mean of the seeds, smoothed over five steps, and the band goes from the lowest seed to the
+highest. Some lessons have no table on the page.
 """
 
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -46,6 +48,8 @@ from shared import (
 
 RECORDS = FOLDER / "lessons.jsonl"
 PICTURES = ROOT / "docs" / "lessons"
+# Where a reader's own records and pictures go.
+AGAIN = ROOT / "runs" / "lessons"
 SEEDS = (1, 2, 3)
 PPO = "ppo_rlhf.py --num-steps 20"
 # The student of the lesson on length.
@@ -403,12 +407,30 @@ def lengths(folder: Path, num_steps: int) -> dict[str, list]:
     found = {"length/right": [], "length/wrong": []}
     steps = [defaultdict(list) for _ in range(num_steps)]
     for sample in read(folder / "samples.jsonl"):
-        for text, score in zip(sample["completions"], sample["scores"], strict=True):
+        scores = sample.get("scores") or sample["right"]  # older runs say "right"
+        for text, score in zip(sample["completions"], scores, strict=True):
             steps[sample["step"] - 1]["right" if score == 1 else "wrong"].append(len(text))
     for step in steps:
         for kind in ("right", "wrong"):
             found[f"length/{kind}"].append(round(float(np.mean(step[kind])), 2) if step[kind] else None)
     return found
+
+
+def record_of(folder: Path) -> dict:
+    """A run's args, its evaluations, and its curves: all that a lesson shows."""
+    metrics, args = read_run(folder)
+    curves = lengths(folder, len(metrics) - 1)
+    # In vapo.py's value pretraining, the steps have no metrics of the policy.
+    for name in dict.fromkeys(name for line in metrics[1:] for name in line):
+        if name not in ("step", "tokens") and not name.startswith(("time/", "eval/")):
+            values = [line.get(name) for line in metrics[1:]]
+            curves[name] = [x if x is None else float(f"{x:.4g}") for x in values]
+    record = {"args": {name: value for name, value in args.items() if not name.startswith("run")}}
+    for name in ("model", "dataset", "reward_model", "teacher"):
+        if args.get(name):
+            record["args"][name] = Path(args[name]).name
+    record["eval"] = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
+    return record | {"curves": curves}
 
 
 def run(command: str, seed: int, source: dict) -> dict:
@@ -418,38 +440,21 @@ def run(command: str, seed: int, source: dict) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         flags = f"--device cpu --seed {seed} --runs-dir {folder} --run-name run"
         seconds = python(f"{command} {flags}")
-        metrics, args = read_run(Path(folder, "run"))
-        curves = lengths(Path(folder, "run"), len(metrics) - 1)
-    # In vapo.py's value pretraining, the steps have no metrics of the policy.
-    for name in dict.fromkeys(name for line in metrics[1:] for name in line):
-        if name not in ("step", "tokens") and not name.startswith(("time/", "eval/")):
-            values = [line.get(name) for line in metrics[1:]]
-            curves[name] = [x if x is None else float(f"{x:.4g}") for x in values]
-    record = {
-        "command": command,
-        "seed": seed,
-        "seconds": round(seconds, 1),
-        **source,
-        "args": {name: value for name, value in args.items() if not name.startswith("run")},
-    }
-    for name in ("model", "dataset", "reward_model", "teacher"):
-        if args.get(name):
-            record["args"][name] = Path(args[name]).name
-    record["eval"] = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}
-    return record | {"curves": curves}
+        record = record_of(Path(folder, "run"))
+    return {"command": command, "seed": seed, "seconds": round(seconds, 1), **source, **record}
 
 
 @cache
-def read_records() -> dict:
+def read_records(path: Path = RECORDS) -> dict:
     """(command, seed) -> record."""
-    return {(record["command"], record["seed"]): record for record in read(RECORDS)}
+    return {(record["command"], record["seed"]): record for record in read(path)}
 
 
-def run_missing(names: list[str]) -> None:
-    """Make the missing runs of the lessons, two at a time, and append each record at the end of its run."""
-    have = read_records()
+def run_missing(names: list[str], path: Path, seeds: Iterable[int]) -> None:
+    """Make the runs of the lessons that have no record in path, two at a time. A run's record is written at its end."""
+    have = read_records(path)
     commands = dict.fromkeys(command for name in names for command in LESSONS[name].arms.values())
-    missing = [(command, seed) for seed in SEEDS for command in commands if (command, seed) not in have]
+    missing = [(command, seed) for seed in seeds for command in commands if (command, seed) not in have]
     if not missing:
         return
     student = ROOT / "runs" / "hesitant" / "model.safetensors"
@@ -457,8 +462,9 @@ def run_missing(names: list[str]) -> None:
         subprocess.run([sys.executable, *BUILD_STUDENT.split()], cwd=ROOT, check=True)
     # The scripts of the patches count as changes of the tree. So look at the tree first.
     source = provenance()
+    path.parent.mkdir(parents=True, exist_ok=True)
     with in_place({script_of(command) for command, _ in missing}):
-        run_two_at_a_time(partial(run, source=source), missing, RECORDS)
+        run_two_at_a_time(partial(run, source=source), missing, path)
     read_records.cache_clear()
 
 
@@ -535,21 +541,21 @@ def name_axes(ax, x: str, y: str) -> None:
         ax.set_ylim(bottom=max(-50, ax.get_ylim()[0]))
 
 
-def records_of(name: str) -> dict[str, list[dict]]:
+def records_of(name: str, path: Path = RECORDS, seeds: Iterable[int] = SEEDS) -> dict[str, list[dict]]:
     """The records of a lesson: for each arm, one record for each seed."""
-    have = read_records()
-    return {arm: [have[c, seed] for seed in SEEDS] for arm, c in LESSONS[name].arms.items()}
+    have = read_records(path)
+    return {arm: [have[c, seed] for seed in seeds] for arm, c in LESSONS[name].arms.items()}
 
 
-def drawn_from(name: str) -> str:
-    runs = [record for records in records_of(name).values() for record in records]
+def drawn_from(records: dict[str, list[dict]]) -> str:
+    runs = [record for of_arm in records.values() for record in of_arm]
     # Older records also have the sizes of the advantages.
     return digest([[record["curves"], record.get("groups")] for record in runs])
 
 
-def draw(name: str) -> None:
+def draw(name: str, records: dict[str, list[dict]], path: Path) -> None:
     """Draw the panels of a lesson, with a line for each arm."""
-    lesson, records = LESSONS[name], records_of(name)
+    lesson = LESSONS[name]
     names = dict.fromkeys(label(arm) for arm in records)
     colors = {name: f"C{k}" for k, name in enumerate(names)}
     columns = len(lesson.panels) // lesson.rows
@@ -570,31 +576,34 @@ def draw(name: str) -> None:
         ncols=len(handles) if len(handles) < 6 else 4,
         fontsize=12,
     )
-    save(figure, PICTURES / f"{name}.svg", drawn_from(name))
+    save(figure, path, drawn_from(records))
 
 
 # ==== the page ====
-def table_of_arms(name: str) -> str:
-    lesson = LESSONS[name]
-    rows = []
-    for arm, runs in records_of(name).items():
-        cells = [spread([f(x) for x in runs], digits) for f, digits in lesson.columns.values()]
+def table_of(name: str, records: dict[str, list[dict]]) -> str:
+    """The lesson's columns, and a row for each arm."""
+    columns, rows = LESSONS[name].columns, []
+    for arm, runs in records.items():
+        cells = [spread([f(x) for x in runs], digits) for f, digits in columns.values()]
         rows.append([arm, *cells])
-    return table(["", *lesson.columns], rows)
+    return table(["", *columns], rows)
 
 
 def block(name: str) -> str:
     """The generated part of a lesson: a picture, and a table with the results of its arms."""
     text = f"![{LESSONS[name].title}](lessons/{name}.svg)\n"
-    return text if name in PRINTED else f"{text}\n{table_of_arms(name)}"
+    return text if name in PRINTED else f"{text}\n{table_of(name, records_of(name))}"
 
 
-def total_cost() -> str:
-    """The generated text on the cost of all runs. Two runs go at a time."""
-    records = read_records().values()
-    hours = sum(record["seconds"] for record in records) / 2 / 3600
-    cost = f"The {len(records)} runs of lessons.jsonl took {hours:.1f} hours on two cores"
-    return f"{cost}, which other programs also used.\n"
+def costs() -> str:
+    """The generated table of what each lesson took. Two runs went at a time."""
+    lessons = {name: set(lesson.arms.values()) for name, lesson in LESSONS.items()}
+    lessons["all, shared runs once"] = set.union(*lessons.values())
+    rows = []
+    for name, commands in lessons.items():
+        seconds = [record["seconds"] for (command, _), record in read_records().items() if command in commands]
+        rows.append([name, str(len(seconds)), f"{sum(seconds) / 2 / 60:.0f}"])
+    return table(["NAME", "runs", "minutes on two cores"], rows)
 
 
 def page_of(name: str) -> Path:
@@ -603,10 +612,15 @@ def page_of(name: str) -> Path:
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("lessons", nargs="*", help=f"default: all of {', '.join(LESSONS)}")
-    parser.add_argument("--draw", action="store_true", help="make no runs; draw from the records")
+    parser.add_argument("lessons", nargs="*", help=f"one or more of {', '.join(LESSONS)}")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS, metavar="SEED", help="default: 1 2 3")
     parser.add_argument("--print", action="store_true", help="print the commands, and do nothing")
+    parser.add_argument("--of", nargs="+", type=Path, metavar="RUN", help="a row of the lesson's table for each run")
+    parser.add_argument("--missing", action="store_true", help="make the runs without a record, and the pages")
+    parser.add_argument("--draw", action="store_true", help="make the pages, without runs")
     args = parser.parse_args()
+    if not (args.lessons or args.missing or args.draw or args.print):
+        parser.error(f"name a lesson: {', '.join(LESSONS)}")
     names = args.lessons or list(LESSONS)
     unknown = [name for name in names if name not in LESSONS]
     if unknown:
@@ -614,14 +628,24 @@ def main() -> None:
     if args.print:
         for name in names:
             print(f"# {name}: the commands, each with --seed 1, 2 and 3\n{commands(name)}\n")
-        return
-    if not args.draw:
-        run_missing(names)
-    for name in names:
-        draw(name)
-        print(f"{name}: {LESSONS[name].title}\n\n{table_of_arms(name)}")
-        fill(page_of(name), f"lesson {name}", block(name))
-    fill(page_of("length"), "cost", total_cost())
+    elif args.of:
+        runs = {str(folder): [record_of(folder)] for folder in args.of}
+        print("\n".join(table_of(name, runs) for name in names), end="")
+    elif args.missing or args.draw:
+        if args.missing:
+            run_missing(names, RECORDS, SEEDS)
+        for name in names:
+            draw(name, records_of(name), PICTURES / f"{name}.svg")
+            fill(page_of(name), f"lesson {name}", block(name))
+        fill(page_of("length"), "cost", costs())
+    else:
+        path = AGAIN / "records.jsonl"
+        run_missing(names, path, args.seeds)
+        for name in names:
+            records = records_of(name, path, args.seeds)
+            draw(name, records, AGAIN / f"{name}.svg")
+            print(f"{name}: {LESSONS[name].title}\n\n{table_of(name, records)}")
+            print(f"The picture is {AGAIN / name}.svg. The records are {path}.")
 
 
 if __name__ == "__main__":

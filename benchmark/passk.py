@@ -269,11 +269,6 @@ def arm_curves(found: list[dict], ks: list[int]) -> np.ndarray:
     return np.array([curves(record["samples"], record["right"], ks) for record in found])
 
 
-def spread_of_seeds(values: list[float]) -> str:
-    """The mean, with the lowest and the highest seed in parentheses. With one seed, only its number."""
-    return spread(values, 1) if len(values) > 1 else f"{values[0]:.1f}"
-
-
 def lesson_table() -> str:
     """Markdown: pass@k in percent, and what happens to the problems that were never right before."""
     arms, rows = read_arms(), []
@@ -285,10 +280,10 @@ def lesson_table() -> str:
         _, errors = mean_and_error(each.mean(0))  # (ks,)
         cells = []
         for values, error in zip(of_seeds.T, errors, strict=True):
-            cells.append(f"{spread_of_seeds(values.tolist())} ± {error:.1f}")
+            cells.append(f"{spread(values.tolist(), 1)} ± {error:.1f}")
         never = np.array([record["right"] for record in found]) == 0  # (seeds, problems)
         for now in (never, was_never & ~never):  # never right, new
-            cells.append(spread_of_seeds((100 * now.mean(1)).tolist()))
+            cells.append(spread((100 * now.mean(1)).tolist(), 1))
         rows.append([arm, *cells])
     header = ["%", *[f"pass@{k}" for k in SHOWN]]
     return table([*header, "never right", "new"], rows)

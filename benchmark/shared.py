@@ -115,6 +115,9 @@ def parent_of_patch(script: str) -> str | None:
 def in_place(scripts: Iterable[str]):
     """Make those of the scripts that have a patch, beside their parents, and delete them at the end."""
     made = {script: parent for script in scripts if (parent := parent_of_patch(script))}
+    for script in made:
+        if (ROOT / f"{script}.py").exists():
+            raise SystemExit(f"{script}.py exists, and may be your own: move it away")
     try:
         for script, parent in made.items():
             files = ["-o", f"{script}.py", parent, f"variants/{script}.diff"]
@@ -171,13 +174,15 @@ def run_two_at_a_time(run: Callable[..., dict], jobs: list[tuple], path: Path) -
 
 
 def spread(values: list[float], digits: int = 0) -> str:
-    """The mean, with the lowest and the highest value in parentheses. NaN means that a run has no value.
+    """The mean, with the lowest and the highest value in parentheses, if there are several. NaN: a run has no value.
 
     If some runs have no value, the text says how many have one. If no run has a value, the text is a dash.
     """
     known = [value for value in values if not np.isnan(value)]
     if not known:
         return "-"
+    if len(values) == 1:
+        return f"{known[0]:z.{digits}f}"
     text = f"{np.mean(known):z.{digits}f} ({min(known):z.{digits}f} to {max(known):z.{digits}f})"
     return text if len(known) == len(values) else f"{text} in {len(known)} of {len(values)} runs"
 

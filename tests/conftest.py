@@ -38,7 +38,14 @@ SMALL_MODEL, SMALL_JUDGE = str(DATA / "policy"), str(DATA / "judge")
 SMALL_TASK = str(DATA / "task")  # the first problems of assets/addition
 # These files take longest. They run first, so that the two processes of pytest end together.
 LONG = ["test_runs", "test_cuda", "test_whole_step", "test_report", "test_sampling"]
-LONG += ["test_multigpu", "test_math_reward", "test_errors", "test_grpo_tools", "test_loading"]
+LONG += [
+    "test_exercises",
+    "test_multigpu",
+    "test_math_reward",
+    "test_errors",
+    "test_grpo_tools",
+    "test_loading",
+]
 
 # More threads don't make such small models faster, and on a busy machine they make them slower.
 threads = os.environ.get("PLAINRL_THREADS", "1")

@@ -128,8 +128,10 @@ def test_the_lessons_state_what_is_recorded():
         block = f"<!-- lesson {name} -->\n{lessons.block(name)}<!-- end lesson {name} -->\n"
         assert block in page, name
         picture = (ROOT / "docs" / "lessons" / f"{name}.svg").read_text(encoding="utf-8")
-        assert lessons.drawn_from(name) in picture, f"{name}: the picture shows other records"
-    assert f"<!-- cost -->\n{lessons.total_cost()}<!-- end cost -->\n" in (
+        assert lessons.drawn_from(lessons.records_of(name)) in picture, (
+            f"{name}: the picture shows other records"
+        )
+    assert f"<!-- cost -->\n{lessons.costs()}<!-- end cost -->\n" in (
         ROOT / "docs" / "lessons.md"
     ).read_text("utf-8")
     pictures = {path.stem for path in (ROOT / "docs" / "lessons").glob("*.svg")}

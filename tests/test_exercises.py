@@ -1,58 +1,98 @@
-"""exercises/make.py: grpo.py has the lines of the holes, right answers pass, and a wrong answer gets its sentence."""
+"""exercises/make.py: grpo.py has the lines of the holes, right answers pass, and a wrong answer gets its sentence.
 
-import importlib.util
+A file is graded in a process of its own: whatever it does, it gets a line, and so do the files after it.
+"""
+
+import json
 import re
+import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, load_patched
 
-PATH = ROOT / "exercises" / "make.py"
-spec = importlib.util.spec_from_file_location("make", PATH)
-make = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(make)
+sys.path.insert(0, str(ROOT / "exercises"))
+
+import grade  # noqa: E402
+import make  # noqa: E402
+
 GRPO = (ROOT / "grpo.py").read_text(encoding="utf-8")
 RLOO = (ROOT / "rloo.py").read_text(encoding="utf-8")
-GRADES = dict(enumerate(make.EXERCISES.values(), 1))
+GRADES = dict(enumerate(grade.GRADES.values(), 1))
+# What each hole says. Those of exercises 7 to 9 are in LOSSES.
+SENTENCES = [sentence for sentence, *_ in make.HOLES] + re.findall(r'exercise (\d.*)"', make.LOSSES)
+
+RHO = "ratio = (logprobs - old_logprobs).exp()\n"
+S = "S = torch.minimum(ratio * advantages, ratio.clamp(1 - eps_low, 1 + eps_high) * advantages)\n"
+EQUAL_S = S.replace("eps_low", "clip_eps").replace("eps_high", "clip_eps")
+SEQ = "ratio = masked_mean(logprobs - old_logprobs, mask, axis=1).exp()\nadvantages = advantages[:, 0]\n"
+WEIGHT = "weight = (logprobs - old_logprobs).exp().clamp(max=1 + eps_high).detach()\n"
+LOSSES = [
+    f"{RHO}{S}return -masked_sum(S, mask) / num_tokens",
+    f"{RHO}{EQUAL_S}return -masked_sum(S, mask) / max_tokens / num_seqs",
+    f"{SEQ}{S}return -S.sum() / num_seqs",
+    f"{WEIGHT}return -masked_sum(weight * advantages * logprobs, mask) / num_tokens",
+]
 
 
 def solutions():
-    """The lines that each hole stands for, in the order of HOLES."""
-    return [make.find(RLOO if text[0] == "6" else GRPO, *ends) for text, *ends in make.HOLES]
+    """The lines that each hole stands for, in the order of SENTENCES."""
+    lines = [make.find(RLOO if text[0] == "6" else GRPO, *ends) for text, *ends in make.HOLES]
+    return lines + [re.sub("^", "    ", loss, flags=re.M) + "\n" for loss in LOSSES]
 
 
-def fill(tmp_path, changes):
-    """A student's file with the solutions, as a module. changes: the index of a hole -> other lines, or None."""
+def solved(changes):
+    """A student's file with the solutions. changes: the index of a hole -> other lines, or None for the hole."""
     text = make.student_file()
-    for k, right in enumerate(solutions()):
-        hole = re.search(rf"^( *)raise .*exercise {re.escape(make.HOLES[k][0])}.*\n", text, re.M)
-        lines = right
+    for k, (sentence, lines) in enumerate(zip(SENTENCES, solutions(), strict=True)):
+        hole = re.search(rf"^( *)raise .*exercise {re.escape(sentence)}.*\n", text, re.M)
         if k in changes:
             own = changes[k]
             lines = hole[0] if own is None else "".join(f"{hole[1]}{x}\n" for x in own.split("\n"))
         text = text.replace(hole[0], lines)
+    return text
+
+
+def fill(tmp_path, changes):
+    """This file as a module."""
     path = tmp_path / "my_grpo.py"
-    path.write_text(text, encoding="utf-8")
-    return make.load(path)
+    path.write_text(solved(changes), encoding="utf-8")
+    return grade.load(path)
 
 
 def test_the_original_functions_are_right(tmp_path):
+    """Those of the scripts, and for CISPO that of the patch."""
     my = fill(tmp_path, {})
-    assert [make.verdict(my, grade) for grade in GRADES.values()] == ["right"] * 6
+    assert sys.modules["my_grpo"] is my  # where its dataclasses look, also if a my_grpo.py is hidden
+    assert [grade.verdict(my, check) for check in GRADES.values()] == ["right"] * 9
+    my.dapo_loss, my.dr_grpo_loss, my.gspo_loss = (
+        grade.right_dapo,
+        grade.right_dr_grpo,
+        grade.right_gspo,
+    )
+    cispo = load_patched("cispo")
+
+    def cispo_loss(logprobs, old, advantages, mask, num_tokens, eps_high=4.0):
+        args = cispo.Args(clip_eps_high=eps_high)
+        return cispo.policy_loss(args, logprobs, old, old, advantages, mask, num_tokens)[0]
+
+    my.cispo_loss = cispo_loss
+    assert [grade.verdict(my, GRADES[k]) for k in (7, 8, 9)] == ["right"] * 3
 
 
 def test_the_file_is_grpo_with_holes(tmp_path, monkeypatch, capsys):
-    """With the solutions it is grpo.py, with rloo.py's function as one more. It never replaces a student's work."""
-    text = make.student_file()
-    assert text.count("raise NotImplementedError") == len(make.HOLES) == 7
-    for (sentence, *_), lines in zip(make.HOLES, solutions(), strict=True):
-        hole = re.search(rf"^ *raise .*exercise {re.escape(sentence)}.*\n", text, re.M)
-        text = text.replace(hole[0], lines)
-    before, after = text.split("def leave_one_out(returns):\n")
+    """With the solutions it is grpo.py, with five more functions. It never replaces a student's work."""
+    assert make.student_file().count("raise NotImplementedError") == len(SENTENCES) == 11
+    functions = make.LOSSES
+    for sentence, lines in zip(SENTENCES[-4:], solutions()[-4:], strict=True):
+        functions = functions.replace(
+            f'    raise NotImplementedError("exercise {sentence}")\n', lines
+        )
+    before, after = solved({}).replace(functions + "\n", "").split("def leave_one_out(returns):\n")
     own, rest = after.split("\n\n\ndef minibatches(")
     assert before + "def minibatches(" + rest == GRPO
     assert f"def compute_advantages(returns):\n{own}\n\n\n" in RLOO
     monkeypatch.setattr(make, "STUDENT", tmp_path / "my_grpo.py")
-    monkeypatch.setattr(make.sys, "argv", ["make.py"])
+    monkeypatch.setattr(sys, "argv", ["make.py"])
     make.main()
     assert make.STUDENT.read_text(encoding="utf-8") == make.student_file()
     make.STUDENT.write_text("my work", encoding="utf-8")
@@ -64,28 +104,78 @@ def test_the_file_is_grpo_with_holes(tmp_path, monkeypatch, capsys):
         make.find(GRPO, "a line that", "isn't in grpo.py")
 
 
-def test_what_check_prints(tmp_path, monkeypatch, capsys):
-    """A line for each exercise. A hole says so, an error says where it is, and all must be right for status 0."""
-    monkeypatch.setattr(make.sys, "argv", ["make.py", "--check"])
-    monkeypatch.setattr(make.sys, "path", list(make.sys.path))
+def check(monkeypatch, *arguments):
+    """The status of make.py --check with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["make.py", "--check", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        make.main()
+    return end.value.code
+
+
+def test_a_student_checks(tmp_path, monkeypatch, capfd):
+    """A line for each exercise. A hole says so, an error says where it is, and prints of the file are shown."""
     monkeypatch.setattr(make, "STUDENT", tmp_path / "my_grpo.py")
-    make.STUDENT.write_text(make.student_file(), encoding="utf-8")
-    with pytest.raises(SystemExit) as end:
-        make.main()
-    printed = capsys.readouterr().out.splitlines()
-    assert end.value.code and [line[0] for line in printed] == list("123456")
-    for line, number in zip(printed, "122456", strict=True):
-        assert f": a hole is left: exercise {number}: " in line
-    fill(tmp_path, {0: "return rewards - mean"})
-    with pytest.raises(SystemExit) as end:
-        make.main()
-    first, *others = capsys.readouterr().out.splitlines()
-    assert "NameError in compute_advantages, my_grpo.py line " in first and end.value.code
-    assert [line.split(": ")[1] for line in others] == ["right"] * 5
-    fill(tmp_path, {})
-    with pytest.raises(SystemExit) as end:
-        make.main()
-    assert not end.value.code
+    assert check(monkeypatch) == 2 and "no file" in capfd.readouterr().err
+    changes = {0: "print('a look')\nreturn rewards - mean", 1: None, 6: None, 8: None}
+    make.STUDENT.write_text(solved(changes), encoding="utf-8")
+    assert check(monkeypatch)
+    shown, first, *others = capfd.readouterr().out.splitlines()
+    assert shown == "a look"
+    assert "1 advantages: not yet: NameError in compute_advantages, my_grpo.py line " in first
+    for name, line in zip(make.EXERCISES[1:], others, strict=True):
+        number = "2" if name == "3 KL" else name[0]  # 3 needs the variables of 2
+        end = f"a hole is left: exercise {number}: " if number in "267" else "right"
+        assert line.startswith(f"{name}: {end}")
+
+
+def test_a_teacher_checks(tmp_path, monkeypatch, capsys):
+    """Whatever a file does, it gets what it has right and a line, and so do the files after it."""
+    half = {0: "import grpo\nreturn grpo.compute_advantages(rewards)", 9: "import os\nos._exit(0)"}
+    endless, end, right = tmp_path / "endless.py", tmp_path / "end.py", tmp_path / "right.py"
+    endless.write_text("while True:\n    pass\n", encoding="utf-8")
+    end.write_text("import sys\nsys.exit(0)\n" + solved(half), encoding="utf-8")
+    right.write_text(solved({}), encoding="utf-8")
+    assert check(monkeypatch, endless, end, "--only", 2, 8, "--timeout", 6)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{endless} 0/2: all stopped: the file doesn't load: no answer within 6 s",
+        f"{end} 0/2: all stopped: the file doesn't load: SystemExit in <module>, end.py line 2: 0; "
+        "as in the repository: 2",
+    ]
+    end.write_text(solved(half), encoding="utf-8")
+    assert check(monkeypatch, end, right, "--json")
+    record, full = map(json.loads, capsys.readouterr().out.splitlines())
+    verdicts = record.pop("verdicts")
+    imported, stopped = verdicts["1 advantages"], verdicts["8 GSPO"]
+    assert "in compute_advantages, end.py line" in imported and "grpo has solutions" in imported
+    assert stopped == "stopped: its process ended with status 0"
+    others = [2, 3, 4, 5, 6, 7, 9]
+    assert [make.EXERCISES[k - 1] for k in others] == [
+        name for name, text in verdicts.items() if text == "right"
+    ]
+    assert record == {
+        "file": str(end),
+        "points": 7,
+        "of": 9,
+        "right": others,
+        "copied": [2, 3, 4, 5, 6],
+    }
+    assert make.line_of(record | {"verdicts": verdicts}) == (
+        f"{end} 7/9: 2 3 4 5 6 7 9; 8 {stopped}; as in the repository: 2 3 4 5 6"
+    )
+    assert full["right"] == list(range(1, 10)) and full["verdicts"] == dict.fromkeys(
+        make.EXERCISES, "right"
+    )
+    assert check(monkeypatch, right, "--only", 9) == 0
+
+
+def test_a_typo(tmp_path):
+    """The place of a syntax error is in its own text."""
+    path = tmp_path / "typo.py"
+    path.write_text("def f(:\n", encoding="utf-8")
+    with pytest.raises(SyntaxError) as caught:
+        grade.load(path)
+    assert grade.explain(caught.value) == "SyntaxError: invalid syntax (typo.py, line 1)"
+    assert make.copied(path) == []
 
 
 CENTRE = "rewards = rewards - rewards[:, :1]\nrewards = rewards - rewards.mean(1, keepdim=True)"
@@ -199,12 +289,63 @@ ANSWERS = [
     (6, f"{OTHERS}\nreturn returns - others", "exactly 0"),
     (6, "returns = returns - returns[:, :1]\nreturn 4 / 3 * (returns - returns.mean(1, keepdim=True))",
         "A of random returns"),
+    (7, f"{RHO}{S}return masked_sum(S, mask) / num_tokens", "the minus is missing"),
+    (7, f"{RHO}{S.replace('1 + eps_high', '1 + eps_low')}return -masked_sum(S, mask) / num_tokens", "upper bound"),
+    (7, f"{RHO}{S.replace('1 - eps_low', '1 - eps_high')}return -masked_sum(S, mask) / num_tokens", "lower bound"),
+    (7, f"{RHO}{S.replace('1 - eps_low, 1 + eps_high', '1 - eps_high, 1 + eps_low')}"
+        "return -masked_sum(S, mask) / num_tokens", "eps_high to the upper"),
+    (7, f"{RHO}{S.replace('1 - eps_low, 1 + eps_high', '0.8, 1.28')}return -masked_sum(S, mask) / num_tokens",
+        "'eps_high': 0.4"),
+    (7, f"{RHO}{S.replace('minimum', 'maximum')}return -masked_sum(S, mask) / num_tokens", "not the max"),
+    (7, f"{RHO}S = ratio * advantages\nreturn -masked_sum(S, mask) / num_tokens", "the clip is missing"),
+    (7, f"{RHO}S = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages\nreturn -masked_sum(S, mask) / num_tokens",
+        "not clip alone"),
+    (7, f"{RHO}{S}return -masked_mean(S, mask)", "a part of the minibatch's tokens"),
+    (7, f"{RHO}{S}return -masked_mean(S, mask, axis=1).mean()", "no mean within a sequence"),
+    (7, f"{RHO}{S}return -S.sum() / num_tokens", "padding doesn't count"),
+    (7, f"{RHO}{S}return -masked_sum(S, mask)", "divide by the number of tokens"),
+    (7, f"{RHO}{S}return -masked_sum(S, mask, axis=1) / num_tokens", "a scalar tensor"),
+    (7, f"{RHO}{S}return -masked_sum(S.detach(), mask) / num_tokens", "no gradient"),
+    (7, f"{RHO}ratio = ratio.clamp(max=5)\n{S}return -masked_sum(S, mask) / num_tokens", "(14 + 19) / 40"),
+    (7, f"{RHO}{S}S = torch.where(ratio < 0.3, 0.3 * S, S)\nreturn -masked_sum(S, mask) / num_tokens", "random"),
+    (8, f"{RHO}{EQUAL_S}return -masked_sum(S, mask) / mask.shape[1] / num_seqs", "not by R"),
+    (8, f"{RHO}{EQUAL_S}return -masked_mean(S, mask, axis=1).sum() / num_seqs", "not by the length of the response"),
+    (8, f"{RHO}{EQUAL_S}return -masked_sum(S, mask, axis=1).mean() / max_tokens", "a part of the minibatch's seq"),
+    (8, f"{RHO}{EQUAL_S}return -masked_sum(S, mask) / num_seqs", "max_tokens (L), too"),
+    (8, f"{RHO}{EQUAL_S}return -masked_sum(S, mask) / max_tokens", "num_seqs, too"),
+    (8, f"{RHO}{EQUAL_S}return -S.sum() / max_tokens / num_seqs", "padding doesn't count"),
+    (9, f"{SEQ.replace('masked_mean', 'masked_sum')}{S}return -S.sum() / num_seqs", "the root is missing"),
+    (9, f"{SEQ.replace('.exp()', '').replace('masked_mean(', 'masked_mean((').replace(', mask', ').exp(), mask')}{S}"
+        "return -S.sum() / num_seqs", "not the arithmetic one"),
+    (9, f"{RHO}{S}return -masked_mean(S, mask, axis=1).sum() / num_seqs", "a ratio for each token"),
+    (9, f"{SEQ.replace('masked_mean(', '(').replace(', mask, axis=1', '')}".replace(").exp()", ").mean(1).exp()")
+        + f"{S}return -S.sum() / num_seqs", "don't count the padding"),
+    (9, f"{SEQ}{S}return -(S * mask.sum(1)).sum() / num_seqs", "don't add up its tokens"),
+    (9, f"{SEQ}{S}return -S.mean()", "a part of the minibatch's seq"),
+    (9, f"{SEQ}{S.replace('eps_high', 'eps_low')}return -S.sum() / num_seqs", "upper bound"),
+    (9, f"{SEQ.replace('axis=1)', 'axis=1).detach()')}ratio = (logprobs - logprobs.detach())[:, 0].exp() * ratio\n{S}"
+        "return -S.sum() / num_seqs", "the gradient of this gspo_loss"),
+    (10, f"{WEIGHT}return masked_sum(weight * advantages * logprobs, mask) / num_tokens", "minus is missing"),
+    (10, f"{WEIGHT.replace('.detach()', '')}return -masked_sum(weight * advantages, mask) / num_tokens",
+        "log pi is missing"),
+    (10, f"{WEIGHT.replace('.clamp(max=1 + eps_high)', '')}"
+        "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "the weight isn't clipped"),
+    (10, f"{WEIGHT.replace('max=', '1 - eps_high, ')}"
+        "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "no lower bound"),
+    (10, f"{RHO}S = torch.minimum(ratio * advantages, ratio.clamp(max=1 + eps_high) * advantages)\n"
+        "return -masked_sum(S.detach() * logprobs, mask) / num_tokens", "take no min"),
+    (10, f"{WEIGHT.replace('.detach()', '')}return -masked_sum(weight * advantages * logprobs, mask) / num_tokens",
+        "detach it"),
+    (10, f"{WEIGHT}return -masked_mean(weight * advantages * logprobs, mask)", "a part of the minibatch's tokens"),
+    (10, f"{WEIGHT}return -masked_mean(weight * advantages * logprobs, mask, axis=1).mean()", "no mean within"),
+    (10, f"{WEIGHT}return -masked_sum(weight * advantages * logprobs, mask)", "divide by the number of tokens"),
+    (10, f"{WEIGHT.replace('max=', '0.3, ')}"
+        "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "random"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("hole", "answer", "words"), ANSWERS, ids=range(len(ANSWERS)))
 def test_a_wrong_answer_gets_its_sentence(tmp_path, hole, answer, words):
     my = fill(tmp_path, {hole: answer})
-    number = int(make.HOLES[hole][0][0])
-    text = make.verdict(my, GRADES[number])
+    text = grade.verdict(my, GRADES[int(SENTENCES[hole][0])])
     assert words in text and (text == "right") == (words == "right")
