@@ -62,7 +62,9 @@ def fill(tmp_path, changes):
 def test_the_original_functions_are_right(tmp_path):
     """Those of the scripts, and for CISPO that of the patch."""
     my = fill(tmp_path, {})
-    assert sys.modules["my_grpo"] is my  # where its dataclasses look, also if a my_grpo.py is hidden
+    assert (
+        sys.modules["my_grpo"] is my
+    )  # where its dataclasses look, also if a my_grpo.py is hidden
     assert [grade.verdict(my, check) for check in GRADES.values()] == ["right"] * 9
     my.dapo_loss, my.dr_grpo_loss, my.gspo_loss = (
         grade.right_dapo,
