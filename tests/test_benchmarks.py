@@ -70,7 +70,8 @@ def test_a_lessons_columns_of_ones_own_run(tmp_path, monkeypatch, capsys):
 
 def test_a_lesson_is_made_again(tmp_path, monkeypatch, capsys):
     """Its runs are made and drawn, once. The records and the pages of the project stay as they are."""
-    command = f"grpo.py --model {SMALL_MODEL} --dataset {SMALL_TASK} --no-examples --num-steps 2 --max-new-tokens 4 --max-prompt-tokens 64"
+    command = f"grpo.py --model {SMALL_MODEL} --dataset {SMALL_TASK} --no-examples --num-steps 2"
+    command += " --max-new-tokens 4 --max-prompt-tokens 64"
     small = dataclasses.replace(lessons.LESSONS["length"], arms={"small": command})
     monkeypatch.setitem(lessons.LESSONS, "length", small)
     monkeypatch.setattr(lessons, "AGAIN", tmp_path / "again")
