@@ -629,7 +629,12 @@ def main() -> None:
         for name in names:
             print(f"# {name}: the commands, each with --seed 1, 2 and 3\n{commands(name)}\n")
     elif args.of:
-        runs = {str(folder): [record_of(folder)] for folder in args.of}
+        runs = {}
+        for folder in args.of:
+            record = record_of(folder)
+            done, planned = len(record["curves"]["length/right"]), record["args"]["num_steps"]
+            note = f" ({done} of {planned} steps)" if done < planned else ""
+            runs[f"{folder}{note}"] = [record]
         print("\n".join(table_of(name, runs) for name in names), end="")
     elif args.missing or args.draw:
         if args.missing:

@@ -336,7 +336,7 @@ def loss_and_slope(function, logratio, old, advantages, mask, *sizes, **fields):
     if not isinstance(loss, torch.Tensor) or loss.shape != ():
         raise Wrong(f"return the loss, a scalar tensor: it is {str(loss):.150}")
     if not loss.requires_grad:
-        raise Wrong("the loss has no gradient: don't detach logprobs or the ratio")
+        raise Wrong("the loss has no gradient: logprobs must be in it, and not be detached")
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
 
 
@@ -373,17 +373,17 @@ def grade_clip(function, *sizes, low, high, **fields):
         "eps_low belongs to the lower bound, and eps_high to the upper": loss(high, low),
     }
     losses, slopes = one_token_each(function, *sizes, **fields)
-    case = f"{function.__name__} at rho = {RATIO.tolist()}, A = {A.tolist()}, {fields}"
-    compare(f"the loss of {case}", losses, right, mistakes)
+    case = f"rho = {RATIO.tolist()}, A = {A.tolist()}, {fields}"
+    compare(f"the loss at {case}", losses, right, mistakes)
     slope = torch.where(right == -RATIO * A, right, 0)
-    compare(f"the gradient by log pi of {case}", slopes, slope)
+    compare(f"the gradient by log pi at {case}", slopes, slope)
 
 
 def grade_random(function, reference, *sizes, **fields):
     """Random responses. Some of their ratios are inside the bounds, and some outside."""
     logprobs, old, _, advantages, mask = test_equations.ragged_batch(0)
     given = (logprobs - old).detach(), old, advantages, mask, *sizes
-    what = f"{function.__name__} for random responses"
+    what = "random responses"
     right = loss_and_slope(reference, *given, **fields)
     found = loss_and_slope(function, *given, **fields)
     compare(f"the loss of {what}", found[0], right[0])
@@ -396,17 +396,20 @@ def loss_of_two(function, *sizes):
     return loss_and_slope(function, LOGRATIO, old, advantages, MASK, *sizes)[0]
 
 
-def grade_averages(my):
+def grade_dapo(my):
     for low, high in ((0.2, 0.28), (0.1, 0.4)):
         grade_clip(my.dapo_loss, 1, low=low, high=high, eps_low=low, eps_high=high)
     mistakes = {
         "divide by num_tokens: this call sees a part of the minibatch's tokens": 33 / 15,
         "each token has the same weight: take no mean within a sequence": (2.8 + 1.9) / 2,
         "padding doesn't count: the mask says which tokens do": 38 / 40,
-        "divide by the number of tokens": 33,
+        "divide by num_tokens": 33,
     }
-    compare("dapo_loss, (14 + 19) / 40,", loss_of_two(my.dapo_loss, 40), 33 / 40, mistakes)
+    compare("the loss of (14 + 19) / 40", loss_of_two(my.dapo_loss, 40), 33 / 40, mistakes)
     grade_random(my.dapo_loss, right_dapo, 50)
+
+
+def grade_dr_grpo(my):
     for eps in (0.2, 0.4):
         grade_clip(my.dr_grpo_loss, 1, 1, low=eps, high=eps, clip_eps=eps)
     mistakes = {
@@ -417,9 +420,17 @@ def grade_averages(my):
         "divide by num_seqs, too": 33 / 30,
         "padding doesn't count: the mask says which tokens do": 38 / 30 / 4,
     }
-    what = "dr_grpo_loss, (14 / 30 + 19 / 30) / 4,"
-    compare(what, loss_of_two(my.dr_grpo_loss, 4, 30), 33 / 30 / 4, mistakes)
+    loss = loss_of_two(my.dr_grpo_loss, 4, 30)
+    compare("the loss of (14 / 30 + 19 / 30) / 4", loss, 33 / 30 / 4, mistakes)
     grade_random(my.dr_grpo_loss, right_dr_grpo, 9, 12)
+
+
+def grade_averages(my):
+    for name, grade in {"dapo_loss": grade_dapo, "dr_grpo_loss": grade_dr_grpo}.items():
+        try:
+            grade(my)
+        except Wrong as error:
+            raise Wrong(f"{name}: {error}") from None
 
 
 def grade_gspo(my):
@@ -437,11 +448,14 @@ def grade_gspo(my):
         "a sequence has one ratio s; this has a ratio for each token": (-(1.3 + 1) + 0.9) / 4,
         "the exponent is 1 / |o|: don't count the padding": (-2 * 1.44**0.25 + 0.9) / 4,
         "a sequence has one term: don't add up its tokens": (-2 * 2.4 + 4 * 0.9) / 4,
+        "s is (n,) and advantages (n, 1), so this has each s times each A": (
+            (-2 * (1.2 + 0.9) + (1.2 + 0.9)) / 4
+        ),
         "divide by num_seqs: this call sees a part of the minibatch's sequences": (-2.4 + 0.9) / 2,
     }
-    compare("gspo_loss, (-2 * 1.2 + 0.9) / 4,", loss, (-2.4 + 0.9) / 4, mistakes)
+    compare("the loss of (-2 * 1.2 + 0.9) / 4", loss, (-2.4 + 0.9) / 4, mistakes)
     right = double([[-1.2], [0.9 / 4]]) * mask / 4
-    compare("the gradient of this gspo_loss by log pi", slope, right)
+    compare("the gradient of this loss by log pi", slope, right)
     grade_random(my.gspo_loss, right_gspo, 9, eps_low=0.1, eps_high=0.2)
     grade_random(my.gspo_loss, right_gspo, 9)
 
@@ -454,6 +468,8 @@ def grade_cispo(my):
         mistakes = {
             "the loss is -J: the minus is missing": -right,
             "log pi is missing: the ratio is only the weight of log pi": -weight * A,
+            "the ratio is a weight: the other factor is log pi": -weight * A * RATIO,
+            "the bound is 1 + eps_high": -RATIO.clamp(max=eps) * A * logprobs,
             "the weight isn't clipped": -RATIO * A * logprobs,
             "the weight has no lower bound": -RATIO.clamp(1 - eps, 1 + eps) * A * logprobs,
             "the weight is clipped for both signs of A: take no min of two products": (
@@ -461,11 +477,11 @@ def grade_cispo(my):
             ),
         }
         losses, slopes = one_token_each(my.cispo_loss, 1, eps_high=eps)
-        case = f"cispo_loss at rho = {RATIO.tolist()}, A = {A.tolist()}, eps_high = {eps}"
-        compare(f"the loss of {case}", losses, right, mistakes)
+        case = f"rho = {RATIO.tolist()}, A = {A.tolist()}, eps_high = {eps}"
+        compare(f"the loss at {case}", losses, right, mistakes)
         slope = weight + torch.where(RATIO > 1 + eps, 0, weight * logprobs)
         mistakes = {"the weight has no gradient: detach it": -slope * A}
-        compare(f"the gradient by log pi of {case}", slopes, -weight * A, mistakes)
+        compare(f"the gradient by log pi at {case}", slopes, -weight * A, mistakes)
     # Both ratios of 10 are clipped to 5, and their log pi is log(10) - 1.
     tokens = 4 * -1 + 5 * (math.log(10) - 1), 9 * -1 + 5 * (math.log(10) - 1)
     mistakes = {
@@ -473,10 +489,10 @@ def grade_cispo(my):
         "each token has the same weight: take no mean within a sequence": (
             (tokens[0] / 5 + tokens[1] / 10) / 2
         ),
-        "divide by the number of tokens": sum(tokens),
+        "divide by num_tokens": sum(tokens),
     }
     loss = loss_of_two(my.cispo_loss, 40)
-    compare("cispo_loss of 15 of 40 tokens", loss, sum(tokens) / 40, mistakes)
+    compare("the loss of 15 of 40 tokens", loss, sum(tokens) / 40, mistakes)
     grade_random(my.cispo_loss, right_cispo, 50, eps_high=0.5)
 
 
@@ -536,6 +552,7 @@ def main():
             print(json.dumps([name, text]), file=file)
 
     hide_solutions()
+    write("started", "")
     try:
         my = load(path)
     except (Exception, SystemExit) as error:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -96,11 +97,14 @@ def student_file():
 
 
 # ==== grading ====
-def run(command, timeout, folder, output):
+def run(command, results, timeout, output):
     """Run the command, kill it with all that it started, and return how it ended."""
     streams = dict(stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    process = subprocess.Popen(command, cwd=folder, start_new_session=True, **streams)
+    process = subprocess.Popen(command, cwd=results.parent, start_new_session=True, **streams)
     try:
+        # Its own imports take some seconds, which don't count.
+        while not results.exists() and process.poll() is None:
+            time.sleep(0.1)
         return f"its process ended with status {process.wait(timeout)}"
     except subprocess.TimeoutExpired:
         return f"no answer within {timeout:g} s"
@@ -118,19 +122,20 @@ def grade(path, names, timeout, output=None):
     there is one sentence for "all".
     """
     verdicts = {}
-    with tempfile.TemporaryDirectory() as folder:
-        results = Path(folder, "results.jsonl")
-        while missing := [name for name in names if name not in verdicts]:
-            results.write_text("", encoding="utf-8")
+    while missing := [name for name in names if name not in verdicts]:
+        with tempfile.TemporaryDirectory() as folder:
+            results = Path(folder, "results.jsonl")
             command = [sys.executable, GRADER, path.resolve(), results, *missing]
-            how = run(command, timeout, folder, output)
+            how = run(command, results, timeout, output)
+            if not results.exists():
+                sys.exit(f"grade.py doesn't start: {how}. Try `python exercises/grade.py`.")
             found = dict(map(json.loads, results.read_text(encoding="utf-8").splitlines()))
-            if "loaded" not in found:
-                return {"all": f"stopped: the file doesn't load: {found.get('error', how)}"}
-            for name in missing:
-                verdicts[name] = found.get(name, f"stopped: {how}")
-                if name not in found:
-                    break
+        if "loaded" not in found:
+            return {"all": f"stopped: the file doesn't load: {found.get('error', how)}"}
+        for name in missing:
+            verdicts[name] = found.get(name, f"stopped: {how}")
+            if name not in found:
+                break
     return verdicts
 
 
@@ -174,7 +179,9 @@ def main():
     number = dict(type=int, choices=range(1, len(EXERCISES) + 1), metavar="N")
     parser.add_argument("--check", nargs="*", type=Path, metavar="FILE", help="grade, don't write")
     parser.add_argument("--only", nargs="+", **number, help="grade only exercises N ...")
-    parser.add_argument("--timeout", type=float, default=60, help="seconds for each file (60)")
+    parser.add_argument(
+        "--timeout", type=float, default=60, help="seconds until a file is stopped (60)"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each file")
     args = parser.parse_args()
     if args.check is None:

@@ -43,7 +43,7 @@ def write_run(folder, steps):
         samples.append({"step": step, "completions": texts, "scores": scores})
     for name, records in {"metrics": metrics, "samples": samples}.items():
         shared.write(folder / f"{name}.jsonl", records)
-    (folder / "args.json").write_text('{"model": "assets/a", "seed": 1, "run_name": "x"}')
+    (folder / "args.json").write_text('{"model": "assets/a", "num_steps": 12, "run_name": "x"}')
 
 
 def lesson(monkeypatch, *arguments):
@@ -65,7 +65,7 @@ def test_a_lessons_columns_of_ones_own_run(tmp_path, monkeypatch, capsys):
         header
         == f"|  | sampled, last five steps, % | {' | '.join(f'{x}, characters' for x in columns)} |"
     )
-    assert row == f"| {tmp_path}/run | 90.0 | 4 | 3 | 4 | 1 |"
+    assert row == f"| {tmp_path}/run (11 of 12 steps) | 90.0 | 4 | 3 | 4 | 1 |"
 
 
 def test_a_lesson_is_made_again(tmp_path, monkeypatch, capsys):
