@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -450,11 +450,13 @@ def read_records(path: Path = RECORDS) -> dict:
     return {(record["command"], record["seed"]): record for record in read(path)}
 
 
-def run_missing(names: list[str], path: Path, seeds: Iterable[int]) -> None:
+def run_missing(names: list[str], path: Path, seeds: Sequence[int]) -> None:
     """Make the runs of the lessons that have no record in path, two at a time. A run's record is written at its end."""
     have = read_records(path)
     commands = dict.fromkeys(command for name in names for command in LESSONS[name].arms.values())
     missing = [(command, seed) for seed in seeds for command in commands if (command, seed) not in have]
+    if len(missing) < len(commands) * len(seeds):
+        print(f"{path} has a record of the other {len(commands) * len(seeds) - len(missing)} runs")
     if not missing:
         return
     student = ROOT / "runs" / "hesitant" / "model.safetensors"
@@ -541,7 +543,7 @@ def name_axes(ax, x: str, y: str) -> None:
         ax.set_ylim(bottom=max(-50, ax.get_ylim()[0]))
 
 
-def records_of(name: str, path: Path = RECORDS, seeds: Iterable[int] = SEEDS) -> dict[str, list[dict]]:
+def records_of(name: str, path: Path = RECORDS, seeds: Sequence[int] = SEEDS) -> dict[str, list[dict]]:
     """The records of a lesson: for each arm, one record for each seed."""
     have = read_records(path)
     return {arm: [have[c, seed] for seed in seeds] for arm, c in LESSONS[name].arms.items()}
@@ -627,7 +629,7 @@ def main() -> None:
         parser.error(f"no lesson {', '.join(unknown)}; choose from {', '.join(LESSONS)}")
     if args.print:
         for name in names:
-            print(f"# {name}: the commands, each with --seed 1, 2 and 3\n{commands(name)}\n")
+            print(f"# {name}: the commands, each with --seed {' and '.join(map(str, args.seeds))}\n{commands(name)}\n")
     elif args.of:
         runs = {}
         for folder in args.of:
@@ -635,7 +637,8 @@ def main() -> None:
             done, planned = len(record["curves"]["length/right"]), record["args"]["num_steps"]
             note = f" ({done} of {planned} steps)" if done < planned else ""
             runs[f"{folder}{note}"] = [record]
-        print("\n".join(table_of(name, runs) for name in names), end="")
+        for name in names:
+            print(f"{name}: {LESSONS[name].title}\n\n{table_of(name, runs)}")
     elif args.missing or args.draw:
         if args.missing:
             run_missing(names, RECORDS, SEEDS)

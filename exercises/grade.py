@@ -1,14 +1,15 @@
 """What make.py --check runs for each file, in a process of its own.
 
-python exercises/grade.py FILE RESULTS NAME ...
+python exercises/grade.py FILE NAME,NAME,... PIPE
 
-grades the exercises with these names, and appends a line of JSON to RESULTS for each: its name, and
-the word right, or what isn't. A sentence of `mistakes` says which mistake gives these numbers.
+grades the exercises with these names, and writes a line of JSON into the pipe for each: its name,
+and "right" or a sentence. A sentence of `mistakes` says which mistake gives these numbers.
 """
 
 import importlib.util
 import json
 import math
+import os
 import statistics
 import sys
 import traceback
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 import torch
 from make import EXERCISES, ROOT
 
-# They have solutions.
+# A submission can't import the files of these folders, which have solutions.
 FOLDERS = [ROOT, ROOT / "tests", ROOT / "tools", ROOT / "exercises"]
 sys.path[:0] = map(str, FOLDERS)
 
@@ -41,13 +42,17 @@ def double(rows):
 def compare(what, found, right, mistakes=None, tolerance=1e-6):
     """Raise Wrong if found isn't right. mistakes: a sentence -> what this mistake would give."""
     is_tensor = isinstance(found, torch.Tensor)
-    for sentence, numbers in {"right": right, **(mistakes or {})}.items():
+
+    def is_close(numbers):
         numbers = torch.as_tensor(numbers).double()
-        if is_tensor and found.shape == numbers.shape:
-            if torch.allclose(found.double(), numbers, rtol=tolerance, atol=tolerance):
-                if sentence == "right":
-                    return
-                raise Wrong(sentence)
+        same_shape = is_tensor and found.shape == numbers.shape
+        return same_shape and torch.allclose(found.double(), numbers, tolerance, tolerance)
+
+    if is_close(right):
+        return
+    for sentence, numbers in (mistakes or {}).items():
+        if is_close(numbers):
+            raise Wrong(sentence)
     right = torch.as_tensor(right).double().round(decimals=5).tolist()
     shown = found.double().round(decimals=5).tolist() if is_tensor else found
     raise Wrong(f"{what} should be {str(right):.150}, and is {str(shown):.150}")
@@ -113,7 +118,8 @@ def loss_of(my, logratio, advantages, mask, num_seqs, ref=None, beta=0.0, clip_e
     old = -mask.double()  # (n, R)
     logprobs = (old + logratio).requires_grad_()  # (n, R)
     args = my.Args(clip_eps=clip_eps, beta=beta)
-    loss, stats = my.policy_loss(args, logprobs, old, ref, advantages, mask, num_seqs)
+    given = old, ref, advantages.clone(), mask.clone(), num_seqs  # it may change its input
+    loss, stats = my.policy_loss(args, logprobs, *given)
     if not loss.requires_grad:
         raise Wrong("the loss has no gradient: don't detach logprobs or the ratio")
     return loss.detach(), torch.autograd.grad(loss, logprobs)[0], stats
@@ -312,13 +318,13 @@ def right_dapo(logprobs, old, advantages, mask, num_tokens, eps_low=0.2, eps_hig
 
 
 def right_dr_grpo(logprobs, old, advantages, mask, num_seqs, max_tokens, clip_eps=0.2):
-    args = dr_grpo.Args(clip_eps=clip_eps, max_new_tokens=max_tokens)
-    return dr_grpo.policy_loss(args, logprobs, old, old, advantages, mask, num_seqs)[0]
+    args = dr_grpo.Args(clip_eps=clip_eps, max_new_tokens=max_tokens)  # beta is 0: no reference
+    return dr_grpo.policy_loss(args, logprobs, old, None, advantages, mask, num_seqs)[0]
 
 
 def right_gspo(logprobs, old, advantages, mask, num_seqs, eps_low=3e-4, eps_high=4e-4):
-    args = gspo.Args(clip_eps_low=eps_low, clip_eps_high=eps_high)
-    return gspo.policy_loss(args, logprobs, old, old, advantages, mask, num_seqs)[0]
+    args = gspo.Args(clip_eps_low=eps_low, clip_eps_high=eps_high)  # beta is 0: no reference
+    return gspo.policy_loss(args, logprobs, old, None, advantages, mask, num_seqs)[0]
 
 
 def right_cispo(logprobs, old, advantages, mask, num_tokens, eps_high=4.0):
@@ -330,35 +336,42 @@ def right_cispo(logprobs, old, advantages, mask, num_tokens, eps_high=4.0):
 
 
 def loss_and_slope(function, logratio, old, advantages, mask, *sizes, **fields):
-    """The loss of logprobs = old + logratio, and its gradient by logprobs (n, R)."""
-    logprobs = (old + logratio).requires_grad_()  # (n, R)
-    loss = function(logprobs, old.clone(), advantages, mask, *sizes, **fields)
+    """The loss of logprobs = old + logratio, and its gradient by the unmasked logprobs (n, R).
+
+    sizes: num_tokens, or num_seqs and what may come after it.
+    """
+    leaf = (old + logratio).requires_grad_()  # (n, R)
+    given = leaf.clone(), old.clone(), advantages.clone(), mask.clone()  # it may change its input
+    loss = function(*given, *sizes, **fields)
     if not isinstance(loss, torch.Tensor) or loss.shape != ():
         raise Wrong(f"return the loss, a scalar tensor: it is {str(loss):.150}")
     if not loss.requires_grad:
         raise Wrong("the loss has no gradient: logprobs must be in it, and not be detached")
-    return loss.detach(), torch.autograd.grad(loss, logprobs)[0]
+    (slope,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), slope * mask
 
 
 # Minibatches of one token each, with these ratios and advantages. Each log pi_old is -1.
-RATIO, A = double([1.5, 1.25, 0.5, 1.5, 0.5]), double([2, 2, 2, -2, -2])
+RATIO = double([1.5, 1.25, 0.5, 1.5, 0.5, 20, 0.01])
+A = double([2, 2, 2, -2, -2, -2, 2])
 
 
 def one_token_each(function, *sizes, **fields):
-    """The loss of each of these minibatches (5,), and its gradient by log pi (5,)."""
-    one, found = torch.ones(1, 1).bool(), []
-    for x, advantage in zip(RATIO.log().view(5, 1, 1), A.view(5, 1, 1), strict=True):
-        given = x, double([[-1]]), advantage, one, *sizes
-        found.append(loss_and_slope(function, *given, **fields))
-    losses, slopes = zip(*found, strict=True)
-    return torch.stack(losses), torch.stack(slopes).flatten()
+    """The loss of each of these minibatches (7,), and its gradient by log pi (7,)."""
+    losses, slopes = [], []
+    for ratio, advantage in zip(RATIO.view(-1, 1, 1), A.view(-1, 1, 1), strict=True):
+        given = ratio.log(), double([[-1]]), advantage, torch.ones(1, 1).bool(), *sizes
+        loss, slope = loss_and_slope(function, *given, **fields)
+        losses.append(loss)
+        slopes.append(slope[0, 0])
+    return torch.stack(losses), torch.stack(slopes)
 
 
 def grade_clip(function, *sizes, low, high, **fields):
     """With these fields, the ratio of a token is clipped to 1 - low .. 1 + high."""
 
-    def loss(low, high):
-        return -torch.minimum(RATIO * A, RATIO.clamp(1 - low, 1 + high) * A)
+    def loss(eps_low, eps_high, ratio=RATIO):
+        return -torch.minimum(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A)
 
     right, clipped = loss(low, high), RATIO.clamp(1 - low, 1 + high) * A
     mistakes = {
@@ -368,6 +381,7 @@ def grade_clip(function, *sizes, low, high, **fields):
         ),
         "the clip is missing": -RATIO * A,
         "the min of the two products, not the max": -torch.maximum(RATIO * A, clipped),
+        "the ratio is upside down: it is pi_theta / pi_old": loss(low, high, 1 / RATIO),
         "the upper bound is 1 + eps_high": loss(low, low),
         "the lower bound is 1 - eps_low": loss(high, high),
         "eps_low belongs to the lower bound, and eps_high to the upper": loss(high, low),
@@ -375,6 +389,7 @@ def grade_clip(function, *sizes, low, high, **fields):
     losses, slopes = one_token_each(function, *sizes, **fields)
     case = f"rho = {RATIO.tolist()}, A = {A.tolist()}, {fields}"
     compare(f"the loss at {case}", losses, right, mistakes)
+    # Where the clip doesn't act, the gradient of -rho A by log pi is -rho A itself.
     slope = torch.where(right == -RATIO * A, right, 0)
     compare(f"the gradient by log pi at {case}", slopes, slope)
 
@@ -382,18 +397,22 @@ def grade_clip(function, *sizes, low, high, **fields):
 def grade_random(function, reference, *sizes, **fields):
     """Random responses. Some of their ratios are inside the bounds, and some outside."""
     logprobs, old, _, advantages, mask = test_equations.ragged_batch(0)
-    given = (logprobs - old).detach(), old, advantages, mask, *sizes
-    what = "random responses"
-    right = loss_and_slope(reference, *given, **fields)
-    found = loss_and_slope(function, *given, **fields)
-    compare(f"the loss of {what}", found[0], right[0])
-    compare(f"the gradient of {what}", found[1], right[1])
+    given = (logprobs - old).detach(), old, advantages, mask
+    right_loss, right_slope = loss_and_slope(reference, *given, *sizes, **fields)
+    loss, slope = loss_and_slope(function, *given, *sizes, **fields)
+    compare("the loss of random responses", loss, right_loss)
+    compare("the gradient of random responses", slope, right_slope)
+    parts = []
+    for i in range(len(mask)):
+        row = [tensor[[i]] for tensor in given]
+        parts.append(loss_and_slope(function, *row, *sizes, **fields)[0])
+    compare("the sum of the losses of micro-batches", sum(parts), right_loss)
 
 
-def loss_of_two(function, *sizes):
-    """The losses of the tokens of LOGRATIO's two sequences are 14 and 19 in all."""
-    old, advantages = -MASK.double(), double([[-1], [-1]])
-    return loss_and_slope(function, LOGRATIO, old, advantages, MASK, *sizes)[0]
+def loss_of_two(function, *sizes, **fields):
+    """The loss of LOGRATIO's two sequences, with an advantage of -1."""
+    given = LOGRATIO, -MASK.double(), double([[-1], [-1]]), MASK
+    return loss_and_slope(function, *given, *sizes, **fields)[0]
 
 
 def grade_dapo(my):
@@ -405,6 +424,7 @@ def grade_dapo(my):
         "padding doesn't count: the mask says which tokens do": 38 / 40,
         "divide by num_tokens": 33,
     }
+    # The losses of the tokens are 14 and 19 in all.
     compare("the loss of (14 + 19) / 40", loss_of_two(my.dapo_loss, 40), 33 / 40, mistakes)
     grade_random(my.dapo_loss, right_dapo, 50)
 
@@ -470,7 +490,7 @@ def grade_cispo(my):
             "log pi is missing: the ratio is only the weight of log pi": -weight * A,
             "the ratio is a weight: the other factor is log pi": -weight * A * RATIO,
             "the bound is 1 + eps_high": -RATIO.clamp(max=eps) * A * logprobs,
-            "the weight isn't clipped": -RATIO * A * logprobs,
+            "the weight isn't clipped at 1 + eps_high": -RATIO * A * logprobs,
             "the weight has no lower bound": -RATIO.clamp(1 - eps, 1 + eps) * A * logprobs,
             "the weight is clipped for both signs of A: take no min of two products": (
                 -torch.minimum(RATIO * A, weight * A) * logprobs
@@ -482,17 +502,19 @@ def grade_cispo(my):
         slope = weight + torch.where(RATIO > 1 + eps, 0, weight * logprobs)
         mistakes = {"the weight has no gradient: detach it": -slope * A}
         compare(f"the gradient by log pi at {case}", slopes, -weight * A, mistakes)
-    # Both ratios of 10 are clipped to 5, and their log pi is log(10) - 1.
-    tokens = 4 * -1 + 5 * (math.log(10) - 1), 9 * -1 + 5 * (math.log(10) - 1)
+    # The weights of both ratios of 10 are 2, and their log pi is log(10) - 1.
+    first, second = 4 * -1 + 2 * (math.log(10) - 1), 9 * -1 + 2 * (math.log(10) - 1)
     mistakes = {
-        "divide by num_tokens: this call sees a part of the minibatch's tokens": sum(tokens) / 15,
-        "each token has the same weight: take no mean within a sequence": (
-            (tokens[0] / 5 + tokens[1] / 10) / 2
+        "divide by num_tokens: this call sees a part of the minibatch's tokens": (
+            (first + second) / 15
         ),
-        "divide by num_tokens": sum(tokens),
+        "each token has the same weight: take no mean within a sequence": (
+            (first / 5 + second / 10) / 2
+        ),
+        "divide by num_tokens": first + second,
     }
-    loss = loss_of_two(my.cispo_loss, 40)
-    compare("the loss of 15 of 40 tokens", loss, sum(tokens) / 40, mistakes)
+    loss = loss_of_two(my.cispo_loss, 40, eps_high=1.0)
+    compare("the loss of 15 of 40 tokens", loss, (first + second) / 40, mistakes)
     grade_random(my.cispo_loss, right_cispo, 50, eps_high=0.5)
 
 
@@ -531,7 +553,7 @@ def explain(error):
 
 
 def verdict(my, grade):
-    """The word right, or what isn't."""
+    """ "right", or a sentence."""
     torch.manual_seed(0)
     try:
         grade(my)
@@ -545,11 +567,10 @@ def verdict(my, grade):
 
 
 def main():
-    path, results, *names = sys.argv[1:]
+    path, names, pipe = sys.argv[1:]
 
     def write(name, text):
-        with open(results, "a", encoding="utf-8") as file:
-            print(json.dumps([name, text]), file=file)
+        os.write(int(pipe), json.dumps([name, text[:500]]).encode() + b"\n")
 
     hide_solutions()
     write("started", "")
@@ -559,7 +580,7 @@ def main():
         write("error", explain(error))
         return
     write("loaded", "")
-    for name in names:
+    for name in names.split(","):
         write(name, verdict(my, GRADES[name]))
 
 

@@ -59,7 +59,7 @@ def test_a_lessons_columns_of_ones_own_run(tmp_path, monkeypatch, capsys):
     )
     write_run(tmp_path / "run", [early] * 5 + [[("1", 1)]] + [late] * 5)
     lesson(monkeypatch, "length", "--of", tmp_path / "run")
-    header, _, row = capsys.readouterr().out.splitlines()
+    _, _, header, _, row, _ = capsys.readouterr().out.splitlines()
     columns = ["wrong, first five", "wrong, last five", "right, first five", "right, last five"]
     assert (
         header

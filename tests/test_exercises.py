@@ -137,11 +137,10 @@ def test_a_teacher_checks(tmp_path, monkeypatch, capsys):
     endless.write_text("while True:\n    pass\n", encoding="utf-8")
     end.write_text("import sys\nsys.exit(0)\n" + solved(half), encoding="utf-8")
     right.write_text(solved({}), encoding="utf-8")
-    # In three seconds, the process may not even begin to load the file. Either way it has to be killed.
-    assert check(monkeypatch, endless, "--timeout", 3)
+    assert check(monkeypatch, endless, "--timeout", 1)
     assert (
         capsys.readouterr().out
-        == f"{endless} 0/9: all stopped: the file doesn't load: no answer within 3 s\n"
+        == f"{endless} 0/9: all stopped: the file doesn't load: no answer within 1 s\n"
     )
     assert check(monkeypatch, end, "--only", 2, 8)
     assert capsys.readouterr().out == (
@@ -169,11 +168,10 @@ def test_a_teacher_checks(tmp_path, monkeypatch, capsys):
     assert make.line_of(record | {"verdicts": verdicts}) == (
         f"{end} 7/9: 2 3 4 5 6 7 9; 8 {stopped}; as in the repository: 2 3 4 5 6"
     )
-    assert check(monkeypatch, right) == 0
-    assert (
-        capsys.readouterr().out
-        == f"{right} 9/9: 1 2 3 4 5 6 7 8 9; as in the repository: 1 2 3 4 5 6\n"
-    )
+    monkeypatch.chdir(tmp_path)
+    assert check(monkeypatch, right.name) == 0
+    line = capsys.readouterr().out
+    assert line == "right.py 9/9: 1 2 3 4 5 6 7 8 9; as in the repository: 1 2 3 4 5 6\n"
 
 
 def test_a_typo(tmp_path):
@@ -311,11 +309,12 @@ ANSWERS = [
     (7, f"{RHO}{S}return -masked_mean(S, mask)", "a part of the minibatch's tokens"),
     (7, f"{RHO}{S}return -masked_mean(S, mask, axis=1).mean()", "no mean within a sequence"),
     (7, f"{RHO}{S}return -S.sum() / num_tokens", "padding doesn't count"),
-    (7, f"{RHO}{S}return -masked_sum(S, mask)", "divide by the number of tokens"),
+    (7, f"{RHO}{S}return -masked_sum(S, mask)", "divide by num_tokens"),
     (7, f"{RHO}{S}return -masked_sum(S, mask, axis=1) / num_tokens", "a scalar tensor"),
     (7, f"{RHO}{S}return -masked_sum(S.detach(), mask) / num_tokens", "no gradient"),
-    (7, f"{RHO}ratio = ratio.clamp(max=5)\n{S}return -masked_sum(S, mask) / num_tokens", "(14 + 19) / 40"),
-    (7, f"{RHO}{S}S = torch.where(ratio < 0.3, 0.3 * S, S)\nreturn -masked_sum(S, mask) / num_tokens", "random"),
+    (7, f"{RHO}ratio = ratio.clamp(max=5)\n{S}return -masked_sum(S, mask) / num_tokens", "10.0"),
+    (7, f"{RHO}{S}S = torch.where((ratio > 2) & (ratio < 4), 0.3 * S, S)\nreturn -masked_sum(S, mask) / num_tokens",
+        "random"),
     (8, f"{RHO}{EQUAL_S}return -masked_sum(S, mask) / mask.shape[1] / num_seqs", "not by R"),
     (8, f"{RHO}{EQUAL_S}return -masked_mean(S, mask, axis=1).sum() / num_seqs", "not by the length of the response"),
     (8, f"{RHO}{EQUAL_S}return -masked_sum(S, mask, axis=1).mean() / max_tokens", "a part of the minibatch's seq"),
@@ -332,12 +331,12 @@ ANSWERS = [
     (9, f"{SEQ}{S}return -S.mean()", "a part of the minibatch's seq"),
     (9, f"{SEQ}{S.replace('eps_high', 'eps_low')}return -S.sum() / num_seqs", "upper bound"),
     (9, f"{SEQ.replace('axis=1)', 'axis=1).detach()')}ratio = (logprobs - logprobs.detach())[:, 0].exp() * ratio\n{S}"
-        "return -S.sum() / num_seqs", "the gradient of this gspo_loss"),
+        "return -S.sum() / num_seqs", "the gradient of this loss"),
     (10, f"{WEIGHT}return masked_sum(weight * advantages * logprobs, mask) / num_tokens", "minus is missing"),
     (10, f"{WEIGHT.replace('.detach()', '')}return -masked_sum(weight * advantages, mask) / num_tokens",
         "log pi is missing"),
     (10, f"{WEIGHT.replace('.clamp(max=1 + eps_high)', '')}"
-        "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "the weight isn't clipped"),
+        "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "isn't clipped at 1 + eps_high"),
     (10, f"{WEIGHT.replace('max=', '1 - eps_high, ')}"
         "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "no lower bound"),
     (10, f"{RHO}S = torch.minimum(ratio * advantages, ratio.clamp(max=1 + eps_high) * advantages)\n"
@@ -346,9 +345,29 @@ ANSWERS = [
         "detach it"),
     (10, f"{WEIGHT}return -masked_mean(weight * advantages * logprobs, mask)", "a part of the minibatch's tokens"),
     (10, f"{WEIGHT}return -masked_mean(weight * advantages * logprobs, mask, axis=1).mean()", "no mean within"),
-    (10, f"{WEIGHT}return -masked_sum(weight * advantages * logprobs, mask)", "divide by the number of tokens"),
-    (10, f"{WEIGHT.replace('max=', '0.3, ')}"
+    (10, f"{WEIGHT}return -masked_sum(weight * advantages * logprobs, mask)", "divide by num_tokens"),
+    (10, f"{WEIGHT}weight = torch.where((weight > 0.6) & (weight < 0.9), 1.0, weight)\n"
         "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "random"),
+    (0, "import sys\nsys.exit(0)", "SystemExit in compute_advantages"),
+    (7, f"{RHO.replace('logprobs - old_logprobs', 'old_logprobs - logprobs')}{S}"
+        "return -masked_sum(S, mask) / num_tokens", "upside down"),
+    (7, f"{RHO}{S}S = torch.maximum(S, -10.5 * advantages.abs())\nreturn -masked_sum(S, mask) / num_tokens", "21.0"),
+    (7, f"{RHO}{S}return -masked_sum(S, mask) / (num_tokens if len(mask) > 1 else mask.sum())", "of micro-batches"),
+    (7, f"logprobs -= old_logprobs\nratio = logprobs.exp()\nadvantages *= 1\n{S}"
+        "return -masked_sum(S, mask) / num_tokens", "right"),
+    (8, f"{RHO}{S.replace('eps_low', '0.2').replace('eps_high', '0.2')}"
+        "return -masked_sum(S, mask) / max_tokens / num_seqs", "dr_grpo_loss: the loss at rho"),
+    (9, f"{SEQ.replace('advantages = advantages[:, 0]', '')}{S}return -S.sum() / num_seqs", "each s times each A"),
+    (9, f"{SEQ}ratio = ratio.clamp(max=1.6)\n{S}return -S.sum() / num_seqs", "the loss at rho"),
+    (9, f"{SEQ}{S.replace('eps_low', '3e-4').replace('eps_high', '4e-4')}return -S.sum() / num_seqs",
+        "the loss at rho"),
+    (10, f"{WEIGHT.replace('max=', '0.1, ')}return -masked_sum(weight * advantages * logprobs, mask) / num_tokens",
+        "the loss at rho"),
+    (10, f"{WEIGHT.replace('1 + eps_high', 'eps_high')}"
+        "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "the bound is 1 + eps_high"),
+    (10, f"{WEIGHT}return -masked_sum(weight * advantages * (logprobs - old_logprobs).exp(), mask) / num_tokens",
+        "the other factor is log pi"),
+    (10, f"{WEIGHT}return -(weight * advantages * logprobs).sum() / num_tokens", "right"),  # padding is 0
 ]  # fmt: skip
 
 
