@@ -5,6 +5,7 @@ A file is graded in a process of its own: whatever it does, it gets a line, and 
 
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -134,14 +135,17 @@ def test_a_teacher_checks(tmp_path, monkeypatch, capsys):
     """Whatever a file does, it gets what it has right and a line, and so do the files after it."""
     half = {0: "import grpo\nreturn grpo.compute_advantages(rewards)", 9: "import os\nos._exit(0)"}
     endless, end, right = tmp_path / "endless.py", tmp_path / "end.py", tmp_path / "right.py"
-    endless.write_text("while True:\n    pass\n", encoding="utf-8")
+    text = "import pathlib, subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
+    text += f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\nwhile True:\n    pass\n"
+    endless.write_text(text, encoding="utf-8")
     end.write_text("import sys\nsys.exit(0)\n" + solved(half), encoding="utf-8")
     right.write_text(solved({}), encoding="utf-8")
-    assert check(monkeypatch, endless, "--timeout", 1)
-    assert (
-        capsys.readouterr().out
-        == f"{endless} 0/9: all stopped: the file doesn't load: no answer within 1 s\n"
-    )
+    assert check(monkeypatch, endless, "--timeout", 3)
+    line = capsys.readouterr().out
+    assert line == f"{endless} 0/9: all stopped: the file doesn't load: no answer within 3 s\n"
+    # What it started is dead, too, and waits at most for being reaped.
+    state = ["ps", "-o", "stat=", "-p", (tmp_path / "pid").read_text()]
+    assert subprocess.run(state, capture_output=True, text=True).stdout[:1] in ("", "Z")
     assert check(monkeypatch, end, "--only", 2, 8)
     assert capsys.readouterr().out == (
         f"{end} 0/2: all stopped: the file doesn't load: SystemExit in <module>, end.py line 2: 0; "
