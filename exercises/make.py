@@ -86,7 +86,7 @@ def original():
 
 
 def student_file():
-    """The text of grpo.py with holes, and with five more functions."""
+    """The text of grpo.py with holes, and with leave_one_out and the four LOSSES."""
     text = original()
     for sentence, first, last in HOLES:
         lines = find(text, first, last)
@@ -98,7 +98,8 @@ def student_file():
 
 # ==== grading ====
 def run(command, timeout, folder, output):
-    """Run the command, kill its process group, and return how it ended and what it wrote.
+    """Run the command, kill what is left of its process group, and return how it ended and what
+    it wrote.
 
     The command writes into a pipe, whose number is its last argument.
     """
@@ -107,7 +108,7 @@ def run(command, timeout, folder, output):
     process = subprocess.Popen([*command, str(end)], cwd=folder, start_new_session=True, **streams)
     os.close(end)
     try:
-        select.select([pipe], [], [])  # until it writes or ends: its imports don't count
+        select.select([pipe], [], [])  # until it writes or ends: grade.py's imports don't count
         how = f"its process ended with status {process.wait(timeout)}"
     except subprocess.TimeoutExpired:
         how = f"no answer within {timeout:g} s"
@@ -141,7 +142,9 @@ def grade(path, names, timeout, output=None):
             sys.exit(f"grade.py doesn't start: {how}. Try `python exercises/grade.py`.")
         if "loaded" not in found:
             text = f"stopped: the file doesn't load: {found.get('error', how)}"
-            return verdicts | dict.fromkeys(missing, text) if verdicts else {"all": text}
+            if not verdicts:
+                return {"all": text}
+            return verdicts | dict.fromkeys(missing, text)  # it has loaded before
         for name in missing:
             verdicts[name] = found.get(name, f"stopped: {how}")
             if name not in found:  # here it ended, so a new process begins with the next one

@@ -353,6 +353,7 @@ ANSWERS = [
     (10, f"{WEIGHT}weight = torch.where((weight > 0.6) & (weight < 0.9), 1.0, weight)\n"
         "return -masked_sum(weight * advantages * logprobs, mask) / num_tokens", "random"),
     (0, "import sys\nsys.exit(0)", "SystemExit in compute_advantages"),
+    (0, "raise NotImplementedError('no kernel for this dtype')", "not yet: NotImplementedError in compute_advantages"),
     (7, f"{RHO.replace('logprobs - old_logprobs', 'old_logprobs - logprobs')}{S}"
         "return -masked_sum(S, mask) / num_tokens", "upside down"),
     (7, f"{RHO}{S}S = torch.maximum(S, -10.5 * advantages.abs())\nreturn -masked_sum(S, mask) / num_tokens", "21.0"),
