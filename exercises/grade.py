@@ -418,13 +418,13 @@ def loss_of_two(function, *sizes, **fields):
 def grade_dapo(my):
     for low, high in ((0.2, 0.28), (0.1, 0.4)):
         grade_clip(my.dapo_loss, 1, low=low, high=high, eps_low=low, eps_high=high)
+    # The losses of the tokens of the two sequences are 14 and 19 in all, and their means 2.8 and 1.9.
     mistakes = {
         "divide by num_tokens: this call sees a part of the minibatch's tokens": 33 / 15,
         "each token has the same weight: take no mean within a sequence": (2.8 + 1.9) / 2,
         "padding doesn't count: the mask says which tokens do": 38 / 40,
         "divide by num_tokens": 33,
     }
-    # The losses of the tokens are 14 and 19 in all.
     compare("the loss of (14 + 19) / 40", loss_of_two(my.dapo_loss, 40), 33 / 40, mistakes)
     grade_random(my.dapo_loss, right_dapo, 50)
 
@@ -502,7 +502,7 @@ def grade_cispo(my):
         slope = weight + torch.where(RATIO > 1 + eps, 0, weight * logprobs)
         mistakes = {"the weight has no gradient: detach it": -slope * A}
         compare(f"the gradient by log pi at {case}", slopes, -weight * A, mistakes)
-    # The weights of both ratios of 10 are 2, and their log pi is log(10) - 1.
+    # A is -1. The weights of both ratios of 10 are 2, and their log pi is log(10) - 1.
     first, second = 4 * -1 + 2 * (math.log(10) - 1), 9 * -1 + 2 * (math.log(10) - 1)
     mistakes = {
         "divide by num_tokens: this call sees a part of the minibatch's tokens": (
@@ -541,19 +541,20 @@ def hide_solutions():
 
 
 def explain(error):
-    """The error in a sentence, with its place in the submission."""
+    """The error in a sentence, with its place: the last frame outside the installed packages."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error}"  # this has its line
     frames = traceback.extract_tb(error.__traceback__)
     *_, frame = [frame for frame in frames if "site-packages" not in frame.filename]
     where = f"{frame.name}, {Path(frame.filename).name} line {frame.lineno}"
+    # hide_solutions put None there.
     if isinstance(error, ImportError) and sys.modules.get(error.name, error) is None:
         error.msg = f"{error.name} has solutions: write your own lines"
     return f"{type(error).__name__} in {where}: {error}"
 
 
 def verdict(my, grade):
-    """ "right", or a sentence."""
+    """Grade an exercise, and return "right" or a sentence."""
     torch.manual_seed(0)
     try:
         grade(my)

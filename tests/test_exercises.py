@@ -63,15 +63,12 @@ def fill(tmp_path, changes):
 def test_the_original_functions_are_right(tmp_path):
     """Those of the scripts, and for CISPO that of the patch."""
     my = fill(tmp_path, {})
-    assert (
-        sys.modules["my_grpo"] is my
-    )  # where its dataclasses look, also if a my_grpo.py is hidden
+    # Its dataclasses look there, also if a my_grpo.py is hidden.
+    assert sys.modules["my_grpo"] is my
     assert [grade.verdict(my, check) for check in GRADES.values()] == ["right"] * 9
-    my.dapo_loss, my.dr_grpo_loss, my.gspo_loss = (
-        grade.right_dapo,
-        grade.right_dr_grpo,
-        grade.right_gspo,
-    )
+    my.dapo_loss = grade.right_dapo
+    my.dr_grpo_loss = grade.right_dr_grpo
+    my.gspo_loss = grade.right_gspo
     cispo = load_patched("cispo")
 
     def cispo_loss(logprobs, old, advantages, mask, num_tokens, eps_high=4.0):
@@ -159,9 +156,9 @@ def test_a_teacher_checks(tmp_path, monkeypatch, capsys):
     assert "in compute_advantages, end.py line" in imported and "grpo has solutions" in imported
     assert stopped == "stopped: its process ended with status 0"
     others = [2, 3, 4, 5, 6, 7, 9]
-    assert [make.EXERCISES[k - 1] for k in others] == [
-        name for name, text in verdicts.items() if text == "right"
-    ]
+    assert {name for name, text in verdicts.items() if text == "right"} == {
+        make.EXERCISES[k - 1] for k in others
+    }
     assert record == {
         "file": str(end),
         "points": 7,
