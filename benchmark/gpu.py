@@ -1,16 +1,17 @@
 """benchmark/records/gpu.jsonl: what the scripts do on a GPU. One call measures all; each part is a record of its own.
 
-    python benchmark/gpu.py FOLDER                     all parts; FOLDER has SmolLM2-135M-Instruct
-    python benchmark/gpu.py FOLDER --parts limits      some parts
-    python benchmark/gpu.py FOLDER --tiny              tests this file, on a CPU or an emulated GPU
+    python benchmark/gpu.py FOLDER                                  all parts; FOLDER has SmolLM2-135M-Instruct
+    python benchmark/gpu.py FOLDER --parts steps --only float16     some parts; of these, some scripts or steps
+    python benchmark/gpu.py FOLDER --tiny                           tests this file, on a CPU or an emulated GPU
 
 limits      bandwidth of a copy (read + write), FLOP/s of a matrix product, bandwidth of attention with one query
 bundled     every script without arguments, on the GPU; several at a time
 scripts     two steps of every script with the real model on problems of GSM8K; several at a time
-arithmetic  40 steps of grpo.py with the real model on assets/arithmetic: its curve
-sampler     the sampler on random weights in the shape of SmolLM2-1.7B: graph on and off, and the length of a segment
+steps       three steps in the shape of SmolLM2-1.7B with random weights, with the flags of plan.STEPS
+arithmetic  60 steps of grpo.py with the real model on assets/arithmetic, in both precisions; several at a time
+decode      where the time of a decode step goes in the shape of SmolLM2-1.7B, and with one kernel for RMSNorm
+sampler     the sampler in that shape: graph on and off, and the length of a segment
 update      the forward and backward passes of grpo.py and grpo_lora.py in that shape, by --micro-batch-tokens
-steps       two steps of both with several flags, beside the peak that plan.py calculates
 launches    the update of the small real model: by --micro-batch-tokens, compiled, and as one CUDA graph
 
 Random weights end few responses, so in `update` and `steps` nearly all samples have the full 300 tokens, which is the
@@ -19,6 +20,7 @@ most work that a step can cause. In `sampler`, many ids count as EOS: the length
 """
 
 import gc
+import importlib
 import json
 import os
 import re
@@ -37,8 +39,8 @@ from unittest import mock
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from plan import MODELS, count
-from shared import FOLDER, ROOT, command_line, provenance, read
+from plan import MODELS, PROMPT, STEPS, count
+from shared import FOLDER, ROOT, command_line, in_place, provenance, read
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import grpo  # noqa: E402
@@ -57,16 +59,12 @@ NEEDED = {
 # These scripts take one sample of each prompt.
 FLAGS = {"ppo_rlhf": ["--num-prompts", "32"], "reinforce_baseline": ["--num-prompts", "32"]}
 FLAGS |= {"remax": ["--num-prompts", "32"]}
-STEPS = {
-    "2048": ("grpo", {}),
-    "4096": ("grpo", {"micro_batch_tokens": 4096}),
-    "8192": ("grpo", {"micro_batch_tokens": 8192}),
-    "8192, all at once": ("grpo", {"micro_batch_tokens": 8192, "sampling_tokens": 131072}),
-    "8192, no graph": ("grpo", {"micro_batch_tokens": 8192, "cuda_graph": False}),
-    "lora": ("grpo_lora", {"micro_batch_tokens": 8192}),
-}
 # This many scripts run at a time. Each needs 3 to 8 GB.
 AT_A_TIME = 9
+# The runs of `arithmetic`: name -> its flags.
+ARITHMETIC = {
+    f"{dtype}-{seed}": ["--dtype", dtype, "--seed", seed] for seed in (1, 2, 3) for dtype in ("bfloat16", "float16")
+}
 # The settings of `sampler`: graph, columns of a segment, and --sampling-tokens.
 SAMPLING = [(True, segment, 131072) for segment in (128, 64, 256)]
 SAMPLING += [(True, 128, 49152), (False, 128, 131072)]
@@ -97,18 +95,19 @@ def seconds(function, repeats: int = 1) -> float:
     return statistics.median(times)
 
 
-def run(options, script: str, *flags) -> dict:
+def run(options, script: str, *flags, name: str | None = None) -> dict:
     """Run a script. Return its command, its seconds in all, and all its metrics."""
+    name = name or script
     command = [f"{script}.py", *map(str, flags)]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
     launched = [sys.executable, *(launcher if script in MULTI_PROCESS else []), *command]
-    launched += ["--runs-dir", options.scratch, "--run-name", script, "--save-every", "0"]
+    launched += ["--runs-dir", options.scratch, "--run-name", name, "--save-every", "0"]
     if not torch.cuda.is_available():
         launched += ["--device", "cpu"]
     start = time.perf_counter()
     done = subprocess.run(launched, cwd=ROOT, capture_output=True, text=True)
     found = {"command": " ".join(command), "seconds": round(time.perf_counter() - start, 1)}
-    folder = options.scratch / script
+    folder = options.scratch / name
     metrics = read(folder / "metrics.jsonl")
     shutil.rmtree(folder, ignore_errors=True)  # the next run needs the disk
     if done.returncode:
@@ -116,15 +115,24 @@ def run(options, script: str, *flags) -> dict:
     return found | {"metrics": metrics}
 
 
-def run_all(part: str, options, flags_of: dict[str, list]) -> None:
-    """Run these scripts, AT_A_TIME at once, and write a record of each as soon as it has ended."""
-    with ThreadPoolExecutor(2 if options.tiny else AT_A_TIME) as pool:
+def is_wanted(options, name: str) -> bool:
+    return not options.only or name in options.only
 
-        def record(script):
-            found = run(options, script, *flags_of[script])
-            write_record(part, script=script, at_a_time=AT_A_TIME, **found)
 
-        list(pool.map(record, flags_of))
+def run_all(part: str, options, flags_of: dict[str, list], script: str | None = None) -> None:
+    """Run the script once for each name, AT_A_TIME at once. By default, the name is the script.
+
+    A record of each is written as soon as it has ended.
+    """
+    names = [name for name in flags_of if is_wanted(options, name)]
+    at_a_time = min(2 if options.tiny else AT_A_TIME, len(names))
+    with ThreadPoolExecutor(max(1, at_a_time)) as pool:
+
+        def record(name):
+            found = run(options, script or name, *flags_of[name], name=name)
+            write_record(part, script=script or name, name=name, at_a_time=at_a_time, **found)
+
+        list(pool.map(record, names))
 
 
 def limits(options) -> None:
@@ -176,13 +184,21 @@ def arithmetic(options) -> None:
     # The copy of README.md: the reward is 1 if the last number of the response is right.
     text = (ROOT / "grpo.py").read_text(encoding="utf-8")
     copied = ROOT / "arithmetic.py"
+    if copied.exists():
+        raise SystemExit("arithmetic.py exists, and may be your own: move it away")
     reward = "REWARDS = [lenient_accuracy_reward]"
     copied.write_text(re.sub("^REWARDS = .*", reward, text, flags=re.MULTILINE), encoding="utf-8")
-    flags = "--no-examples --num-prompts 8 --max-new-tokens 32 --warmup-updates 3 --eval-every 10 --eval-size 200"
-    flags = [*flags.split(), "--no-gradient-checkpointing", "--num-steps", 1 if options.tiny else 40]
-    flags += ["--model", options.model, "--dataset", "assets/arithmetic"]
-    write_record("arithmetic", **run(options, "arithmetic", *flags))
-    copied.unlink()
+    flags = "--no-examples --num-prompts 8 --max-new-tokens 32 --warmup-updates 3 --eval-every 10"
+    flags = [*flags.split(), "--no-gradient-checkpointing", "--dataset", "assets/arithmetic"]
+    if options.tiny:
+        flags += ["--num-steps", 1, "--eval-size", 4, "--model", random_policy(options)]
+    else:
+        flags += ["--num-steps", 60, "--eval-size", 200, "--model", options.model]
+    names = list(ARITHMETIC)[:2] if options.tiny else ARITHMETIC
+    try:
+        run_all("arithmetic", options, {name: [*flags, *ARITHMETIC[name]] for name in names}, "arithmetic")
+    finally:
+        copied.unlink()
 
 
 def random_policy(options) -> Path:
@@ -235,8 +251,54 @@ def sampler(options) -> None:
     write_record("sampler", rows=found, same_before_first_difference=same)
 
 
-# The flags that plan.py's count takes.
-MEMORY_FLAGS = ("sampling_tokens", "micro_batch_tokens")
+def decode(options) -> None:
+    """Milliseconds of a decode step: the graph, its kernels, its head alone, and the draw that follows it."""
+    args = grpo.Args(model=str(random_policy(options)), dataset=str(GSM8K))
+    rows, steps = (2, 2) if options.tiny else (96, 20)
+    policy, _ = grpo.load_model(args, AutoTokenizer.from_pretrained(args.model))
+    model = grpo.inference_copy(policy)
+    del policy
+    on_gpu = torch.cuda.is_available()
+    prompts = torch.randint(model.config.vocab_size, (rows // 2, PROMPT), device=model.device)
+    mask = torch.ones_like(prompts, dtype=torch.bool)
+    mask[1:, :100] = False  # padding
+    two_each = torch.arange(rows, device=model.device) // 2
+    for one_kernel in (False, True):
+        if one_kernel:
+            norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
+            for norm in norms:
+                norm.forward = partial(rms_norm, norm)
+        with torch.no_grad():
+            decoding = grpo.prefill(model, prompts, mask)
+            decoding.select(two_each)
+            decoding.grow(128)  # the calls below feed 3 + 4 * 20 tokens
+            for _ in range(3):  # the second call replays the graph that the first one recorded
+                decoding.advance(model, on_gpu)
+            feed = partial(repeat, steps, decoding.advance, model, on_gpu)
+            found = dict(step_ms=1e3 * seconds(feed, 3) / steps)
+            states = torch.randn(rows, model.config.hidden_size, device=model.device)
+            head = model.get_output_embeddings()
+            head(states)  # the warm-up
+            found["head_ms"] = 1e3 * seconds(partial(repeat, steps, head, states), 3) / steps
+            found["draw_ms"] = 1e3 * seconds(partial(repeat, steps, grpo.draw, decoding.logits, 1.0), 3) / steps
+            with torch.profiler.profile() as profile:
+                feed()
+        events = [x for x in profile.key_averages() if x.device_type.name == "CUDA"]
+        events.sort(key=lambda event: -event.self_device_time_total)
+        # name, calls and milliseconds, of a step
+        kernels = [(x.key[:90], x.count / steps, x.self_device_time_total / 1e3 / steps) for x in events]
+        found |= dict(kernels_ms=sum(ms for *_, ms in kernels), kernels=kernels[:25])
+        write_record("decode", one_kernel_for_rms_norm=one_kernel, rows=rows, **found)
+
+
+def repeat(times: int, function, *given) -> None:
+    for _ in range(times):
+        function(*given)
+
+
+def rms_norm(module, states):
+    """What transformers' RMSNorm computes, in one kernel."""
+    return torch.nn.functional.rms_norm(states, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def backward(script, args, policy, rollout) -> None:
@@ -293,20 +355,30 @@ def first_steps(script, args, num_steps: int) -> list[dict]:
 
 
 def steps(options) -> None:
-    for name, (script, flags) in STEPS.items():
-        script = sys.modules[script]
-        args = script.Args(model=str(random_policy(options)), dataset=str(GSM8K), eval_size=8)
-        args = replace(args, runs_dir=str(options.scratch / "steps"), run_name=name, **flags)
-        if options.tiny:
-            args = replace(args, num_prompts=2, max_new_tokens=12)
-        given = {key: value for key, value in flags.items() if key in MEMORY_FLAGS}
-        calculated = count(script.__name__, MODELS["SmolLM2-1.7B"], **given)["peak"] / 1e9
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
-        metrics = first_steps(script, args, 2)
-        write_record("steps", name=name, script=script.__name__, calculated_gb=calculated, metrics=metrics)
-        gc.collect()  # the traceback of Enough held the model
-        torch.cuda.empty_cache()
+    names = [name for name in STEPS if is_wanted(options, name)]
+    with in_place(["host_adam"]):
+        for name in names:
+            script, flags = STEPS[name]
+            try:
+                metrics = three_steps(options, name, importlib.import_module(script), flags)
+                calculated = count(script, MODELS["SmolLM2-1.7B"], eval_size=8, **flags)["peak"] / 1e9
+                found = dict(calculated_gb=calculated, metrics=metrics)
+            except Exception as error:  # such as too little memory: the others are measured all the same
+                found = dict(error=f"{type(error).__name__}: {error}")
+            write_record("steps", name=name, script=script, flags=flags, **found)
+            gc.collect()  # the traceback of Enough held the model
+            torch.cuda.empty_cache()
+
+
+def three_steps(options, name: str, script, flags: dict) -> list[dict]:
+    """The metrics of three steps of this script. The first one also warms up."""
+    args = script.Args(model=str(random_policy(options)), dataset=str(GSM8K), eval_size=8)
+    args = replace(args, runs_dir=str(options.scratch / "steps"), run_name=name, **flags)
+    if options.tiny:
+        args = replace(args, num_prompts=2, max_new_tokens=12)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    return first_steps(script, args, 3)
 
 
 def launches(options) -> None:
@@ -362,7 +434,7 @@ def decoder_graph(args, tokenizer, rollout) -> dict:
     return dict(name="decoder", rows=len(ids), columns=96, eager=eager, graph=seconds(graph.replay, 5))
 
 
-PARTS = [limits, bundled, scripts, arithmetic, sampler, update, steps, launches]
+PARTS = [limits, bundled, scripts, steps, arithmetic, decode, sampler, update, launches]
 
 
 def main() -> None:
@@ -370,6 +442,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a folder with SmolLM2-135M-Instruct")
     names = [part.__name__ for part in PARTS]
     parser.add_argument("--parts", nargs="*", choices=names, default=names)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of scripts, of plan.STEPS, or of ARITHMETIC")
     parser.add_argument("--tiny", action="store_true", help="self-test")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
@@ -382,7 +455,7 @@ def main() -> None:
             if part.__name__ in options.parts:
                 try:
                     part(options)
-                except Exception as error:  # the other parts are measured all the same
+                except (Exception, SystemExit) as error:  # the other parts are measured all the same
                     write_record(part.__name__, error=f"{type(error).__name__}: {error}")
                 torch.cuda.empty_cache()  # of the part's models; nothing without a GPU
 

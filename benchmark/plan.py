@@ -470,28 +470,37 @@ def run_hours(script, config, card, args, prompt=PROMPT, response=None, gpus=1) 
 # ---- what was measured
 
 
+# What benchmark/gpu.py measures in SmolLM2-1.7B's shape: name -> (script, flags).
+STEPS = {
+    "8192": ("grpo", {"micro_batch_tokens": 8192}),  # the default
+    "float16": ("grpo", {"micro_batch_tokens": 8192, "dtype": "float16"}),
+    "host_adam": ("host_adam", {"micro_batch_tokens": 8192}),
+    "lora": ("grpo_lora", {"micro_batch_tokens": 8192}),
+    "8192, all at once": ("grpo", {"micro_batch_tokens": 8192, "sampling_tokens": 131072}),
+    "2048": ("grpo", {"micro_batch_tokens": 2048}),
+    "4096": ("grpo", {"micro_batch_tokens": 4096}),
+    "8192, no graph": ("grpo", {"micro_batch_tokens": 8192, "cuda_graph": False}),
+}
+
+
 def errors() -> list[tuple[str, str, float, float]]:
     """(script and flags, part, measured, calculated) of the newest steps of SmolLM2-1.7B's shape on an H200.
 
-    The parts are GB, and the seconds of rollout and update: of the second step, because the first one also warms up.
+    The parts are GB, and the seconds of rollout and update: of the last step, because the first one also warms up.
     """
     newest = {}
     for record in read(FOLDER / "gpu.jsonl"):
-        if record["part"] == "steps" and "H200" in record["gpu"]:
+        if record["part"] == "steps" and "H200" in record["gpu"] and "error" not in record:
             newest[record["name"]] = record
     found = []
     for name, record in newest.items():
-        script = record["script"]
+        script, flags = STEPS[name]
         if name == "8192, no graph":
             continue  # the default has a graph
-        numbers = [int(word) for word in name.split(",")[0].split() if word.isdigit()]
-        flags = dict(micro_batch_tokens=numbers[0] if numbers else 8192, eval_size=8)
-        flags |= dict(sampling_tokens=131072) if "all at once" in name else {}
         config, last = MODELS["SmolLM2-1.7B"], record["metrics"][-1]
         rollout, update = step_seconds(script, config, "H200", **flags)
-        peak = count(script, config, **flags)["peak"] / 1e9
-        what = f"{script}.py, --micro-batch-tokens {flags['micro_batch_tokens']}"
-        what += ", --sampling-tokens 131072" if "all at once" in name else ""
+        peak = count(script, config, eval_size=8, **flags)["peak"] / 1e9
+        what = ", ".join([f"{script}.py", *(f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items())])
         found.append((what, "GB", last["time/peak_mem_gb"], peak))
         found.append((what, "rollout", last["time/rollout_s"], rollout))
         found.append((what, "update", last["time/update_s"], update))

@@ -26,7 +26,7 @@ LESS += " --gradient-checkpointing"  # as with a real model
 VARIED = """import sys
 sys.path.insert(0, {root!r})
 import grpo, torch, tyro
-grpo.SEGMENT["cuda"] = 8
+grpo.SEGMENT["cuda"] = grpo.CHECK_EVERY["cuda"] = 8
 calls, sample_responses = [], grpo.sample_responses
 def stopped(*args, **kwargs):
     calls.append(args)
@@ -132,30 +132,46 @@ logprobs.sum().backward()
 assert all(x.grad.dtype == torch.float32 and x.grad.any() for x in trained)
 assert not any(x.grad is not None for x in ref_model.parameters())
 """
-# The decode step of these families needs --no-cuda-graph.
-UNRECORDABLE = """import sys
+# The decode step of these families needs --no-cuda-graph. On a GPU, a failed recording may break the rest of its
+# process, so each has a process. A process can only fork before it uses CUDA.
+UNRECORDABLE = """import os, sys, traceback
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
-import grpo, pytest, torch
+import grpo, torch
 from test_sampling import EOS, PROMPTS, build, left_pad
-torch.set_autocast_dtype("cuda", torch.bfloat16)
-prompts, eos_ids = [x.cuda() for x in left_pad(PROMPTS)], torch.tensor(EOS).cuda()
 dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
-models = [build("Falcon"), build("MPT")]
+models = [build("Falcon"), build("MPT"), build("Mixtral")]
 models.append(build("Llama", rope_parameters=dynamic, max_position_embeddings=12))
-for model in models:
+def is_refused(model):
+    torch.set_autocast_dtype("cuda", torch.float16)
+    prompts, eos_ids = [x.cuda() for x in left_pad(PROMPTS)], torch.tensor(EOS).cuda()
     model = grpo.inference_copy(model.cuda())
     grpo.generate(grpo.Args(max_new_tokens=3, cuda_graph=False), model, *prompts, 4, 1.0, eos_ids)
-    with pytest.raises(RuntimeError, match="emulated CUDA|captur"):
+    try:
         grpo.generate(grpo.Args(max_new_tokens=3), model, *prompts, 4, 1.0, eos_ids)
+    except RuntimeError as error:
+        return "emulated CUDA" in str(error) or "captur" in str(error)
+    return False
+for model in models:
+    child, status = os.fork(), 1
+    if child == 0:
+        try:
+            status = 0 if is_refused(model) else 2
+        except Exception:
+            traceback.print_exc(file=sys.stdout)
+        finally:
+            sys.stdout.flush()
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0, type(model)
 """
 # A graph also records windows, states of convolutions and of linear attention, caps and scales. In float32 it samples
-# exactly. With the 16-bit copy and autocast the errors are those of main's limits of the gap.
+# exactly. With the 16-bit copy and autocast the errors are those of main's limits of the gap. Experts can be recorded
+# only in bf16, and only on some GPUs.
 EXACT = """import copy, sys, tempfile
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import grpo, torch
 from families import IS_OLDER, NEED_523, random_model, small_config
 from test_sampling import PROMPTS, V, exact_logprobs, left_pad
-grpo.SEGMENT["cuda"] = 4
+grpo.SEGMENT["cuda"] = grpo.CHECK_EVERY["cuda"] = 4
 torch.set_float32_matmul_precision("highest")  # without TF32, which an earlier program may have allowed
 torch.backends.cudnn.allow_tf32 = False
 torch.set_autocast_dtype("cuda", torch.bfloat16)
@@ -164,6 +180,8 @@ never = torch.tensor([V]).cuda()  # no row ends
 families = ["Llama", "OPT, positions from 2", "Mixtral", "DeepSeek V2", "Mistral, short window"]
 families += ["Cohere 2", "Gemma 2", "Gemma 4 as published", "gpt-oss", "LFM3", "Ettin"]
 families += ["Falcon-H1", "Granite 4 H", "Nemotron-H", "Qwen3.5"]
+of_experts = ["Mixtral", "DeepSeek V2", "gpt-oss", "Granite 4 H", "Nemotron-H"]
+is_fast = torch.cuda.get_device_capability()[0] in (9, 10)
 for family in families:
     if IS_OLDER and family in [*NEED_523, "gpt-oss"]:  # docs/models.md names all three
         continue
@@ -173,6 +191,7 @@ for family in families:
     model = copy.deepcopy(host_model).cuda()
     prompt, mask = [x.cuda() for x in left_pad(PROMPTS[:2])]
     for sampler, tolerance in ((model, 1e-4), (grpo.inference_copy(model), 0.1)):
+        args.cuda_graph = family not in of_experts or is_fast and sampler is not model
         torch.manual_seed(4)
         ids, counts, sampled = grpo.generate(args, sampler, prompt, mask, 2, 1.0, never)
         tensors = ids, counts, sampled
@@ -190,7 +209,7 @@ DROPPED = """import sys
 sys.path[:0] = [{root!r}, {root!r} + "/tests"]
 import grpo, torch
 from test_sampling import EOS, PROMPTS, build, left_pad
-grpo.SEGMENT["cuda"] = 8
+grpo.SEGMENT["cuda"] = grpo.CHECK_EVERY["cuda"] = 8
 torch.set_autocast_dtype("cuda", torch.bfloat16)
 graphs, rows, graph, grow = [], [], torch.cuda.CUDAGraph, grpo.Decoding.grow
 torch.cuda.CUDAGraph = lambda: graphs.append(1) or graph()
@@ -198,8 +217,10 @@ grpo.Decoding.grow = lambda self, columns: rows.append(len(self.token)) or grow(
 model, prompts = grpo.inference_copy(build("Llama").cuda()), [x.cuda() for x in left_pad(PROMPTS)]
 torch.manual_seed(1)
 args, eos_ids = grpo.Args(max_new_tokens=40), torch.tensor(EOS).cuda()
-_, mask, _ = grpo.generate(args, model, *prompts, 4, 1.0, eos_ids)
-torch.cuda.CUDAGraph, grpo.Decoding.grow = graph, grow
+try:
+    _, mask, _ = grpo.generate(args, model, *prompts, 4, 1.0, eos_ids)
+finally:
+    torch.cuda.CUDAGraph, grpo.Decoding.grow = graph, grow
 # The cache grows before the tokens at 8, 16, 24 and 32, for the rows that have such a token.
 assert rows == [len(mask), *(int(n) for n in mask[:, 8::8].sum(0) if n > 0)], rows
 assert len(graphs) == len(rows) > 2 and rows[-1] < rows[0], (graphs, rows)
@@ -242,7 +263,8 @@ for config, script in cases:
     print("PEAK", json.dumps([script.__name__, config, allocated, peak]))
     del model
 """
-ON_REAL = count_gpus() is not None  # not on the emulated device
+# Not on the emulated device. A real GPU draws other numbers, so there the limits are those of any seed.
+ON_REAL = count_gpus() is not None
 VARIED_NAMES = ["graph", "eager", "stop", "float16", "float16_stop", "float16_overflow"]
 X = "x = torch.ones(2, device='cuda')"
 RECORD = f"{X}\nwith torch.cuda.graph(torch.cuda.CUDAGraph()):"
@@ -258,6 +280,11 @@ FAULTS = {
         "torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)",
         "dtype for bias",
     ),
+    "experts": (
+        "x = torch.ones(16, 16, device='cuda')\noffs = torch.tensor([16], dtype=torch.int32, device='cuda')\n"
+        "with torch.cuda.graph(torch.cuda.CUDAGraph()): torch._grouped_mm(x, x[None], offs=offs)",
+        "while a graph is recorded",
+    ),
     # Recording computes nothing; the first replay adds 1.
     "freed": (
         f"{X}\ng = torch.cuda.CUDAGraph()\n"
@@ -272,14 +299,13 @@ FAULTS = {
 def runs(tmp_path_factory):
     """Run all programs. Return name -> (exit status, graphs recorded, graphs replayed, printed text, folder)."""
     folder = tmp_path_factory.mktemp("cuda")
-    # This program forks, and a process can only fork before it computes a gradient. So this program runs first.
-    programs = {"grpo_multigpu": SEVERAL}
+    # These programs fork, so they are the first. The first one leaves its process without CUDA and without gradients.
+    programs = {"unrecordable": UNRECORDABLE, "grpo_multigpu": SEVERAL}
     programs |= {name: VARIED for name in VARIED_NAMES} | {
         "precision": PRECISION,
         "precision_float16": PRECISION,
         "adapters": ADAPTERS,
         "adapters_float16": ADAPTERS,
-        "unrecordable": UNRECORDABLE,
         "exact": EXACT,
         "dropped": DROPPED,
         "peaks": PEAKS,
@@ -316,7 +342,7 @@ def runs(tmp_path_factory):
     flags = [*commands["grpo_multigpu"][1:], "--num-steps", "2"]
     commands["multigpu again"] = [ROOT / "grpo_multigpu.py", *flags]
     commands["gpu"] = [ROOT / "benchmark" / "gpu.py", SMALL_MODEL]
-    commands["gpu"] += ["--tiny", "--parts", "limits", "sampler"]
+    commands["gpu"] += ["--tiny", "--parts", "limits", "decode", "sampler"]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
     # gpu.py writes its records to OUT.
     process = run_on_gpu(lines.values(), folder, OUT=str(folder))
@@ -359,23 +385,26 @@ def test_script_trains_on_cuda(runs, name):
     assert [row["step"] for row in rows] == [0, 1, 2][: 2 if name in OWN_TENSORS else 3]
     values = [x for row in rows for name, x in row.items() if name != "tool/call_accuracy"]
     assert all(value is not None and math.isfinite(value) for value in values)
+    is_float16 = json.loads((folder / "args.json").read_text())["precision"] == "float16"
     for row in rows[1:]:
-        assert row["policy/ratio_mean"] == pytest.approx(1, abs=0.01) and row["optim/skipped"] == 0
-        assert row["optim/grad_norm"] > 1e-3 and row["time/peak_mem_gb"] < 1
+        assert row["policy/ratio_mean"] == pytest.approx(1, abs=0.01)
+        assert row["time/peak_mem_gb"] < 1
+        assert row["optim/skipped"] <= (ON_REAL and is_float16)  # one is normal there
+        assert row["optim/skipped"] or row["optim/grad_norm"] > 1e-3
         if name in VARIED_NAMES:
             assert row["time/peak_mem_gb"] == 0.7
         # The sampler's copy and the trainer's autocast round differently, so their numbers are close but not equal.
         # In grpo_lora.py sampler and trainer share the weights, so the gap may be 0.
         lowest = -1 if name == "grpo_lora" else 1e-6
         # bf16 weights in a float16 run would give 3e-4.
-        is_float16 = json.loads((folder / "args.json").read_text())["precision"] == "float16"
         highest = 2e-4 if is_float16 and not ON_REAL else 0.01
         assert lowest < row["rollout/logprob_gap"] < highest
     # The policy is still the reference, which rounds a little more. distill.py's reference is another model,
     # self_distill.py's reads another prompt.
     if name not in ("distill", "self_distill"):
-        assert abs(rows[1].get("kl/ref", 0.0)) < 1e-4
-        assert abs(rows[1].get("kl/response", 0.0)) < 1e-3 * rows[1]["rollout/response_len"]
+        most = 5e-3 if ON_REAL else 1e-3
+        assert abs(rows[1].get("kl/ref", 0.0)) < most / 10
+        assert abs(rows[1].get("kl/response", 0.0)) < most * rows[1]["rollout/response_len"]
     trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
 
@@ -392,8 +421,10 @@ def test_the_benchmark_runs_on_cuda(runs):
     """The parts of benchmark/gpu.py that start no process. The numbers of an emulated GPU mean nothing."""
     status, recorded, _, text, folder = runs["gpu"]
     assert status == 0 and recorded > 3, text
-    limits, sampler = [json.loads(line) for line in (folder.parent / "gpu.jsonl").open()]
+    limits, *decode, sampler = [json.loads(line) for line in (folder.parent / "gpu.jsonl").open()]
     assert min(limits[name] for name in ("copy_tb_s", "matmul_tflop_s", "attention_tb_s")) > 0
+    assert [row["one_kernel_for_rms_norm"] for row in decode] == [False, True]
+    assert min(row[name] for row in decode for name in ("step_ms", "head_ms", "draw_ms")) > 0
     assert sampler["same_before_first_difference"] == 1
     assert {row["graph"] for row in sampler["rows"]} == {True, False}
 
@@ -410,10 +441,12 @@ def test_float16_on_cuda(runs):
     """It samples and learns as bf16 does, with a smaller gap. A checkpoint has its scale and updates."""
     assert runs["float16"][0] == 0, runs["float16"][3]
     one, other = [metrics(runs[name][4])[1] for name in ("float16", "graph")]
-    assert one["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=0.05)
-    assert one["rollout/logprob_gap"] < 0.3 * other["rollout/logprob_gap"]
+    rel, most = (0.15, 0.5) if ON_REAL else (0.05, 0.3)
+    assert one["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=rel)
+    assert one["rollout/logprob_gap"] < most * other["rollout/logprob_gap"]
     kept = torch.load(runs["float16"][4] / "checkpoint.pt", map_location="cpu", weights_only=True)
-    assert (kept["scaler"]["scale"], kept["scaler"]["_growth_tracker"]) == (2.0**16, 2)
+    if not any(row["optim/skipped"] for row in metrics(runs["float16"][4])[1:]):
+        assert (kept["scaler"]["scale"], kept["scaler"]["_growth_tracker"]) == (2.0**16, 2)
     kept = torch.load(runs["graph"][4] / "checkpoint.pt", map_location="cpu", weights_only=True)
     assert kept["scaler"] == {}  # disabled
     args = [json.loads((runs[name][4] / "args.json").read_text()) for name in ("float16", "graph")]
@@ -438,7 +471,8 @@ def test_multigpu_starts_again_on_cuda(runs):
     saved = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "model").state_dict()
     assert all(torch.equal(weight, model[name]) for name, weight in saved["model"].items())
-    assert saved["scaler"]["_growth_tracker"] == 2  # updates of both commands
+    if not any(row["optim/skipped"] for row in metrics(folder)[1:]):
+        assert saved["scaler"]["_growth_tracker"] == 2  # updates of both commands
 
 
 PIECES = [

@@ -85,13 +85,13 @@ host_adam.inference_copy = copy
 host_step, host_adam.HostAdam.step = host_adam.HostAdam.step, step
 save_checkpoint, host_adam.save_checkpoint = host_adam.save_checkpoint, save
 load_checkpoint, host_adam.load_checkpoint = host_adam.load_checkpoint, load
-found, stopped = [peak(grpo)], True
+stopped = True
 try:
-    peak(host_adam)
+    peak(host_adam)  # first, because CUDA's libraries take memory at their first use, and keep it
 except KeyboardInterrupt:
     stopped = False
 del copies[:]
-found += [peak(host_adam), sum(x.nbytes for x in copies[0].parameters())]
+found = [peak(grpo), peak(host_adam), sum(x.nbytes for x in copies[0].parameters())]
 print("FOUND", json.dumps(found))
 """
 
