@@ -24,6 +24,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from plan import MODELS, PROMPT, STEPS, count
-from shared import FOLDER, ROOT, command_line, in_place, provenance, read
+from shared import FOLDER, ROOT, command_line, provenance, read
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import grpo  # noqa: E402
@@ -96,9 +97,10 @@ def seconds(function, repeats: int = 1) -> float:
 
 
 def run(options, script: str, *flags, name: str | None = None) -> dict:
-    """Run a script. Return its command, its seconds in all, and all its metrics."""
+    """Run a script, or a copy of one in the scratch folder. Return its command, its seconds in all, and all its metrics."""
     name = name or script
-    command = [f"{script}.py", *map(str, flags)]
+    copied = options.scratch / f"{script}.py"
+    command = [copied if copied.exists() else f"{script}.py", *flags]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
     launched = [sys.executable, *(launcher if script in MULTI_PROCESS else []), *command]
     launched += ["--runs-dir", options.scratch, "--run-name", name, "--save-every", "0"]
@@ -106,7 +108,7 @@ def run(options, script: str, *flags, name: str | None = None) -> dict:
         launched += ["--device", "cpu"]
     start = time.perf_counter()
     done = subprocess.run(launched, cwd=ROOT, capture_output=True, text=True)
-    found = {"command": " ".join(command), "seconds": round(time.perf_counter() - start, 1)}
+    found = {"command": shlex.join(map(str, command)), "seconds": round(time.perf_counter() - start, 1)}
     folder = options.scratch / name
     metrics = read(folder / "metrics.jsonl")
     shutil.rmtree(folder, ignore_errors=True)  # the next run needs the disk
@@ -183,11 +185,8 @@ def scripts(options) -> None:
 def arithmetic(options) -> None:
     # The copy of README.md: the reward is 1 if the last number of the response is right.
     text = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    copied = ROOT / "arithmetic.py"
-    if copied.exists():
-        raise SystemExit("arithmetic.py exists, and may be your own: move it away")
-    reward = "REWARDS = [lenient_accuracy_reward]"
-    copied.write_text(re.sub("^REWARDS = .*", reward, text, flags=re.MULTILINE), encoding="utf-8")
+    text = re.sub("^REWARDS = .*", "REWARDS = [lenient_accuracy_reward]", text, flags=re.MULTILINE)
+    (options.scratch / "arithmetic.py").write_text(text, encoding="utf-8")
     flags = "--no-examples --num-prompts 8 --max-new-tokens 32 --warmup-updates 3 --eval-every 10"
     flags = [*flags.split(), "--no-gradient-checkpointing", "--dataset", "assets/arithmetic"]
     if options.tiny:
@@ -195,10 +194,7 @@ def arithmetic(options) -> None:
     else:
         flags += ["--num-steps", 60, "--eval-size", 200, "--model", options.model]
     names = list(ARITHMETIC)[:2] if options.tiny else ARITHMETIC
-    try:
-        run_all("arithmetic", options, {name: [*flags, *ARITHMETIC[name]] for name in names}, "arithmetic")
-    finally:
-        copied.unlink()
+    run_all("arithmetic", options, {name: [*flags, *ARITHMETIC[name]] for name in names}, "arithmetic")
 
 
 def random_policy(options) -> Path:
@@ -252,48 +248,61 @@ def sampler(options) -> None:
 
 
 def decode(options) -> None:
-    """Milliseconds of a decode step: the graph, its kernels, its head alone, and the draw that follows it."""
     args = grpo.Args(model=str(random_policy(options)), dataset=str(GSM8K))
-    rows, steps = (2, 2) if options.tiny else (96, 20)
+    rows = 2 if options.tiny else 96
     policy, _ = grpo.load_model(args, AutoTokenizer.from_pretrained(args.model))
     model = grpo.inference_copy(policy)
     del policy
-    on_gpu = torch.cuda.is_available()
-    prompts = torch.randint(model.config.vocab_size, (rows // 2, PROMPT), device=model.device)
+    prompts = torch.randint(model.config.vocab_size, (rows, PROMPT), device=model.device)
     mask = torch.ones_like(prompts, dtype=torch.bool)
     mask[1:, :100] = False  # padding
-    two_each = torch.arange(rows, device=model.device) // 2
-    for one_kernel in (False, True):
-        if one_kernel:
-            norms = [module for module in model.modules() if hasattr(module, "variance_epsilon")]
-            for norm in norms:
-                norm.forward = partial(rms_norm, norm)
-        with torch.no_grad():
-            decoding = grpo.prefill(model, prompts, mask)
-            decoding.select(two_each)
-            decoding.grow(128)  # the calls below feed 3 + 4 * 20 tokens
-            for _ in range(3):  # the second call replays the graph that the first one recorded
-                decoding.advance(model, on_gpu)
-            feed = partial(repeat, steps, decoding.advance, model, on_gpu)
-            found = dict(step_ms=1e3 * seconds(feed, 3) / steps)
-            states = torch.randn(rows, model.config.hidden_size, device=model.device)
-            head = model.get_output_embeddings()
-            head(states)  # the warm-up
-            found["head_ms"] = 1e3 * seconds(partial(repeat, steps, head, states), 3) / steps
-            found["draw_ms"] = 1e3 * seconds(partial(repeat, steps, grpo.draw, decoding.logits, 1.0), 3) / steps
-            with torch.profiler.profile() as profile:
-                feed()
-        events = [x for x in profile.key_averages() if x.device_type.name == "CUDA"]
-        events.sort(key=lambda event: -event.self_device_time_total)
-        # name, calls and milliseconds, of a step
-        kernels = [(x.key[:90], x.count / steps, x.self_device_time_total / 1e3 / steps) for x in events]
-        found |= dict(kernels_ms=sum(ms for *_, ms in kernels), kernels=kernels[:25])
-        write_record("decode", one_kernel_for_rms_norm=one_kernel, rows=rows, **found)
+    before, found = decode_step(model, prompts, mask)
+    write_record("decode", one_kernel_for_rms_norm=False, rows=rows, **found)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(rms_norm, module)
+    after, found = decode_step(model, prompts, mask)
+    # Rounding alone makes a difference.
+    difference = ((after - before).norm() / before.norm()).item()
+    write_record("decode", one_kernel_for_rms_norm=True, rows=rows, difference=difference, **found)
 
 
-def repeat(times: int, function, *given) -> None:
-    for _ in range(times):
-        function(*given)
+@torch.no_grad()
+def decode_step(model, prompts, mask) -> tuple[torch.Tensor, dict]:
+    """The logits after the prompts, and milliseconds of a decode step after them.
+
+    step_ms: the replay of its graph. kernels: name, calls and milliseconds of each kernel in the graph. head_ms: the
+    head, a part of the graph. draw_ms: the draw, which comes after it.
+    """
+    on_gpu = torch.cuda.is_available()
+    decoding = grpo.prefill(model, prompts, mask)
+    logits = decoding.logits.clone()
+    decoding.grow(128)  # 81 tokens are fed below
+    decoding.advance(model, on_gpu)  # records the graph
+    states = torch.randn(len(prompts), model.config.hidden_size, device=model.device)
+    found = {
+        "step_ms": milliseconds(decoding.advance, model, on_gpu),
+        "head_ms": milliseconds(model.get_output_embeddings(), states),
+        "draw_ms": milliseconds(grpo.draw, decoding.logits, 1.0),
+    }
+    with torch.profiler.profile() as profile:
+        for _ in range(20):
+            decoding.advance(model, on_gpu)
+    events = [x for x in profile.key_averages() if x.device_type.name == "CUDA"]
+    events.sort(key=lambda event: -event.self_device_time_total)
+    kernels = [(x.key[:90], x.count / 20, x.self_device_time_total / 20 / 1e3) for x in events]
+    found |= {"kernels_ms": sum(ms for *_, ms in kernels), "kernels": kernels[:25]}
+    return logits, found
+
+
+def milliseconds(function, *given) -> float:
+    """The median milliseconds of a call, of three times 20 calls without a pause."""
+
+    def calls():
+        for _ in range(20):
+            function(*given)
+
+    return 1e3 * seconds(calls, 3) / 20
 
 
 def rms_norm(module, states):
@@ -355,19 +364,21 @@ def first_steps(script, args, num_steps: int) -> list[dict]:
 
 
 def steps(options) -> None:
-    names = [name for name in STEPS if is_wanted(options, name)]
-    with in_place(["host_adam"]):
-        for name in names:
-            script, flags = STEPS[name]
-            try:
-                metrics = three_steps(options, name, importlib.import_module(script), flags)
-                calculated = count(script, MODELS["SmolLM2-1.7B"], eval_size=8, **flags)["peak"] / 1e9
-                found = dict(calculated_gb=calculated, metrics=metrics)
-            except Exception as error:  # such as too little memory: the others are measured all the same
-                found = dict(error=f"{type(error).__name__}: {error}")
-            write_record("steps", name=name, script=script, flags=flags, **found)
-            gc.collect()  # the traceback of Enough held the model
-            torch.cuda.empty_cache()
+    patched = options.scratch / "host_adam.py"
+    subprocess.run(["patch", "-s", "-o", patched, "grpo.py", "variants/host_adam.diff"], cwd=ROOT, check=True)
+    sys.path.append(str(options.scratch))
+    for name, (script, flags) in STEPS.items():
+        if not is_wanted(options, name):
+            continue
+        try:
+            metrics = three_steps(options, name, importlib.import_module(script), flags)
+            calculated = count(script, MODELS["SmolLM2-1.7B"], eval_size=8, **flags)["peak"] / 1e9
+            found = dict(calculated_gb=calculated, metrics=metrics)
+        except Exception as error:  # such as too little memory: the others are measured all the same
+            found = dict(error=f"{type(error).__name__}: {error}")
+        write_record("steps", name=name, script=script, flags=flags, **found)
+        gc.collect()  # the traceback of Enough held the model
+        torch.cuda.empty_cache()
 
 
 def three_steps(options, name: str, script, flags: dict) -> list[dict]:
@@ -442,7 +453,8 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a folder with SmolLM2-135M-Instruct")
     names = [part.__name__ for part in PARTS]
     parser.add_argument("--parts", nargs="*", choices=names, default=names)
-    parser.add_argument("--only", nargs="*", metavar="NAME", help="names of scripts, of plan.STEPS, or of ARITHMETIC")
+    wanted = [*SCRIPTS, *STEPS, *ARITHMETIC]
+    parser.add_argument("--only", nargs="*", choices=wanted, metavar="NAME", help=", ".join(wanted))
     parser.add_argument("--tiny", action="store_true", help="self-test")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
@@ -450,12 +462,14 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     options.model = options.model.resolve()
     with tempfile.TemporaryDirectory() as folder:
+        # Copies of scripts are made here: in ROOT they would be changes, and records of changed files are refused.
         options.scratch = Path(folder)
+        shutil.copytree(ROOT / "utils", options.scratch / "utils")
         for part in PARTS:
             if part.__name__ in options.parts:
                 try:
                     part(options)
-                except (Exception, SystemExit) as error:  # the other parts are measured all the same
+                except Exception as error:  # the other parts are measured all the same
                     write_record(part.__name__, error=f"{type(error).__name__}: {error}")
                 torch.cuda.empty_cache()  # of the part's models; nothing without a GPU
 

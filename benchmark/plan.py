@@ -500,7 +500,8 @@ def errors() -> list[tuple[str, str, float, float]]:
         config, last = MODELS["SmolLM2-1.7B"], record["metrics"][-1]
         rollout, update = step_seconds(script, config, "H200", **flags)
         peak = count(script, config, eval_size=8, **flags)["peak"] / 1e9
-        what = ", ".join([f"{script}.py", *(f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items())])
+        words = [f"--{flag.replace('_', '-')} {value}" for flag, value in flags.items()]
+        what = ", ".join([f"{script}.py", *words])
         found.append((what, "GB", last["time/peak_mem_gb"], peak))
         found.append((what, "rollout", last["time/rollout_s"], rollout))
         found.append((what, "update", last["time/update_s"], update))

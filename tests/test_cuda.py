@@ -152,10 +152,12 @@ def is_refused(model):
         return "emulated CUDA" in str(error) or "captur" in str(error)
     return False
 for model in models:
-    child, status = os.fork(), 1
+    child = os.fork()
     if child == 0:
+        status = 1
         try:
-            status = 0 if is_refused(model) else 2
+            assert is_refused(model), "it was recorded"
+            status = 0
         except Exception:
             traceback.print_exc(file=sys.stdout)
         finally:
@@ -180,8 +182,8 @@ never = torch.tensor([V]).cuda()  # no row ends
 families = ["Llama", "OPT, positions from 2", "Mixtral", "DeepSeek V2", "Mistral, short window"]
 families += ["Cohere 2", "Gemma 2", "Gemma 4 as published", "gpt-oss", "LFM3", "Ettin"]
 families += ["Falcon-H1", "Granite 4 H", "Nemotron-H", "Qwen3.5"]
-of_experts = ["Mixtral", "DeepSeek V2", "gpt-oss", "Granite 4 H", "Nemotron-H"]
-is_fast = torch.cuda.get_device_capability()[0] in (9, 10)
+mixtures = ["Mixtral", "DeepSeek V2", "gpt-oss", "Granite 4 H", "Nemotron-H"]
+can_record_mixtures = torch.cuda.get_device_capability()[0] in (9, 10)
 for family in families:
     if IS_OLDER and family in [*NEED_523, "gpt-oss"]:  # docs/models.md names all three
         continue
@@ -191,7 +193,10 @@ for family in families:
     model = copy.deepcopy(host_model).cuda()
     prompt, mask = [x.cuda() for x in left_pad(PROMPTS[:2])]
     for sampler, tolerance in ((model, 1e-4), (grpo.inference_copy(model), 0.1)):
-        args.cuda_graph = family not in of_experts or is_fast and sampler is not model
+        if family in mixtures:
+            args.cuda_graph = sampler is not model and can_record_mixtures
+        else:
+            args.cuda_graph = True
         torch.manual_seed(4)
         ids, counts, sampled = grpo.generate(args, sampler, prompt, mask, 2, 1.0, never)
         tensors = ids, counts, sampled
@@ -342,7 +347,16 @@ def runs(tmp_path_factory):
     flags = [*commands["grpo_multigpu"][1:], "--num-steps", "2"]
     commands["multigpu again"] = [ROOT / "grpo_multigpu.py", *flags]
     commands["gpu"] = [ROOT / "benchmark" / "gpu.py", SMALL_MODEL]
-    commands["gpu"] += ["--tiny", "--parts", "limits", "decode", "sampler"]
+    commands["gpu"] += [
+        "--tiny",
+        "--parts",
+        "limits",
+        "steps",
+        "decode",
+        "sampler",
+        "--only",
+        "host_adam",
+    ]
     lines = {name: shlex.join(map(str, command)) for name, command in commands.items()}
     # gpu.py writes its records to OUT.
     process = run_on_gpu(lines.values(), folder, OUT=str(folder))
@@ -386,11 +400,13 @@ def test_script_trains_on_cuda(runs, name):
     values = [x for row in rows for name, x in row.items() if name != "tool/call_accuracy"]
     assert all(value is not None and math.isfinite(value) for value in values)
     is_float16 = json.loads((folder / "args.json").read_text())["precision"] == "float16"
+    most_skipped = 1 if ON_REAL and is_float16 else 0
     for row in rows[1:]:
         assert row["policy/ratio_mean"] == pytest.approx(1, abs=0.01)
         assert row["time/peak_mem_gb"] < 1
-        assert row["optim/skipped"] <= (ON_REAL and is_float16)  # one is normal there
-        assert row["optim/skipped"] or row["optim/grad_norm"] > 1e-3
+        assert row["optim/skipped"] <= most_skipped
+        if not row["optim/skipped"]:  # else the norm isn't finite, so the log doesn't have it
+            assert row["optim/grad_norm"] > 1e-3
         if name in VARIED_NAMES:
             assert row["time/peak_mem_gb"] == 0.7
         # The sampler's copy and the trainer's autocast round differently, so their numbers are close but not equal.
@@ -402,9 +418,11 @@ def test_script_trains_on_cuda(runs, name):
     # The policy is still the reference, which rounds a little more. distill.py's reference is another model,
     # self_distill.py's reads another prompt.
     if name not in ("distill", "self_distill"):
-        most = 5e-3 if ON_REAL else 1e-3
-        assert abs(rows[1].get("kl/ref", 0.0)) < most / 10
-        assert abs(rows[1].get("kl/response", 0.0)) < most * rows[1]["rollout/response_len"]
+        most_per_token, most_in_mean = (5e-3, 5e-4) if ON_REAL else (1e-3, 1e-4)
+        assert abs(rows[1].get("kl/ref", 0.0)) < most_in_mean
+        assert (
+            abs(rows[1].get("kl/response", 0.0)) < most_per_token * rows[1]["rollout/response_len"]
+        )
     trained = torch.load(folder / "checkpoint.pt", map_location="cpu", weights_only=True)["model"]
     assert {tensor.dtype for tensor in trained.values()} == {torch.float32}
 
@@ -421,10 +439,14 @@ def test_the_benchmark_runs_on_cuda(runs):
     """The parts of benchmark/gpu.py that start no process. The numbers of an emulated GPU mean nothing."""
     status, recorded, _, text, folder = runs["gpu"]
     assert status == 0 and recorded > 3, text
-    limits, *decode, sampler = [json.loads(line) for line in (folder.parent / "gpu.jsonl").open()]
+    lines = (folder.parent / "gpu.jsonl").read_text().splitlines()
+    limits, steps, *decode, sampler = map(json.loads, lines)
+    assert [row["step"] for row in steps["metrics"]] == [0, 1, 2, 3] and steps["calculated_gb"] < 24
+    assert steps["dirty"] == limits["dirty"]  # host_adam.py wasn't made in the repository
     assert min(limits[name] for name in ("copy_tb_s", "matmul_tflop_s", "attention_tb_s")) > 0
     assert [row["one_kernel_for_rms_norm"] for row in decode] == [False, True]
     assert min(row[name] for row in decode for name in ("step_ms", "head_ms", "draw_ms")) > 0
+    assert decode[1]["difference"] < 0.01
     assert sampler["same_before_first_difference"] == 1
     assert {row["graph"] for row in sampler["rows"]} == {True, False}
 
@@ -441,9 +463,9 @@ def test_float16_on_cuda(runs):
     """It samples and learns as bf16 does, with a smaller gap. A checkpoint has its scale and updates."""
     assert runs["float16"][0] == 0, runs["float16"][3]
     one, other = [metrics(runs[name][4])[1] for name in ("float16", "graph")]
-    rel, most = (0.15, 0.5) if ON_REAL else (0.05, 0.3)
-    assert one["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=rel)
-    assert one["rollout/logprob_gap"] < most * other["rollout/logprob_gap"]
+    tolerance, most_of_gap = (0.15, 0.5) if ON_REAL else (0.05, 0.3)
+    assert one["optim/grad_norm"] == pytest.approx(other["optim/grad_norm"], rel=tolerance)
+    assert one["rollout/logprob_gap"] < most_of_gap * other["rollout/logprob_gap"]
     kept = torch.load(runs["float16"][4] / "checkpoint.pt", map_location="cpu", weights_only=True)
     if not any(row["optim/skipped"] for row in metrics(runs["float16"][4])[1:]):
         assert (kept["scaler"]["scale"], kept["scaler"]["_growth_tracker"]) == (2.0**16, 2)

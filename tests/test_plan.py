@@ -364,6 +364,20 @@ def test_the_errors_are_those_of_the_records():
             assert calculated == pytest.approx(measured, rel=0.1), what
 
 
+def test_a_step_that_failed_isnt_compared(monkeypatch):
+    records = plan.read(plan.FOLDER / "gpu.jsonl")
+    failed = {
+        "part": "steps",
+        "gpu": "NVIDIA H200",
+        "name": "lora",
+        "script": "grpo_lora",
+        "error": "OutOfMemoryError",
+    }
+    before = plan.errors()
+    monkeypatch.setattr(plan, "read", lambda path: [*records, failed])
+    assert plan.errors() == before
+
+
 def test_the_program(monkeypatch, capsys):
     """It takes a command, with a folder as the model, and with a number of GB it says nothing of time."""
     command = ["grpo.py", "--model", str(ROOT / "assets" / "addition" / "adder")]

@@ -136,9 +136,9 @@ class Recording(TorchDispatchMode):
         devices |= {x.type for x in inputs if isinstance(x, torch.device)}
         masked = name == "index" and any(x.dtype == torch.bool for x in tensors[1:])
         # Of the products of experts, only those in bf16 don't wait, and only on an H100, H200 or B200.
-        masked |= name == "_grouped_mm" and tensors[0].dtype != torch.bfloat16
+        experts = name == "_grouped_mm" and tensors[0].dtype != torch.bfloat16
         # Two devices mean a copy from or to the host, or indices on the host.
-        if name in WAITS or masked or len(devices) > 1:
+        if name in WAITS or masked or experts or len(devices) > 1:
             raise RuntimeError(
                 f"emulated CUDA: {name} makes the host wait, not permitted while a graph is recorded"
             )
