@@ -97,10 +97,10 @@ def seconds(function, repeats: int = 1) -> float:
 
 
 def run(options, script: str, *flags, name: str | None = None) -> dict:
-    """Run a script, or a copy of one in the scratch folder. Return its command, its seconds in all, and all its metrics."""
+    """Run a script, or a copy in the scratch folder. Return its command, its seconds in all, and all its metrics."""
     name = name or script
     copied = options.scratch / f"{script}.py"
-    command = [copied if copied.exists() else f"{script}.py", *flags]
+    command = [str(copied) if copied.exists() else f"{script}.py", *map(str, flags)]
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "1"]
     launched = [sys.executable, *(launcher if script in MULTI_PROCESS else []), *command]
     launched += ["--runs-dir", options.scratch, "--run-name", name, "--save-every", "0"]
@@ -108,7 +108,7 @@ def run(options, script: str, *flags, name: str | None = None) -> dict:
         launched += ["--device", "cpu"]
     start = time.perf_counter()
     done = subprocess.run(launched, cwd=ROOT, capture_output=True, text=True)
-    found = {"command": shlex.join(map(str, command)), "seconds": round(time.perf_counter() - start, 1)}
+    found = {"command": shlex.join(command), "seconds": round(time.perf_counter() - start, 1)}
     folder = options.scratch / name
     metrics = read(folder / "metrics.jsonl")
     shutil.rmtree(folder, ignore_errors=True)  # the next run needs the disk
@@ -454,7 +454,7 @@ def main() -> None:
     names = [part.__name__ for part in PARTS]
     parser.add_argument("--parts", nargs="*", choices=names, default=names)
     wanted = [*SCRIPTS, *STEPS, *ARITHMETIC]
-    parser.add_argument("--only", nargs="*", choices=wanted, metavar="NAME", help=", ".join(wanted))
+    parser.add_argument("--only", nargs="*", choices=wanted, metavar="NAME", help="; ".join(wanted))
     parser.add_argument("--tiny", action="store_true", help="self-test")
     options = parser.parse_args()
     if not options.tiny and not torch.cuda.is_available():
