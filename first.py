@@ -8,6 +8,11 @@ B*G responses. P, R and V count the tokens of a prompt, a response and the vocab
     J      = E[ 1/G sum_i 1/|o_i| sum_t min(rho_it A_i, clip(rho_it, 1-eps, 1+eps) A_i) ]
     rho_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)    pi_old: the policy that sampled
     A_i    = (r_i - mean(r_1 .. r_G)) / (std(r_1 .. r_G) + 1e-4)    1e-4: no 0/0 at equal rewards
+
+grpo.py adds a faster sampler, micro-batches and bf16, because larger models need time and memory;
+a KL to the initial model, a learning-rate schedule, gradient clipping, because long runs drift;
+chat templates, all EOS tokens and numbers in free text, because models and data differ;
+checkpoints, logs, evaluations and checks, because runs are cut off and mistakes are silent.
 """
 
 import json
@@ -88,12 +93,15 @@ def main():
     for step in range(1, NUM_STEPS + 1):
         questions = [train[i] for i in torch.randint(len(train), (B,))]  # B
         rows = [question for question in questions for _ in range(G)]  # N, in groups of G
-        rewards, texts, ids, mask, response_mask = rollout(model, tokenizer, rows, **sampling)
+        rewards, texts, ids, attention_mask, response_mask = rollout(
+            model, tokenizer, rows, **sampling
+        )
         advantages = compute_advantages(rewards.view(B, G)).view(-1, 1)  # (N, 1)
-        old_logprobs = compute_logprobs(model, ids, mask, response_mask).detach()  # (N, R)
+        with torch.no_grad():
+            old_logprobs = compute_logprobs(model, ids, attention_mask, response_mask)  # (N, R)
         # In the first update every ratio is 1. From the second update on the clip can act.
         for _ in range(NUM_UPDATES):
-            logprobs = compute_logprobs(model, ids, mask, response_mask)  # (N, R)
+            logprobs = compute_logprobs(model, ids, attention_mask, response_mask)  # (N, R)
             loss = policy_loss(logprobs, old_logprobs, advantages, response_mask)
             optimizer.zero_grad()
             loss.backward()
@@ -113,8 +121,3 @@ def main():
 
 if __name__ == "__main__":
     main()
-
-# grpo.py adds a faster sampler, micro-batches and bf16, because larger models need time and memory;
-# a KL to the initial model, a learning-rate schedule, gradient clipping, because long runs drift;
-# chat templates, all EOS tokens and numbers in free text, because models and data differ;
-# checkpoints, logs, evaluations and checks, because runs are cut off and mistakes are silent.

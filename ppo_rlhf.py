@@ -49,12 +49,13 @@ Departures from the papers:
     no loss on pretraining data                   Ouyang: PPO-ptx adds one
 
 The reward model reads what the policy reads: the prompt with its worked examples, if it has any.
-With --model, the default is no reward model: the rules of utils/rewards.py replace it.
+With --model, the default is no reward model: the task's REWARDS replace it.
 
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
-tokens in all. In functions that get other prompts, as in an evaluation, B and N count those.
+tokens in all. evaluate, sample_responses and generate use these letters for the prompts and
+sequences that they get.
 
     python ppo_rlhf.py                                 the bundled adder and its judge, on a CPU
     python ppo_rlhf.py --model SmolLM2-1.7B-Instruct   GSM8K with rule-based rewards, on one GPU
@@ -72,7 +73,9 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Literal, NamedTuple
 from unittest import mock  # for compute_logits
@@ -98,35 +101,15 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from utils.masking import masked_mean, masked_sum
-from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
+from utils.rewards import accuracy_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-
-# Summed if there is no reward model; the first also gives the accuracy.
-REWARDS = [accuracy_reward, format_reward]
-# Worked examples, each a question and its answer, which --examples puts before each question. A
-# small model imitates an example better than it follows a description. If you change REWARDS or the
-# task, change the examples, too.
-EXAMPLES = [
-    (
-        "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
-        "<think>After buying, he has 12 + 5 = 17 apples. After eating, he has 17 - 2 = 15.</think>"
-        "\n<answer>15</answer>",
-    ),
-    (
-        "A box holds 4 rows of 6 eggs. How many eggs does it hold?",
-        "<think>It holds 4 * 6 = 24 eggs.</think>\n<answer>24</answer>",
-    ),
-    (
-        "Mia has 15 stickers and gives 7 of them to Ben. How many stickers does she have left?",
-        "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
-    ),
-]
 
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
+    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken. (So the
+    # default of `model` is only for code that calls Args().)
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -147,6 +130,8 @@ class Args:
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
     """folder or hub id; a name without a slash that is no folder is one of HuggingFaceTB"""
+    task: str = str(SCRIPT.parent / "utils" / "task.py")
+    """Python file with REWARDS, which score the responses, and EXAMPLES, which begin the prompts"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; a tenth is held out if it has no test or validation set"""
     eval_size: int = 500
@@ -156,7 +141,7 @@ class Args:
     answer_column: str = "answer"
     """column that holds the gold answer; if it has "####", the rewards read what follows"""
     examples: bool = True
-    """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
+    """begin each prompt with the task's worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
     """text before each question, in the same message"""
     max_prompt_tokens: int = 512
@@ -197,7 +182,7 @@ class Args:
     """each network's gradient is scaled down to this norm if it is larger"""
     # ---- algorithm
     reward_model: str | None = None
-    """classifier of one label, folder or hub id; None: the rewards of REWARDS"""
+    """classifier of one label, folder or hub id; None: the task's REWARDS"""
     missing_eos_penalty: float = 1.0
     """taken off the score of a response that was cut at --max-new-tokens"""
     clip_eps: float = 0.2
@@ -247,24 +232,24 @@ def whiten(advantages, mask):
     return whitened.masked_fill(~mask, 0.0)
 
 
-def kl_rewards(args, response_rewards, old_logprobs, ref_logprobs, mask):
+def kl_rewards(response_rewards, old_logprobs, ref_logprobs, mask, beta):
     """Token rewards (N, R): -beta times the KL, plus the response's reward at its last token.
 
     response_rewards (N,); old_logprobs, ref_logprobs, mask (N, R). A row sums to Ziegler 2019,
     Eq. 2. The last token that counts is the EOS token, or the one at which the response was cut.
-    With args.beta 0, ref_logprobs is not used.
+    With beta 0, ref_logprobs aren't used.
     """
     assert response_rewards.shape == mask.shape[:1] and old_logprobs.shape == mask.shape
     # At the last token that counts, the running count reaches the total.
     is_last = mask & (mask.cumsum(1) == mask.sum(1, keepdim=True))  # (N, R) bool
     rewards = torch.where(is_last, response_rewards[:, None], 0.0)  # (N, R)
-    if args.beta > 0:
+    if beta > 0:
         kl = (old_logprobs - ref_logprobs).masked_fill(~mask, 0.0)  # (N, R), k1
-        rewards = rewards - args.beta * kl
+        rewards = rewards - beta * kl
     return rewards
 
 
-def compute_gae(args, rewards, values, mask):
+def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Advantages and returns (N, R) from rewards, values and mask (N, R). PPO, Eq. 11 and 12."""
     assert rewards.shape == values.shape == mask.shape
     # Elsewhere both become 0: after the last token that counts, there is no reward and no value.
@@ -274,15 +259,15 @@ def compute_gae(args, rewards, values, mask):
     next_value = torch.zeros_like(values[:, 0])  # (N,)
     next_advantage = torch.zeros_like(values[:, 0])  # (N,)
     for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (N,), Eq. 12
-        advantages[:, t] = delta + args.gamma * args.gae_lambda * next_advantage  # (N,), Eq. 11
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (N,), Eq. 12
+        advantages[:, t] = delta + gamma * gae_lambda * next_advantage  # (N,), Eq. 11
         next_value = values[:, t]  # (N,)
         next_advantage = advantages[:, t]  # (N,)
     returns = advantages + values  # (N, R), U_t
     return advantages, returns
 
 
-def value_loss(args, values, old_values, returns, mask, num_tokens):
+def value_loss(values, old_values, returns, mask, num_tokens, value_clip_eps):
     """The clipped value loss, L_V, of the n sequences of a micro-batch.
 
     values, old_values, returns (n, R); mask (n, R) bool. num_tokens is the number of tokens in the
@@ -290,8 +275,8 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     Returns the scalar loss, and the metrics: each summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
-    low = old_values - args.value_clip_eps  # (n, R)
-    high = old_values + args.value_clip_eps  # (n, R)
+    low = old_values - value_clip_eps  # (n, R)
+    high = old_values + value_clip_eps  # (n, R)
     errors = (values - returns) ** 2  # (n, R)
     clipped_errors = (values.clamp(low, high) - returns) ** 2  # (n, R)
     token_loss = 0.5 * torch.maximum(errors, clipped_errors)  # (n, R)
@@ -332,7 +317,7 @@ def lr_factor(args, update, num_updates):
     return (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
 
 
-def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
+def policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_eps):
     """The PPO policy loss, L_pi, of the n sequences of a micro-batch.
 
     mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and advantages
@@ -343,15 +328,15 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
-    clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)
+    clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), PPO, Eq. 7
     token_loss = -surrogate  # (n, R)
     loss = masked_sum(token_loss, mask) / num_tokens
 
     # ---- metrics
     # The clip acts where the minimum takes the clipped term: there the surrogate has no gradient.
-    clipped_low = (ratio < 1 - args.clip_eps) & (advantages < 0)  # (n, R) bool
-    clipped_high = (ratio > 1 + args.clip_eps) & (advantages > 0)  # (n, R) bool
+    clipped_low = (ratio < 1 - clip_eps) & (advantages < 0)  # (n, R) bool
+    clipped_high = (ratio > 1 + clip_eps) & (advantages > 0)  # (n, R) bool
     per_token = {
         "policy/clip_frac_low": clipped_low,
         "policy/clip_frac_high": clipped_high,
@@ -386,8 +371,9 @@ class Rollout(NamedTuple):
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     check_args(args)
+    task = load_task(args)
     tokenizer = AutoTokenizer.from_pretrained(find_model(args))
-    train_data, test_data = load_data(args, tokenizer)  # lists of problems
+    train_data, test_data = load_data(args, task, tokenizer)  # lists of problems
     model, eos_ids = load_model(args, tokenizer)
     reward_model = load_reward_model(args, tokenizer, model.device)
     value_model = load_value_model(args, model, reward_model)
@@ -406,9 +392,9 @@ def main(args: Args) -> dict:
         {"params": value_model.parameters(), "lr": args.value_learning_rate},
     ]
     optimizer = torch.optim.Adam(parameter_groups, fused=True)
-    # Small gradients would be 0 in float16. So there the scaler multiplies the loss by a large
-    # number, and unscale_ divides the gradients by it. After an overflow, scaler.update halves the
-    # number. (scaler.step isn't needed: main leaves out such updates, and counts them.)
+    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
+    # and unscale_ divides the gradients by it. In all formats, main leaves out and counts an update
+    # whose gradient isn't finite (instead of scaler.step). Then scaler.update halves the number.
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -418,16 +404,16 @@ def main(args: Args) -> dict:
     }
 
     run_dir = name_run(args)
-    metrics_file, samples_file, evals_file = open_run(args, run_dir, train_data + test_data)
+    metrics_file, samples_file, evals_file = open_run(args, task, run_dir, train_data + test_data)
     if (run_dir / "checkpoint.pt").exists():
         state, metrics = load_checkpoint(args, run_dir, trained)
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
-        print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
+        print(f"evaluating {args.model} on {len(test_data)} held-out problems, greedy")
         evaluation, eval_scores = evaluate(
-            args, sampler, reward_model, tokenizer, test_data, eos_ids
+            args, task, sampler, reward_model, tokenizer, test_data, eos_ids
         )
         metrics = state | evaluation
         print(json.dumps({"step": 0, "scores": eval_scores}), file=evals_file)
@@ -450,11 +436,14 @@ def main(args: Args) -> dict:
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
         ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-        rollout_seconds = time.perf_counter() - start_time
+        rollout_end = time.perf_counter()
 
         # ---- 2. reward
-        scores, first_scores = score_responses(args, reward_model, rollout, completions, batch)
-        reward_seconds = time.perf_counter() - start_time - rollout_seconds
+        scores, first_scores = score_responses(
+            args, task, reward_model, rollout, completions, batch
+        )
+        reward_end = time.perf_counter()
+        # Difference (1) of the docstring; the others are marked in the same way.
         scores["missing_eos"] = torch.where(ended, 0.0, -args.missing_eos_penalty)  # (N,)
         response_rewards = sum(scores.values())  # (N,) float32
 
@@ -464,8 +453,9 @@ def main(args: Args) -> dict:
         value_model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
         first_pass = step_minibatches[: args.num_minibatches]  # each sequence once
-        # The sampler's log-probabilities are rounded differently, so those of pi_old are computed
-        # here, before any update, because the rewards contain the KL to the reference.
+        # pi_old is the policy as it is now. (The sampler's log-probabilities are rounded
+        # differently.) All rows are computed before any update, because the rewards contain the KL
+        # to the reference.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         # V_old(s_t) of each token, from the prompt and the tokens before it. V_old enters no ratio,
         # so rounding doesn't matter, and any micro-batches will do.
@@ -473,11 +463,17 @@ def main(args: Args) -> dict:
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, first_pass)
-        token_rewards = kl_rewards(  # (N, R)
-            args, response_rewards, old_logprobs, ref_logprobs, response_mask
+        token_rewards = kl_rewards(  # (N, R), difference (2)
+            response_rewards, old_logprobs, ref_logprobs, response_mask, beta=args.beta
         )
-        advantages, returns = compute_gae(args, token_rewards, old_values, response_mask)  # (N, R)
-        advantages = whiten(advantages, response_mask)  # (N, R)
+        advantages, returns = compute_gae(  # (N, R) each, difference (3)
+            token_rewards,
+            old_values,
+            response_mask,
+            gamma=args.gamma,
+            gae_lambda=args.gae_lambda,
+        )
+        advantages = whiten(advantages, response_mask)  # (N, R), difference (3)
 
         # ---- 4. update
         # Sums and counts over the updates of this step, for the log.
@@ -495,23 +491,23 @@ def main(args: Args) -> dict:
             for indices, micro_batch in micro_batches(args, rollout, minibatch):
                 logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
                 loss, stats = policy_loss(
-                    args,
                     logprobs,
                     old_logprobs[indices],
                     advantages[indices],
                     response_mask[indices],
-                    num_tokens=minibatch_tokens,
+                    num_tokens=minibatch_tokens,  # difference (5)
+                    clip_eps=args.clip_eps,
                 )
                 scaler.scale(loss).backward()
                 total_loss += loss.detach()
                 values = compute_values(value_model, micro_batch)  # (n, R)
-                v_loss, value_stats = value_loss(
-                    args,
+                v_loss, value_stats = value_loss(  # difference (4)
                     values,
                     old_values[indices],
                     returns[indices],
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
+                    value_clip_eps=args.value_clip_eps,
                 )
                 scaler.scale(v_loss).backward()
                 for name, value in (stats | value_stats).items():
@@ -530,7 +526,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that the time is right
-        update_seconds = time.perf_counter() - start_time - rollout_seconds - reward_seconds
+        update_end = time.perf_counter()
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
@@ -554,10 +550,10 @@ def main(args: Args) -> dict:
             "optim/grad_norm": total_grad_norm / updates_per_step,  # before it is scaled down
             "optim/lr": policy_group["lr"],  # of the last update
             "optim/skipped": num_skipped,
-            "time/rollout_s": rollout_seconds,
-            "time/reward_s": reward_seconds,
-            "time/update_s": update_seconds,  # with the log-probabilities of part 3
-            "time/tokens_per_s": num_tokens / rollout_seconds,
+            "time/rollout_s": rollout_end - start_time,
+            "time/reward_s": reward_end - rollout_end,
+            "time/update_s": update_end - reward_end,  # with the log-probabilities of part 3
+            "time/tokens_per_s": num_tokens / (rollout_end - start_time),
         }
         if args.beta > 0:
             kl = masked_sum(old_logprobs - ref_logprobs, response_mask, axis=1)  # (N,), k1
@@ -567,7 +563,7 @@ def main(args: Args) -> dict:
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
             evaluation, eval_scores = evaluate(
-                args, sampler, reward_model, tokenizer, test_data, eos_ids
+                args, task, sampler, reward_model, tokenizer, test_data, eos_ids
             )
             metrics |= evaluation
             print(json.dumps({"step": step, "scores": eval_scores}), file=evals_file)
@@ -587,8 +583,10 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        # Only now, so that the log has the gap. Later steps are only checked for an overflow (NaN).
-        if step == first_step or gap.isnan().any():
+        # Here, so that the log has the gap. A model that is computed wrongly shows in step 1. Later
+        # the gap may grow by rounding alone, which the log shows, so then only NaN (an overflow)
+        # ends the run.
+        if step == 1 or gap.isnan().any():
             check_gap(args, gap.mean())
 
         # ---- 6. save
@@ -985,7 +983,7 @@ def compute_logits(model, states):
 
 
 # ==== evaluation and rewards ====
-def evaluate(args, model, reward_model, tokenizer, problems, eos_ids):
+def evaluate(args, task, model, reward_model, tokenizer, problems, eos_ids):
     """Metrics of greedy responses to N held-out problems, and their scores by the first reward.
 
     A cut response costs no penalty here.
@@ -995,7 +993,7 @@ def evaluate(args, model, reward_model, tokenizer, problems, eos_ids):
     )
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-    scores, first_scores = score_responses(args, reward_model, rollout, completions, problems)
+    scores, first_scores = score_responses(args, task, reward_model, rollout, completions, problems)
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -1004,7 +1002,7 @@ def evaluate(args, model, reward_model, tokenizer, problems, eos_ids):
         "eval/response_len": rollout.response_mask.sum().item() / len(completions),
         "eval/eos_frac": ended.float().mean().item(),
     }
-    if accuracy_reward in REWARDS:
+    if accuracy_reward in task.REWARDS:
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
         # far above the accuracy, the policy computes well and misses the format.
         answers = [problem["columns"]["answer"] for problem in problems]
@@ -1013,19 +1011,19 @@ def evaluate(args, model, reward_model, tokenizer, problems, eos_ids):
     return metrics, first_scores.tolist()
 
 
-def score_responses(args, reward_model, rollout, completions, problems):
+def score_responses(args, task, reward_model, rollout, completions, problems):
     """The parts of the reward, a dict of name -> (N,) float32, and the scores of REWARDS[0], (N,).
 
     With a reward model, its score is the only part. Without one, each of REWARDS gives a part.
     """
-    scores = apply_rewards(completions, problems, rollout.response_ids.device)
-    first_scores = scores[REWARDS[0].__name__]  # (N,) float32, 1 if right
+    scores = apply_rewards(task, completions, problems, rollout.response_ids.device)
+    first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
     if reward_model is None:
         return scores, first_scores
     return {"score": rollout_scores(args, reward_model, rollout)}, first_scores
 
 
-def apply_rewards(completions, problems, device):
+def apply_rewards(task, completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. In the
@@ -1041,7 +1039,7 @@ def apply_rewards(completions, problems, device):
             completion = "<think>" + completion
         texts.append(completion)
     scores = {}
-    for reward in REWARDS:
+    for reward in task.REWARDS:
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(texts) or not all(map(math.isfinite, values)):
             raise ValueError(
@@ -1051,7 +1049,19 @@ def apply_rewards(completions, problems, device):
     return scores
 
 
-# ==== data and model ====
+# ==== task, data and model ====
+def load_task(args):
+    """The module of --task. It may import utils, and other modules from its own folder."""
+    sys.path.append(str(Path(args.task).absolute().parent))
+    loader = SourceFileLoader("task", args.task)
+    task = module_from_spec(spec_from_loader("task", loader))
+    sys.modules["task"] = task  # pickle looks for its functions there
+    loader.exec_module(task)
+    if len({reward.__name__ for reward in task.REWARDS}) < len(task.REWARDS):
+        raise ValueError(f"--task {args.task}: two functions in REWARDS have the same name")
+    return task
+
+
 def load_splits(args):
     """The splits of --dataset, a DatasetDict. A validation split stands in for a missing test."""
     path = Path(args.dataset).absolute()  # load_dataset takes "." for a name of the hub
@@ -1071,16 +1081,16 @@ def load_splits(args):
     return splits
 
 
-def load_data(args, tokenizer):
+def load_data(args, task, tokenizer):
     """The train and the test split, each a list of problems.
 
     A problem is a dict of prompt (a text), prompt_ids (its tokens, a list) and columns: the row of
     the data set, for the rewards, with the gold answer as a text in the column "answer".
     """
     splits = load_splits(args)
-    train_data = read_problems(args, tokenizer, splits, "train")
+    train_data = read_problems(args, task, tokenizer, splits, "train")
     if "test" in splits:
-        test_data = read_problems(args, tokenizer, splits, "test")
+        test_data = read_problems(args, task, tokenizer, splits, "test")
         train_prompts = {problem["prompt"] for problem in train_data}
         num_shared = sum(problem["prompt"] in train_prompts for problem in test_data)
         print(f"test data: {num_shared} of its problems are also in the train data")
@@ -1103,7 +1113,7 @@ def hold_out(args, problems):
     return train_data, test_data
 
 
-def read_problems(args, tokenizer, splits, split):
+def read_problems(args, task, tokenizer, splits, split):
     """The problems of a split. Prints how many rows are skipped, and raises an error if all are."""
     # The result isn't used. If a column is missing, this raises an error that names all columns.
     splits[split].select_columns([args.question_column, args.answer_column])
@@ -1117,11 +1127,11 @@ def read_problems(args, tokenizer, splits, split):
         answer = row[args.answer_column]
         answer = "" if answer is None else str(answer)
         # A reward model needs no gold answer. A problem without one counts as wrong.
-        is_readable = answer.strip() and has_gold(answer, REWARDS)
+        is_readable = answer.strip() and has_gold(answer, task.REWARDS)
         if args.reward_model is None and not is_readable:
             skipped[f"without a readable {args.answer_column}"] += 1
             continue
-        prompt = render(args, tokenizer, chat)
+        prompt = render(args, task, tokenizer, chat)
         prompt_ids = tokenize(tokenizer, prompt)
         if len(prompt_ids) > args.max_prompt_tokens:
             skipped["longer than --max-prompt-tokens"] += 1
@@ -1149,14 +1159,14 @@ def read_chat(args, question):
     return chat
 
 
-def render(args, tokenizer, chat):
+def render(args, task, tokenizer, chat):
     """The text that the policy continues: EXAMPLES, then the chat, with the instructions in it."""
     *earlier, last = chat
     if args.instructions:  # in the user's message, because some templates refuse a system message
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     examples = []
     if args.examples:
-        for question, answer in EXAMPLES:
+        for question, answer in task.EXAMPLES:
             examples.append({"role": "user", "content": question})
             examples.append({"role": "assistant", "content": answer})
     if tokenizer.chat_template:
@@ -1406,8 +1416,6 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
-        raise ValueError("two functions in REWARDS have the same name")
 
 
 def check_gap(args, gap):
@@ -1434,14 +1442,14 @@ def name_run(args):
     return Path(args.runs_dir, name)
 
 
-def open_run(args, run_dir, problems):
+def open_run(args, task, run_dir, problems):
     """Open the run's logs. A new run gets a folder, with a copy of its code.
 
     A repeated command with --run-name goes on from the checkpoint and appends to the logs. Without
     a checkpoint, it starts over with empty logs. With --track, this also starts W&B. The problems
     go into the digest of the data.
     """
-    run = describe_run(args, problems)
+    run = describe_run(args, task, problems)
     is_repeated = args.run_name is not None and (run_dir / "args.json").exists()
     if is_repeated:
         check_same_run(args, run_dir, run)
@@ -1452,8 +1460,8 @@ def open_run(args, run_dir, problems):
         # file. Such a folder is used again.
         run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
         (run_dir / "utils").mkdir(exist_ok=True)
-        for path in code_files():
-            shutil.copy(path, run_dir / path.relative_to(SCRIPT.parent))
+        for name, path in code_files(args).items():
+            shutil.copy(path, run_dir / name)
     # Written again for a repeated command, because --num-steps may have grown.
     (run_dir / "args.tmp").write_text(json.dumps(run, indent=2))
     os.replace(run_dir / "args.tmp", run_dir / "args.json")
@@ -1461,23 +1469,25 @@ def open_run(args, run_dir, problems):
     return [open(run_dir / name, mode, buffering=1) for name in LOGS]
 
 
-def code_files():
-    """The files of a run's code: this script and utils."""
-    return [SCRIPT, *sorted((SCRIPT.parent / "utils").glob("*.py"))]
+def code_files(args):
+    """The files of a run's code: the name of each in the run's folder -> its path."""
+    files = {SCRIPT.name: SCRIPT, "task.py": Path(args.task)}
+    for path in sorted((SCRIPT.parent / "utils").glob("*.py")):
+        files[f"utils/{path.name}"] = path
+    return files
 
 
-def describe_run(args, problems):
+def describe_run(args, task, problems):
     """What args.json holds: the flags, digests of the code and of the data, and the versions."""
     code = {}  # name of a file -> its digest
-    for path in code_files():
-        name = path.relative_to(SCRIPT.parent).as_posix()
+    for name, path in code_files(args).items():
         code[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     rows = [problem["columns"] for problem in problems]
     # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
-        "rewards": [reward.__name__ for reward in REWARDS],
+        "rewards": [reward.__name__ for reward in task.REWARDS],
         **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "precision": find_dtype(args),
@@ -1489,7 +1499,9 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]  # precision may not
+    # The task may lie elsewhere, with the same content. The dtype may differ, but not the precision
+    # that it stands for on this machine.
+    may_differ = ["runs_dir", "run_name", "task", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]
@@ -1566,4 +1578,6 @@ if __name__ == "__main__":
     # The defaults depend on --model, so it is looked for before tyro reads the flags.
     has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
-    main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))
+    title = __doc__.split("\n\n")[0]
+    hint = "Without --model, the bundled task's defaults are taken. A model's: --model NAME --help"
+    main(tyro.cli(Args, default=defaults, description=f"{title}\n\n{hint}"))

@@ -28,7 +28,8 @@ metrics episodes, tokens and time/tokens_per_s count the greedy responses, too.
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
-tokens in all. In functions that get other prompts, as in an evaluation, B and N count those.
+tokens in all. evaluate, sample_responses and generate use these letters for the prompts and
+sequences that they get.
 
     python remax.py                                 the bundled adder, on a CPU
     python remax.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -46,7 +47,9 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Literal, NamedTuple
 from unittest import mock  # for compute_logits
@@ -71,39 +74,18 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from utils.masking import masked_sum
-from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
+from utils.rewards import accuracy_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-
-# The reward is the sum of these. The first gives 1.0 to a right answer, 0.0 to a wrong one, or a
-# grade between them: its mean is logged as the accuracy.
-REWARDS = [accuracy_reward, format_reward]
 # Nothing is clipped here. policy/clip_frac counts the tokens at which a clip of the ratio would
 # act, with this eps.
 CLIP_FRAC_EPS = 0.2
-# Worked examples, each a question and its answer, which --examples puts before each question. A
-# small model imitates an example better than it follows a description. If you change REWARDS or the
-# task, change the examples, too.
-EXAMPLES = [
-    (
-        "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
-        "<think>After buying, he has 12 + 5 = 17 apples. After eating, he has 17 - 2 = 15.</think>"
-        "\n<answer>15</answer>",
-    ),
-    (
-        "A box holds 4 rows of 6 eggs. How many eggs does it hold?",
-        "<think>It holds 4 * 6 = 24 eggs.</think>\n<answer>24</answer>",
-    ),
-    (
-        "Mia has 15 stickers and gives 7 of them to Ben. How many stickers does she have left?",
-        "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
-    ),
-]
 
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
+    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken. (So the
+    # default of `model` is only for code that calls Args().)
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -124,6 +106,8 @@ class Args:
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
     """folder or hub id; a name without a slash that is no folder is one of HuggingFaceTB"""
+    task: str = str(SCRIPT.parent / "utils" / "task.py")
+    """Python file with REWARDS, which score the responses, and EXAMPLES, which begin the prompts"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; a tenth is held out if it has no test or validation set"""
     eval_size: int = 500
@@ -133,7 +117,7 @@ class Args:
     answer_column: str = "answer"
     """column that holds the gold answer; if it has "####", the rewards read what follows"""
     examples: bool = True
-    """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
+    """begin each prompt with the task's worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
     """text before each question, in the same message"""
     max_prompt_tokens: int = 512
@@ -192,13 +176,13 @@ BUNDLED = Args(
 
 
 # ==== algorithm ====
-def compute_returns(args, rewards, old_logprobs, ref_logprobs, mask):
+def compute_returns(rewards, old_logprobs, ref_logprobs, mask, beta):
     """The returns (B, G): each reward (B, G) minus beta times the KL of its whole response.
 
     The KL is estimated by Schulman's k1: the sum of old_logprobs - ref_logprobs over the tokens.
     """
     kl = masked_sum(old_logprobs - ref_logprobs, mask, axis=1)  # (N,)
-    return rewards - args.beta * kl.view_as(rewards)
+    return rewards - beta * kl.view_as(rewards)
 
 
 def compute_advantages(returns, greedy_rewards):
@@ -224,14 +208,14 @@ def lr_factor(args, update, num_updates):
     return (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
 
 
-def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs):
+def policy_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, num_seqs, beta):
     """The REINFORCE loss of the n sequences of a micro-batch. Its gradient estimates that of -J.
 
     mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and ref_logprobs
     (n, R) are 0 elsewhere. advantages (n, 1). num_seqs is the number of sequences in the whole
-    minibatch, so that the losses of its micro-batches add up to its loss. old_logprobs and
-    ref_logprobs serve the metrics alone. Returns the scalar loss, and the sum of each metric over
-    these tokens.
+    minibatch, so that the losses of its micro-batches add up to its loss. old_logprobs,
+    ref_logprobs and beta serve the metrics alone: with beta 0, there is no reference. Returns the
+    scalar loss, and the sum of each metric over these tokens.
     """
     assert logprobs.shape == old_logprobs.shape == mask.shape
     assert advantages.shape == (len(mask), 1)
@@ -253,7 +237,7 @@ def policy_loss(args, logprobs, old_logprobs, ref_logprobs, advantages, mask, nu
         "policy/ratio_mean": ratio,
         "policy/entropy": -logprobs,  # estimates the entropy, without bias while pi is pi_old
     }
-    if args.beta > 0:
+    if beta > 0:
         ref_logratio = ref_logprobs - logprobs  # (n, R)
         per_token["kl/ref"] = torch.expm1(ref_logratio) - ref_logratio  # k3; the return has k1
     stats = {name: masked_sum(values.detach(), mask) for name, values in per_token.items()}
@@ -282,8 +266,9 @@ class Rollout(NamedTuple):
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     check_args(args)
+    task = load_task(args)
     tokenizer = AutoTokenizer.from_pretrained(find_model(args))
-    train_data, test_data = load_data(args, tokenizer)  # lists of problems
+    train_data, test_data = load_data(args, task, tokenizer)  # lists of problems
     model, eos_ids = load_model(args, tokenizer)
     # The reference is the initial policy, so it's copied before a checkpoint is loaded. (On a GPU
     # it's rounded to 16 bits, except its head, so even the first KL isn't exactly 0.)
@@ -296,9 +281,9 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
-    # Small gradients would be 0 in float16. So there the scaler multiplies the loss by a large
-    # number, and unscale_ divides the gradients by it. After an overflow, scaler.update halves the
-    # number. (scaler.step isn't needed: main leaves out such updates, and counts them.)
+    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
+    # and unscale_ divides the gradients by it. In all formats, main leaves out and counts an update
+    # whose gradient isn't finite (instead of scaler.step). Then scaler.update halves the number.
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -307,15 +292,15 @@ def main(args: Args) -> dict:
     }
 
     run_dir = name_run(args)
-    metrics_file, samples_file, evals_file = open_run(args, run_dir, train_data + test_data)
+    metrics_file, samples_file, evals_file = open_run(args, task, run_dir, train_data + test_data)
     if (run_dir / "checkpoint.pt").exists():
         state, metrics = load_checkpoint(args, run_dir, trained)
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
-        print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
-        evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        print(f"evaluating {args.model} on {len(test_data)} held-out problems, greedy")
+        evaluation, eval_scores = evaluate(args, task, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
         print(json.dumps({"step": 0, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
@@ -340,12 +325,12 @@ def main(args: Args) -> dict:
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
         ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-        rollout_seconds = time.perf_counter() - start_time
+        rollout_end = time.perf_counter()
 
         # ---- 2. reward
-        scores = apply_rewards(completions, batch, model.device)  # name -> (N,) float32
-        greedy_scores = apply_rewards(greedy_completions, batch, model.device)
-        reward_seconds = time.perf_counter() - start_time - rollout_seconds
+        scores = apply_rewards(task, completions, batch, model.device)  # name -> (N,) float32
+        greedy_scores = apply_rewards(task, greedy_completions, batch, model.device)
+        reward_end = time.perf_counter()
         rewards = sum(scores.values()).view(-1, G)  # (B, G) float32
         greedy_rewards = sum(greedy_scores.values())  # (B,) float32, b(q)
 
@@ -353,14 +338,17 @@ def main(args: Args) -> dict:
         # Gradient checkpointing needs training mode. load_config has set all dropout to 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
-        # The sampler's log-probabilities are rounded differently, so those of pi_old are computed
-        # here, before any update, because the returns contain the KL to the reference.
+        # pi_old is the policy as it is now. (The sampler's log-probabilities are rounded
+        # differently.) All rows are computed before any update, because the returns contain the KL
+        # to the reference.
         old_logprobs = rollout_logprobs(args, model, rollout, step_minibatches)  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, step_minibatches)
         # (B, G): the rewards minus beta times the KL to the reference.
-        returns = compute_returns(args, rewards, old_logprobs, ref_logprobs, response_mask)
+        returns = compute_returns(  # (B, G)
+            rewards, old_logprobs, ref_logprobs, response_mask, beta=args.beta
+        )
         advantages = compute_advantages(returns, greedy_rewards).view(-1, 1)  # (N, 1)
 
         # ---- 4. update
@@ -376,13 +364,13 @@ def main(args: Args) -> dict:
             for indices, micro_batch in micro_batches(args, rollout, minibatch):
                 logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
                 loss, stats = policy_loss(
-                    args,
                     logprobs,
                     old_logprobs[indices],
                     ref_logprobs[indices],
                     advantages[indices],
                     response_mask[indices],
                     num_seqs=len(minibatch),
+                    beta=args.beta,
                 )
                 scaler.scale(loss).backward()
                 total_loss += loss.detach()
@@ -400,7 +388,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that the time is right
-        update_seconds = time.perf_counter() - start_time - rollout_seconds - reward_seconds
+        update_end = time.perf_counter()
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
@@ -408,7 +396,7 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N + len(batch)
         state["tokens"] += num_generated_tokens
-        first_scores = scores[REWARDS[0].__name__]  # (N,) float32, 1 if right
+        first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -427,16 +415,16 @@ def main(args: Args) -> dict:
             "optim/grad_norm": total_grad_norm / updates_per_step,  # before it is scaled down
             "optim/lr": optimizer.param_groups[0]["lr"],  # of the last update
             "optim/skipped": num_skipped,
-            "time/rollout_s": rollout_seconds,
-            "time/reward_s": reward_seconds,
-            "time/update_s": update_seconds,  # with the log-probabilities of part 3
-            "time/tokens_per_s": num_generated_tokens / rollout_seconds,
+            "time/rollout_s": rollout_end - start_time,
+            "time/reward_s": reward_end - rollout_end,
+            "time/update_s": update_end - reward_end,  # with the log-probabilities of part 3
+            "time/tokens_per_s": num_generated_tokens / (rollout_end - start_time),
         }
         if model.device.type == "cuda":
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+            evaluation, eval_scores = evaluate(args, task, sampler, tokenizer, test_data, eos_ids)
             metrics |= evaluation
             print(json.dumps({"step": step, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
@@ -454,8 +442,10 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        # Only now, so that the log has the gap. Later steps are only checked for an overflow (NaN).
-        if step == first_step or gap.isnan().any():
+        # Here, so that the log has the gap. A model that is computed wrongly shows in step 1. Later
+        # the gap may grow by rounding alone, which the log shows, so then only NaN (an overflow)
+        # ends the run.
+        if step == 1 or gap.isnan().any():
             check_gap(args, gap.mean())
 
         # ---- 6. save
@@ -798,15 +788,15 @@ def compute_logits(model, states):
 
 
 # ==== evaluation and rewards ====
-def evaluate(args, model, tokenizer, problems, eos_ids):
+def evaluate(args, task, model, tokenizer, problems, eos_ids):
     """Metrics of greedy responses to N held-out problems, and their scores by the first reward."""
     rollout = sample_responses(
         args, model, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-    scores = apply_rewards(completions, problems, model.device)  # name -> (N,) float32
-    first_scores = scores[REWARDS[0].__name__]  # (N,) float32, 1 if right
+    scores = apply_rewards(task, completions, problems, model.device)  # name -> (N,) float32
+    first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -815,7 +805,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         "eval/response_len": rollout.response_mask.sum().item() / len(completions),
         "eval/eos_frac": ended.float().mean().item(),
     }
-    if accuracy_reward in REWARDS:
+    if accuracy_reward in task.REWARDS:
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
         # far above the accuracy, the policy computes well and misses the format.
         answers = [problem["columns"]["answer"] for problem in problems]
@@ -824,7 +814,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
     return metrics, first_scores.tolist()
 
 
-def apply_rewards(completions, problems, device):
+def apply_rewards(task, completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. In the
@@ -840,7 +830,7 @@ def apply_rewards(completions, problems, device):
             completion = "<think>" + completion
         texts.append(completion)
     scores = {}
-    for reward in REWARDS:
+    for reward in task.REWARDS:
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(texts) or not all(map(math.isfinite, values)):
             raise ValueError(
@@ -850,7 +840,19 @@ def apply_rewards(completions, problems, device):
     return scores
 
 
-# ==== data and model ====
+# ==== task, data and model ====
+def load_task(args):
+    """The module of --task. It may import utils, and other modules from its own folder."""
+    sys.path.append(str(Path(args.task).absolute().parent))
+    loader = SourceFileLoader("task", args.task)
+    task = module_from_spec(spec_from_loader("task", loader))
+    sys.modules["task"] = task  # pickle looks for its functions there
+    loader.exec_module(task)
+    if len({reward.__name__ for reward in task.REWARDS}) < len(task.REWARDS):
+        raise ValueError(f"--task {args.task}: two functions in REWARDS have the same name")
+    return task
+
+
 def load_splits(args):
     """The splits of --dataset, a DatasetDict. A validation split stands in for a missing test."""
     path = Path(args.dataset).absolute()  # load_dataset takes "." for a name of the hub
@@ -870,16 +872,16 @@ def load_splits(args):
     return splits
 
 
-def load_data(args, tokenizer):
+def load_data(args, task, tokenizer):
     """The train and the test split, each a list of problems.
 
     A problem is a dict of prompt (a text), prompt_ids (its tokens, a list) and columns: the row of
     the data set, for the rewards, with the gold answer as a text in the column "answer".
     """
     splits = load_splits(args)
-    train_data = read_problems(args, tokenizer, splits, "train")
+    train_data = read_problems(args, task, tokenizer, splits, "train")
     if "test" in splits:
-        test_data = read_problems(args, tokenizer, splits, "test")
+        test_data = read_problems(args, task, tokenizer, splits, "test")
         train_prompts = {problem["prompt"] for problem in train_data}
         num_shared = sum(problem["prompt"] in train_prompts for problem in test_data)
         print(f"test data: {num_shared} of its problems are also in the train data")
@@ -902,7 +904,7 @@ def hold_out(args, problems):
     return train_data, test_data
 
 
-def read_problems(args, tokenizer, splits, split):
+def read_problems(args, task, tokenizer, splits, split):
     """The problems of a split. Prints how many rows are skipped, and raises an error if all are."""
     # The result isn't used. If a column is missing, this raises an error that names all columns.
     splits[split].select_columns([args.question_column, args.answer_column])
@@ -915,10 +917,10 @@ def read_problems(args, tokenizer, splits, split):
             continue
         answer = row[args.answer_column]
         answer = "" if answer is None else str(answer)
-        if not answer.strip() or not has_gold(answer, REWARDS):
+        if not answer.strip() or not has_gold(answer, task.REWARDS):
             skipped[f"without a readable {args.answer_column}"] += 1
             continue
-        prompt = render(args, tokenizer, chat)
+        prompt = render(args, task, tokenizer, chat)
         prompt_ids = tokenize(tokenizer, prompt)
         if len(prompt_ids) > args.max_prompt_tokens:
             skipped["longer than --max-prompt-tokens"] += 1
@@ -946,14 +948,14 @@ def read_chat(args, question):
     return chat
 
 
-def render(args, tokenizer, chat):
+def render(args, task, tokenizer, chat):
     """The text that the policy continues: EXAMPLES, then the chat, with the instructions in it."""
     *earlier, last = chat
     if args.instructions:  # in the user's message, because some templates refuse a system message
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     examples = []
     if args.examples:
-        for question, answer in EXAMPLES:
+        for question, answer in task.EXAMPLES:
             examples.append({"role": "user", "content": question})
             examples.append({"role": "assistant", "content": answer})
     if tokenizer.chat_template:
@@ -1163,8 +1165,6 @@ def check_args(args):
             raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
-        raise ValueError("two functions in REWARDS have the same name")
 
 
 def check_gap(args, gap):
@@ -1191,14 +1191,14 @@ def name_run(args):
     return Path(args.runs_dir, name)
 
 
-def open_run(args, run_dir, problems):
+def open_run(args, task, run_dir, problems):
     """Open the run's logs. A new run gets a folder, with a copy of its code.
 
     A repeated command with --run-name goes on from the checkpoint and appends to the logs. Without
     a checkpoint, it starts over with empty logs. With --track, this also starts W&B. The problems
     go into the digest of the data.
     """
-    run = describe_run(args, problems)
+    run = describe_run(args, task, problems)
     is_repeated = args.run_name is not None and (run_dir / "args.json").exists()
     if is_repeated:
         check_same_run(args, run_dir, run)
@@ -1209,8 +1209,8 @@ def open_run(args, run_dir, problems):
         # file. Such a folder is used again.
         run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
         (run_dir / "utils").mkdir(exist_ok=True)
-        for path in code_files():
-            shutil.copy(path, run_dir / path.relative_to(SCRIPT.parent))
+        for name, path in code_files(args).items():
+            shutil.copy(path, run_dir / name)
     # Written again for a repeated command, because --num-steps may have grown.
     (run_dir / "args.tmp").write_text(json.dumps(run, indent=2))
     os.replace(run_dir / "args.tmp", run_dir / "args.json")
@@ -1218,23 +1218,25 @@ def open_run(args, run_dir, problems):
     return [open(run_dir / name, mode, buffering=1) for name in LOGS]
 
 
-def code_files():
-    """The files of a run's code: this script and utils."""
-    return [SCRIPT, *sorted((SCRIPT.parent / "utils").glob("*.py"))]
+def code_files(args):
+    """The files of a run's code: the name of each in the run's folder -> its path."""
+    files = {SCRIPT.name: SCRIPT, "task.py": Path(args.task)}
+    for path in sorted((SCRIPT.parent / "utils").glob("*.py")):
+        files[f"utils/{path.name}"] = path
+    return files
 
 
-def describe_run(args, problems):
+def describe_run(args, task, problems):
     """What args.json holds: the flags, digests of the code and of the data, and the versions."""
     code = {}  # name of a file -> its digest
-    for path in code_files():
-        name = path.relative_to(SCRIPT.parent).as_posix()
+    for name, path in code_files(args).items():
         code[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     rows = [problem["columns"] for problem in problems]
     # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
-        "rewards": [reward.__name__ for reward in REWARDS],
+        "rewards": [reward.__name__ for reward in task.REWARDS],
         **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "precision": find_dtype(args),
@@ -1246,7 +1248,9 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]  # precision may not
+    # The task may lie elsewhere, with the same content. The dtype may differ, but not the precision
+    # that it stands for on this machine.
+    may_differ = ["runs_dir", "run_name", "task", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]
@@ -1323,4 +1327,6 @@ if __name__ == "__main__":
     # The defaults depend on --model, so it is looked for before tyro reads the flags.
     has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
-    main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))
+    title = __doc__.split("\n\n")[0]
+    hint = "Without --model, the bundled task's defaults are taken. A model's: --model NAME --help"
+    main(tyro.cli(Args, default=defaults, description=f"{title}\n\n{hint}"))

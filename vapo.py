@@ -50,7 +50,8 @@ Departures from the paper:
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
-tokens in all. In functions that get other prompts, as in an evaluation, B and N count those.
+tokens in all. evaluate, sample_responses and generate use these letters for the prompts and
+sequences that they get.
 
     python vapo.py                                 the bundled adder, on a CPU
     python vapo.py --model SmolLM2-1.7B-Instruct   GSM8K, on one GPU
@@ -68,7 +69,9 @@ import time
 import warnings
 from collections import Counter, defaultdict
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import version
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from typing import Literal, NamedTuple
 from unittest import mock  # for compute_logits
@@ -94,36 +97,15 @@ from transformers.cache_utils import StaticCache, StaticLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from utils.masking import masked_mean, masked_sum
-from utils.rewards import accuracy_reward, format_reward, has_gold, lenient_accuracy_reward
+from utils.rewards import accuracy_reward, has_gold, lenient_accuracy_reward
 
 SCRIPT = Path(__file__).resolve()
-
-# The reward is the sum of these. The first gives 1.0 to a right answer, 0.0 to a wrong one, or a
-# grade between them: its mean is logged as the accuracy.
-REWARDS = [accuracy_reward, format_reward]
-# Worked examples, each a question and its answer, which --examples puts before each question. A
-# small model imitates an example better than it follows a description. If you change REWARDS or the
-# task, change the examples, too.
-EXAMPLES = [
-    (
-        "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
-        "<think>After buying, he has 12 + 5 = 17 apples. After eating, he has 17 - 2 = 15.</think>"
-        "\n<answer>15</answer>",
-    ),
-    (
-        "A box holds 4 rows of 6 eggs. How many eggs does it hold?",
-        "<think>It holds 4 * 6 = 24 eggs.</think>\n<answer>24</answer>",
-    ),
-    (
-        "Mia has 15 stickers and gives 7 of them to Ben. How many stickers does she have left?",
-        "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
-    ),
-]
 
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
+    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken. (So the
+    # default of `model` is only for code that calls Args().)
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -144,6 +126,8 @@ class Args:
     # ---- model and data
     model: str = "SmolLM2-1.7B-Instruct"
     """folder or hub id; a name without a slash that is no folder is one of HuggingFaceTB"""
+    task: str = str(SCRIPT.parent / "utils" / "task.py")
+    """Python file with REWARDS, which score the responses, and EXAMPLES, which begin the prompts"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; a tenth is held out if it has no test or validation set"""
     eval_size: int = 500
@@ -153,7 +137,7 @@ class Args:
     answer_column: str = "answer"
     """column that holds the gold answer; if it has "####", the rewards read what follows"""
     examples: bool = True
-    """begin each prompt with the worked EXAMPLES, as earlier turns of the chat"""
+    """begin each prompt with the task's worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
     """text before each question, in the same message"""
     max_prompt_tokens: int = 512
@@ -253,15 +237,15 @@ def terminal_rewards(response_rewards, mask):
     return torch.where(is_last, response_rewards[:, None], 0.0)
 
 
-def adaptive_lambda(args, mask):
+def adaptive_lambda(mask, gae_alpha):
     """The lambda of each response (N,), from mask (N, R). Length-Adaptive GAE, Eq. 5."""
     # 1 + lambda + lambda^2 + ... = 1 / (1 - lambda). Eq. 5 makes this sum alpha times the length. A
     # length below 1 / alpha would make lambda negative: there it is 0.
     lengths = mask.sum(1)  # (N,)
-    return (1 - 1 / (args.gae_alpha * lengths)).clamp(min=0.0)
+    return (1 - 1 / (gae_alpha * lengths)).clamp(min=0.0)
 
 
-def compute_gae(args, rewards, values, mask, gae_lambda):
+def compute_gae(rewards, values, mask, gamma, gae_lambda):
     """Advantages (N, R) from rewards, values and mask (N, R), and gae_lambda (N,).
 
     PPO, Eq. 11 and 12, with a lambda for each response.
@@ -275,26 +259,26 @@ def compute_gae(args, rewards, values, mask, gae_lambda):
     next_value = torch.zeros_like(values[:, 0])  # (N,)
     next_advantage = torch.zeros_like(values[:, 0])  # (N,)
     for t in reversed(range(values.shape[1])):
-        delta = rewards[:, t] + args.gamma * next_value - values[:, t]  # (N,), Eq. 12
-        advantages[:, t] = delta + args.gamma * gae_lambda * next_advantage  # (N,), Eq. 11
+        delta = rewards[:, t] + gamma * next_value - values[:, t]  # (N,), Eq. 12
+        advantages[:, t] = delta + gamma * gae_lambda * next_advantage  # (N,), Eq. 11
         next_value = values[:, t]  # (N,)
         next_advantage = advantages[:, t]  # (N,)
     return advantages
 
 
-def discounted_returns(args, rewards, mask):
+def discounted_returns(rewards, mask, gamma):
     """Returns (N, R) of rewards and mask (N, R): U_t = r_t + gamma U_{t+1}; else 0."""
     assert rewards.shape == mask.shape
     rewards = rewards.masked_fill(~mask, 0.0)  # (N, R)
     returns = torch.zeros_like(rewards)  # (N, R)
     next_return = torch.zeros_like(rewards[:, 0])  # (N,)
     for t in reversed(range(rewards.shape[1])):
-        next_return = rewards[:, t] + args.gamma * next_return  # (N,)
+        next_return = rewards[:, t] + gamma * next_return  # (N,)
         returns[:, t] = next_return
     return returns
 
 
-def value_loss(args, values, old_values, returns, mask, num_tokens):
+def value_loss(values, old_values, returns, mask, num_tokens, value_clip_eps):
     """The clipped value loss, L_V, of the n sequences of a micro-batch.
 
     values, old_values, returns (n, R); mask (n, R) bool. num_tokens is the number of tokens in the
@@ -302,8 +286,8 @@ def value_loss(args, values, old_values, returns, mask, num_tokens):
     Returns the scalar loss, and the metrics: each summed over the tokens that count.
     """
     assert values.shape == old_values.shape == returns.shape == mask.shape
-    low = old_values - args.value_clip_eps  # (n, R)
-    high = old_values + args.value_clip_eps  # (n, R)
+    low = old_values - value_clip_eps  # (n, R)
+    high = old_values + value_clip_eps  # (n, R)
     errors = (values - returns) ** 2  # (n, R)
     clipped_errors = (values.clamp(low, high) - returns) ** 2  # (n, R)
     token_loss = 0.5 * torch.maximum(errors, clipped_errors)  # (n, R)
@@ -355,7 +339,7 @@ def lr_factor(args, update, num_updates):
     return (num_updates - update) / (num_updates - args.warmup_updates)  # from 1 towards 0
 
 
-def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
+def policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_eps_low, clip_eps_high):
     """The PPO policy loss, L_PPO, of the n sequences of a micro-batch.
 
     mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs and advantages
@@ -366,15 +350,15 @@ def policy_loss(args, logprobs, old_logprobs, advantages, mask, num_tokens):
     assert logprobs.shape == old_logprobs.shape == advantages.shape == mask.shape
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
-    clipped_ratio = ratio.clamp(1 - args.clip_eps_low, 1 + args.clip_eps_high)  # (n, R)
+    clipped_ratio = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)  # (n, R)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 8
     token_loss = -surrogate  # (n, R)
     loss = masked_sum(token_loss, mask) / num_tokens
 
     # ---- metrics
     # The clip acts where the minimum takes the clipped term: there the surrogate has no gradient.
-    clipped_low = (ratio < 1 - args.clip_eps_low) & (advantages < 0)  # (n, R) bool
-    clipped_high = (ratio > 1 + args.clip_eps_high) & (advantages > 0)  # (n, R) bool
+    clipped_low = (ratio < 1 - clip_eps_low) & (advantages < 0)  # (n, R) bool
+    clipped_high = (ratio > 1 + clip_eps_high) & (advantages > 0)  # (n, R) bool
     per_token = {
         "policy/clip_frac_low": clipped_low,
         "policy/clip_frac_high": clipped_high,
@@ -409,8 +393,9 @@ class Rollout(NamedTuple):
 def main(args: Args) -> dict:
     """Train, and return the metrics of the last step."""
     check_args(args)
+    task = load_task(args)
     tokenizer = AutoTokenizer.from_pretrained(find_model(args))
-    train_data, test_data = load_data(args, tokenizer)  # lists of problems
+    train_data, test_data = load_data(args, task, tokenizer)  # lists of problems
     model, eos_ids = load_model(args, tokenizer)
     value_model = load_value_model(args, model)
     # A GPU samples from a 16-bit copy, which is faster.
@@ -428,9 +413,9 @@ def main(args: Args) -> dict:
         {"params": value_model.parameters(), "lr": args.value_learning_rate},
     ]
     optimizer = torch.optim.Adam(parameter_groups, fused=True)
-    # Small gradients would be 0 in float16. So there the scaler multiplies the loss by a large
-    # number, and unscale_ divides the gradients by it. After an overflow, scaler.update halves the
-    # number. (scaler.step isn't needed: main leaves out such updates, and counts them.)
+    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
+    # and unscale_ divides the gradients by it. In all formats, main leaves out and counts an update
+    # whose gradient isn't finite (instead of scaler.step). Then scaler.update halves the number.
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -440,15 +425,15 @@ def main(args: Args) -> dict:
     }
 
     run_dir = name_run(args)
-    metrics_file, samples_file, evals_file = open_run(args, run_dir, train_data + test_data)
+    metrics_file, samples_file, evals_file = open_run(args, task, run_dir, train_data + test_data)
     if (run_dir / "checkpoint.pt").exists():
         state, metrics = load_checkpoint(args, run_dir, trained)
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
     else:
         state = {"step": 0, "episodes": 0, "tokens": 0}  # steps, responses, response tokens
-        print(f"evaluating the model on {len(test_data)} held-out problems, greedy")
-        evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+        print(f"evaluating {args.model} on {len(test_data)} held-out problems, greedy")
+        evaluation, eval_scores = evaluate(args, task, sampler, tokenizer, test_data, eos_ids)
         metrics = state | evaluation
         print(json.dumps({"step": 0, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
@@ -470,12 +455,12 @@ def main(args: Args) -> dict:
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
         ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-        rollout_seconds = time.perf_counter() - start_time
+        rollout_end = time.perf_counter()
 
         # ---- 2. reward
-        scores = apply_rewards(completions, batch, model.device)  # name -> (N,) float32
-        reward_seconds = time.perf_counter() - start_time - rollout_seconds
-        first_scores = scores[REWARDS[0].__name__]  # (N,) float32, 1 if right
+        scores = apply_rewards(task, completions, batch, model.device)  # name -> (N,) float32
+        reward_end = time.perf_counter()
+        first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
         is_right = first_scores == 1  # (N,) bool, for L_NLL
         response_rewards = sum(scores.values())  # (N,) float32
 
@@ -485,8 +470,9 @@ def main(args: Args) -> dict:
         value_model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
         first_pass = step_minibatches[: args.num_minibatches]  # each sequence once
-        # The sampler's log-probabilities are rounded differently, so those of pi_old are computed
-        # here: in the pretraining, no update of the policy could do it.
+        # pi_old is the policy as it is now. (The sampler's log-probabilities are rounded
+        # differently.) All rows are computed here, because in the pretraining no update of the
+        # policy could do it.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass)  # (N, R)
         # V_old(s_t) of each token, from the prompt and the tokens before it. V_old enters no ratio,
         # so rounding doesn't matter, and any micro-batches will do.
@@ -494,9 +480,11 @@ def main(args: Args) -> dict:
         token_rewards = terminal_rewards(response_rewards, response_mask)  # (N, R)
         # Decoupled GAE: the advantages use the lambda of each response. The value network learns
         # the plain returns, which contain no predicted value.
-        lambdas = adaptive_lambda(args, response_mask)  # (N,)
-        advantages = compute_gae(args, token_rewards, old_values, response_mask, lambdas)  # (N, R)
-        returns = discounted_returns(args, token_rewards, response_mask)  # (N, R)
+        lambdas = adaptive_lambda(response_mask, args.gae_alpha)  # (N,)
+        advantages = compute_gae(  # (N, R)
+            token_rewards, old_values, response_mask, gamma=args.gamma, gae_lambda=lambdas
+        )
+        returns = discounted_returns(token_rewards, response_mask, args.gamma)  # (N, R)
         advantages = whiten(advantages, response_mask)  # (N, R)
 
         # ---- 4. update
@@ -526,12 +514,13 @@ def main(args: Args) -> dict:
                 if trains_policy:
                     logprobs = compute_logprobs(model, micro_batch, args.temperature)  # (n, R)
                     ppo_loss, stats = policy_loss(
-                        args,
                         logprobs,
                         old_logprobs[indices],
                         advantages[indices],
                         response_mask[indices],
                         num_tokens=minibatch_tokens,
+                        clip_eps_low=args.clip_eps_low,
+                        clip_eps_high=args.clip_eps_high,
                     )
                     nll = nll_loss(
                         logprobs,
@@ -545,12 +534,12 @@ def main(args: Args) -> dict:
                     total_nll += nll.detach()
                 values = compute_values(value_model, micro_batch)  # (n, R)
                 v_loss, value_stats = value_loss(
-                    args,
                     values,
                     old_values[indices],
                     returns[indices],
                     response_mask[indices],
                     num_tokens=minibatch_tokens,
+                    value_clip_eps=args.value_clip_eps,
                 )
                 scaler.scale(v_loss).backward()
                 for name, value in (stats | value_stats).items():
@@ -569,7 +558,7 @@ def main(args: Args) -> dict:
         if sampler is not model:
             sampler.load_state_dict(model.state_dict())
         total_loss = float(total_loss)  # waits for the GPU, so that the time is right
-        update_seconds = time.perf_counter() - start_time - rollout_seconds - reward_seconds
+        update_end = time.perf_counter()
 
         # ---- 5. log
         num_tokens = int(response_lengths.sum())
@@ -593,10 +582,10 @@ def main(args: Args) -> dict:
             "optim/grad_norm": total_grad_norm / updates_per_step,  # before it is scaled down
             "optim/lr": policy_group["lr"],  # of the last update
             "optim/skipped": num_skipped,
-            "time/rollout_s": rollout_seconds,
-            "time/reward_s": reward_seconds,
-            "time/update_s": update_seconds,  # with the log-probabilities of part 3
-            "time/tokens_per_s": num_tokens / rollout_seconds,
+            "time/rollout_s": rollout_end - start_time,
+            "time/reward_s": reward_end - rollout_end,
+            "time/update_s": update_end - reward_end,  # with the log-probabilities of part 3
+            "time/tokens_per_s": num_tokens / (rollout_end - start_time),
         }
         if trains_policy:
             metrics["policy/loss"] = total_loss / updates_per_step
@@ -605,7 +594,7 @@ def main(args: Args) -> dict:
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
         metrics = state | {name: float(value) for name, value in metrics.items()}
         if step == args.num_steps or (args.eval_every and step % args.eval_every == 0):
-            evaluation, eval_scores = evaluate(args, sampler, tokenizer, test_data, eos_ids)
+            evaluation, eval_scores = evaluate(args, task, sampler, tokenizer, test_data, eos_ids)
             metrics |= evaluation
             print(json.dumps({"step": step, "scores": eval_scores}), file=evals_file)
         log_metrics(args, metrics_file, metrics)
@@ -624,8 +613,10 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        # Only now, so that the log has the gap. Later steps are only checked for an overflow (NaN).
-        if step == first_step or gap.isnan().any():
+        # Here, so that the log has the gap. A model that is computed wrongly shows in step 1. Later
+        # the gap may grow by rounding alone, which the log shows, so then only NaN (an overflow)
+        # ends the run.
+        if step == 1 or gap.isnan().any():
             check_gap(args, gap.mean())
 
         # ---- 6. save
@@ -990,15 +981,15 @@ def compute_logits(model, states):
 
 
 # ==== evaluation and rewards ====
-def evaluate(args, model, tokenizer, problems, eos_ids):
+def evaluate(args, task, model, tokenizer, problems, eos_ids):
     """Metrics of greedy responses to N held-out problems, and their scores by the first reward."""
     rollout = sample_responses(
         args, model, problems, num_samples=1, temperature=0.0, eos_ids=eos_ids
     )
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-    scores = apply_rewards(completions, problems, model.device)  # name -> (N,) float32
-    first_scores = scores[REWARDS[0].__name__]  # (N,) float32, 1 if right
+    scores = apply_rewards(task, completions, problems, model.device)  # name -> (N,) float32
+    first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -1007,7 +998,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
         "eval/response_len": rollout.response_mask.sum().item() / len(completions),
         "eval/eos_frac": ended.float().mean().item(),
     }
-    if accuracy_reward in REWARDS:
+    if accuracy_reward in task.REWARDS:
         # The lenient accuracy reads the last number of a response, with or without tags. If it is
         # far above the accuracy, the policy computes well and misses the format.
         answers = [problem["columns"]["answer"] for problem in problems]
@@ -1016,7 +1007,7 @@ def evaluate(args, model, tokenizer, problems, eos_ids):
     return metrics, first_scores.tolist()
 
 
-def apply_rewards(completions, problems, device):
+def apply_rewards(task, completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
     A function gets the completions, and the columns of the data set as lists of N values. In the
@@ -1032,7 +1023,7 @@ def apply_rewards(completions, problems, device):
             completion = "<think>" + completion
         texts.append(completion)
     scores = {}
-    for reward in REWARDS:
+    for reward in task.REWARDS:
         values = [float(score) for score in reward(completions=texts, **columns)]
         if len(values) != len(texts) or not all(map(math.isfinite, values)):
             raise ValueError(
@@ -1042,7 +1033,19 @@ def apply_rewards(completions, problems, device):
     return scores
 
 
-# ==== data and model ====
+# ==== task, data and model ====
+def load_task(args):
+    """The module of --task. It may import utils, and other modules from its own folder."""
+    sys.path.append(str(Path(args.task).absolute().parent))
+    loader = SourceFileLoader("task", args.task)
+    task = module_from_spec(spec_from_loader("task", loader))
+    sys.modules["task"] = task  # pickle looks for its functions there
+    loader.exec_module(task)
+    if len({reward.__name__ for reward in task.REWARDS}) < len(task.REWARDS):
+        raise ValueError(f"--task {args.task}: two functions in REWARDS have the same name")
+    return task
+
+
 def load_splits(args):
     """The splits of --dataset, a DatasetDict. A validation split stands in for a missing test."""
     path = Path(args.dataset).absolute()  # load_dataset takes "." for a name of the hub
@@ -1062,16 +1065,16 @@ def load_splits(args):
     return splits
 
 
-def load_data(args, tokenizer):
+def load_data(args, task, tokenizer):
     """The train and the test split, each a list of problems.
 
     A problem is a dict of prompt (a text), prompt_ids (its tokens, a list) and columns: the row of
     the data set, for the rewards, with the gold answer as a text in the column "answer".
     """
     splits = load_splits(args)
-    train_data = read_problems(args, tokenizer, splits, "train")
+    train_data = read_problems(args, task, tokenizer, splits, "train")
     if "test" in splits:
-        test_data = read_problems(args, tokenizer, splits, "test")
+        test_data = read_problems(args, task, tokenizer, splits, "test")
         train_prompts = {problem["prompt"] for problem in train_data}
         num_shared = sum(problem["prompt"] in train_prompts for problem in test_data)
         print(f"test data: {num_shared} of its problems are also in the train data")
@@ -1094,7 +1097,7 @@ def hold_out(args, problems):
     return train_data, test_data
 
 
-def read_problems(args, tokenizer, splits, split):
+def read_problems(args, task, tokenizer, splits, split):
     """The problems of a split. Prints how many rows are skipped, and raises an error if all are."""
     # The result isn't used. If a column is missing, this raises an error that names all columns.
     splits[split].select_columns([args.question_column, args.answer_column])
@@ -1107,10 +1110,10 @@ def read_problems(args, tokenizer, splits, split):
             continue
         answer = row[args.answer_column]
         answer = "" if answer is None else str(answer)
-        if not answer.strip() or not has_gold(answer, REWARDS):
+        if not answer.strip() or not has_gold(answer, task.REWARDS):
             skipped[f"without a readable {args.answer_column}"] += 1
             continue
-        prompt = render(args, tokenizer, chat)
+        prompt = render(args, task, tokenizer, chat)
         prompt_ids = tokenize(tokenizer, prompt)
         if len(prompt_ids) > args.max_prompt_tokens:
             skipped["longer than --max-prompt-tokens"] += 1
@@ -1138,14 +1141,14 @@ def read_chat(args, question):
     return chat
 
 
-def render(args, tokenizer, chat):
+def render(args, task, tokenizer, chat):
     """The text that the policy continues: EXAMPLES, then the chat, with the instructions in it."""
     *earlier, last = chat
     if args.instructions:  # in the user's message, because some templates refuse a system message
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
     examples = []
     if args.examples:
-        for question, answer in EXAMPLES:
+        for question, answer in task.EXAMPLES:
             examples.append({"role": "user", "content": question})
             examples.append({"role": "assistant", "content": answer})
     if tokenizer.chat_template:
@@ -1378,8 +1381,6 @@ def check_args(args):
         raise ValueError("--value-warmup-steps must be at least 0 and below --num-steps")
     if args.num_minibatches > args.num_prompts * args.num_generations:
         raise ValueError("--num-minibatches must be at most the number of sequences of a step")
-    if len({reward.__name__ for reward in REWARDS}) < len(REWARDS):
-        raise ValueError("two functions in REWARDS have the same name")
 
 
 def check_gap(args, gap):
@@ -1406,14 +1407,14 @@ def name_run(args):
     return Path(args.runs_dir, name)
 
 
-def open_run(args, run_dir, problems):
+def open_run(args, task, run_dir, problems):
     """Open the run's logs. A new run gets a folder, with a copy of its code.
 
     A repeated command with --run-name goes on from the checkpoint and appends to the logs. Without
     a checkpoint, it starts over with empty logs. With --track, this also starts W&B. The problems
     go into the digest of the data.
     """
-    run = describe_run(args, problems)
+    run = describe_run(args, task, problems)
     is_repeated = args.run_name is not None and (run_dir / "args.json").exists()
     if is_repeated:
         check_same_run(args, run_dir, run)
@@ -1424,8 +1425,8 @@ def open_run(args, run_dir, problems):
         # file. Such a folder is used again.
         run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
         (run_dir / "utils").mkdir(exist_ok=True)
-        for path in code_files():
-            shutil.copy(path, run_dir / path.relative_to(SCRIPT.parent))
+        for name, path in code_files(args).items():
+            shutil.copy(path, run_dir / name)
     # Written again for a repeated command, because --num-steps may have grown.
     (run_dir / "args.tmp").write_text(json.dumps(run, indent=2))
     os.replace(run_dir / "args.tmp", run_dir / "args.json")
@@ -1433,23 +1434,25 @@ def open_run(args, run_dir, problems):
     return [open(run_dir / name, mode, buffering=1) for name in LOGS]
 
 
-def code_files():
-    """The files of a run's code: this script and utils."""
-    return [SCRIPT, *sorted((SCRIPT.parent / "utils").glob("*.py"))]
+def code_files(args):
+    """The files of a run's code: the name of each in the run's folder -> its path."""
+    files = {SCRIPT.name: SCRIPT, "task.py": Path(args.task)}
+    for path in sorted((SCRIPT.parent / "utils").glob("*.py")):
+        files[f"utils/{path.name}"] = path
+    return files
 
 
-def describe_run(args, problems):
+def describe_run(args, task, problems):
     """What args.json holds: the flags, digests of the code and of the data, and the versions."""
     code = {}  # name of a file -> its digest
-    for path in code_files():
-        name = path.relative_to(SCRIPT.parent).as_posix()
+    for name, path in code_files(args).items():
         code[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     rows = [problem["columns"] for problem in problems]
     # Of an image or another object, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
-        "rewards": [reward.__name__ for reward in REWARDS],
+        "rewards": [reward.__name__ for reward in task.REWARDS],
         **code,
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "precision": find_dtype(args),
@@ -1461,7 +1464,9 @@ def describe_run(args, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
-    may_differ = ["runs_dir", "run_name", "dtype", "versions", "device_name"]  # precision may not
+    # The task may lie elsewhere, with the same content. The dtype may differ, but not the precision
+    # that it stands for on this machine.
+    may_differ = ["runs_dir", "run_name", "task", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
     changed = [name for name in run if name not in may_differ and run[name] != saved.get(name)]
@@ -1538,4 +1543,6 @@ if __name__ == "__main__":
     # The defaults depend on --model, so it is looked for before tyro reads the flags.
     has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
-    main(tyro.cli(Args, default=defaults, description=__doc__.split("\n\n")[0]))
+    title = __doc__.split("\n\n")[0]
+    hint = "Without --model, the bundled task's defaults are taken. A model's: --model NAME --help"
+    main(tyro.cli(Args, default=defaults, description=f"{title}\n\n{hint}"))
