@@ -366,9 +366,7 @@ def main(args: Args) -> dict:
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, step_minibatches)
         # (B, G): the rewards minus beta times the KL to the reference.
-        returns = compute_returns(  # (B, G)
-            rewards, old_logprobs, ref_logprobs, response_mask, beta=args.beta
-        )
+        returns = compute_returns(rewards, old_logprobs, ref_logprobs, response_mask, args.beta)
         # The moving average starts at the first step's mean return. It takes in this step's returns
         # only after it has served as the baseline, so the log shows the next step's. It's kept in
         # `state`, so that a resumed run goes on with it.

@@ -340,9 +340,7 @@ def main(args: Args) -> dict:
         if ref_model is not None:
             ref_logprobs = rollout_logprobs(args, ref_model, rollout, step_minibatches)
         # (B, G): the rewards minus beta times the KL to the reference.
-        returns = compute_returns(  # (B, G)
-            rewards, old_logprobs, ref_logprobs, response_mask, beta=args.beta
-        )
+        returns = compute_returns(rewards, old_logprobs, ref_logprobs, response_mask, args.beta)
         advantages = compute_advantages(returns).view(-1, 1)  # (N, 1)
 
         # ---- 4. update

@@ -206,11 +206,11 @@ def story_prompts(folder: Path, num_prompts: int) -> list[str]:
 
 
 def chat_prompts(num_prompts: int) -> list[list[dict]]:
-    """Problems of GSM8K. A question is a chat: the worked examples of grpo.py as turns, and then the problem."""
-    import grpo
+    """Problems of GSM8K. A question is a chat: the worked examples as turns, and then the problem."""
+    from utils.task import EXAMPLES
 
     turns = []
-    for text, answer in grpo.EXAMPLES:
+    for text, answer in EXAMPLES:
         turns.append({"role": "user", "content": text})
         turns.append({"role": "assistant", "content": answer})
     problems = [row["question"] for row in read(GSM8K)[:num_prompts]]
@@ -268,7 +268,8 @@ def measure_speed(side: str, options, data: Path) -> dict:
     common = dict(num_generations=options.num_generations, beta=0.0, learning_rate=1e-5)
     if side != "trl":
         script = importlib.import_module(side)
-        script.REWARDS = [length_reward]
+        task = SimpleNamespace(REWARDS=[length_reward])
+        script.load_task = lambda args: task
         budget = options.micro_batch_tokens if side == "grpo" else SHARED[options.workload]
         args = script.Args(
             **common,

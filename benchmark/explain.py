@@ -5,6 +5,7 @@ page. tests/test_docs.py checks that these functions still give the same tables.
 except in baseline_table.
 """
 
+import inspect
 import sys
 
 import torch
@@ -37,14 +38,16 @@ def numbers(values, digits=3):
 
 def token_gradients(script, advantages, lengths, **fields):
     """The loss of a group at a ratio of 1, and its gradient by each log-probability (n, R)."""
-    args = script.Args(max_new_tokens=10, **fields)
+    flags = vars(script.Args(max_new_tokens=10, **fields))
+    names = inspect.signature(script.policy_loss).parameters
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # (n, R)
     logprobs = torch.full(mask.shape, -1.0, requires_grad=True)  # (n, R)
     advantages = torch.as_tensor(advantages)[:, None]  # (n, 1)
     # dapo.py has no reference, and divides by the number of tokens.
     old = [logprobs.detach()] * (1 if script is dapo else 2)
-    count = {"num_tokens": mask.sum()} if script is dapo else {"num_seqs": len(lengths)}
-    loss, _ = script.policy_loss(args, logprobs, *old, advantages, mask, **count)
+    given = {"num_tokens": mask.sum()} if script is dapo else {"num_seqs": len(lengths)}
+    given |= {name: value for name, value in flags.items() if name in names}
+    loss, _ = script.policy_loss(logprobs, *old, advantages, mask, **given)
     loss.backward()
     return loss.item(), logprobs.grad
 
@@ -79,8 +82,7 @@ def gae_table() -> str:
     rows = [["reward", *(f"{x:g}" for x in rewards[0])], ["V", *(f"{x:.1f}" for x in values[0])]]
     names = {0.0: "0: each delta alone", 0.95: "0.95", 1.0: "1: return minus V"}
     for gae_lambda, name in names.items():
-        args = ppo_rlhf.Args(gamma=1.0, gae_lambda=gae_lambda)
-        advantages, _ = ppo_rlhf.compute_gae(args, rewards, values, mask)
+        advantages, _ = ppo_rlhf.compute_gae(rewards, values, mask, gamma=1.0, gae_lambda=gae_lambda)
         rows.append([f"A, lambda {name}", *numbers(advantages[0], 2)])
     return table(["token", "1", "2", "3", "4"], rows)
 
@@ -107,12 +109,13 @@ def kl_table() -> str:
         (slope,) = torch.autograd.grad(value, logits, retain_graph=True)
         return f"({', '.join(numbers(slope))})"
 
-    args = ppo_rlhf.Args(beta=1.0)
-    k1 = -ppo_rlhf.kl_rewards(args, torch.zeros(3), logprobs, ref_logprobs, mask)[:, 0]  # (3,)
+    k1 = -ppo_rlhf.kl_rewards(torch.zeros(3), logprobs, ref_logprobs, mask, beta=1.0)[:, 0]  # (3,)
     # With an advantage of 0, the loss of GRPO is only its KL term, k3.
-    args, tokens = grpo.Args(beta=1.0), zip(logprobs, old, ref_logprobs, strict=True)
-    advantage, alone = torch.zeros(1, 1), mask[:1]
-    losses = [grpo.policy_loss(args, *(x[None] for x in token), advantage, alone, num_seqs=1)[0] for token in tokens]
+    rest = dict(advantages=torch.zeros(1, 1), mask=mask[:1], num_seqs=1, clip_eps=0.2, beta=1.0)
+    losses = []
+    for token in zip(logprobs, old, ref_logprobs, strict=True):
+        loss, _ = grpo.policy_loss(*(x[None] for x in token), **rest)
+        losses.append(loss)
     k3 = torch.stack(losses)  # (3,)
     ratio = (logprobs - old).exp()[:, 0]  # (3,)
     rows = []
@@ -194,10 +197,14 @@ RATIOS = torch.linspace(0.5, 1.5, 101)
 
 def surrogates(advantage: float) -> list[float]:
     """The clipped objective of one token at these ratios, computed by grpo.py."""
-    args, old, mask = grpo.Args(beta=0.0), torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
-    given = (old, old, torch.full((1, 1), advantage), mask)
-    losses = [grpo.policy_loss(args, ratio.log().view(1, 1), *given, num_seqs=1)[0] for ratio in RATIOS]
-    return [round(-loss.item(), 4) for loss in losses]
+    old, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
+    given = (old, None, torch.full((1, 1), advantage), mask)
+    losses = []
+    for ratio in RATIOS:
+        logprobs = ratio.log().view(1, 1)  # (1, 1)
+        loss, _ = grpo.policy_loss(logprobs, *given, num_seqs=1, clip_eps=0.2, beta=0.0)
+        losses.append(round(-loss.item(), 4))
+    return losses
 
 
 def drawn_from() -> str:

@@ -426,7 +426,7 @@ def record_of(folder: Path) -> dict:
             values = [line.get(name) for line in metrics[1:]]
             curves[name] = [x if x is None else float(f"{x:.4g}") for x in values]
     record = {"args": {name: value for name, value in args.items() if not name.startswith("run")}}
-    for name in ("model", "dataset", "reward_model", "teacher"):
+    for name in ("model", "task", "dataset", "reward_model", "teacher"):
         if args.get(name):
             record["args"][name] = Path(args[name]).name
     record["eval"] = {line["step"]: line["eval/accuracy"] for line in metrics if "eval/accuracy" in line}

@@ -8,9 +8,10 @@ docs/lessons.md.
     python benchmark/passk.py --draw      the table and the picture alone
 
 The program samples n responses to each of the first held-out problems, with the functions of grpo.py. A run's args.json
-says the data set, the prompt, the temperature and the lengths, and the copy of the script in its folder has the worked
-examples and the rewards. The program doesn't check that the data are still those of the run. A response is right if the
-first reward gives it 1 (a grade below 1 counts as wrong). If c of the n responses are right, pass@k of the problem is
+says the data set, the prompt, the temperature and the lengths. Its folder has copies of its script and of its task,
+with the rewards and the worked examples. The program doesn't check that the data are still those of the run. A response
+is right if the first reward gives it 1 (a grade below 1 counts as wrong). If c of the n responses are right, pass@k of
+the problem is
 
     1 - C(n - c, k) / C(n, k)                                        (Chen et al. 2021, arXiv:2107.03374, Eq. 1)
 
@@ -28,7 +29,6 @@ If an arm has a record for a seed, it isn't run again for that seed.
 import importlib.util
 import json
 import math
-import re
 import sys
 import time
 from pathlib import Path
@@ -90,24 +90,28 @@ def fail(message: str) -> None:
 # ==== sampling ====
 
 
-def script_of_run(folder: Path) -> ModuleType:
-    """The copy of the script in a run's folder, with the copies of utils/ beside it."""
-    paths = list(folder.glob("*.py"))
+def code_of_run(folder: Path, args: SimpleNamespace) -> tuple[ModuleType, ModuleType]:
+    """The copies of the script and of the task in a run's folder, with the copies of utils/ beside them.
+
+    What else the task imports isn't in the folder, but still beside the run's --task, if that is where it was.
+    """
+    paths = [path for path in folder.glob("*.py") if path.name != "task.py"]
     if len(paths) != 1:
         fail(f"{folder}: {len(paths)} files of Python, and not one copy of a script")
     # Python has loaded grpo.py's utils. They are set aside, so that the copy loads its own.
-    loaded = take_utils()
-    sys.path.insert(0, str(folder))
+    loaded, search = take_utils(), list(sys.path)
+    sys.path[:] = [str(folder), *search, str(Path(args.task).absolute().parent)]
     try:
         spec = importlib.util.spec_from_file_location(f"{paths[0].stem}_of_run", paths[0])
         script = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = script  # a dataclass looks up its module here
         spec.loader.exec_module(script)
+        task = script.load_task(SimpleNamespace(task=str(folder / "task.py")))
     finally:
-        sys.path.remove(str(folder))
+        sys.path[:] = search
         take_utils()  # the copy's
         sys.modules |= loaded
-    return script
+    return script, task
 
 
 def take_utils() -> dict[str, ModuleType]:
@@ -116,13 +120,13 @@ def take_utils() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def count_right(script: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> list[int]:
-    """The number of right responses to each held-out problem, with the prompt and the first reward of a script.
+def count_right(script: ModuleType, task: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> list[int]:
+    """The number of right responses to each held-out problem, with the prompt and the first reward of a task.
 
     The sampling is grpo.py's, which fits the model of any script. args.eval_size is the number of problems.
     """
     tokenizer = grpo.AutoTokenizer.from_pretrained(grpo.find_model(args))
-    _, problems = script.load_data(args, tokenizer)
+    _, problems = script.load_data(args, task, tokenizer)
     if len(problems) < args.eval_size:
         fail(f"--problems {args.eval_size}: there are {len(problems)} held-out problems")
     model, eos_ids = grpo.load_model(args, tokenizer)
@@ -133,15 +137,15 @@ def count_right(script: ModuleType, args: SimpleNamespace, samples: int, seed: i
         torch.manual_seed(1_000_003 * seed + number)
         rollout = grpo.sample_responses(args, sampler, [problem], samples, args.temperature, eos_ids)
         completions = grpo.response_texts(tokenizer, rollout, eos_ids)
-        scores = script.apply_rewards(completions, [problem], model.device)
-        right.append(int((scores[script.REWARDS[0].__name__] == 1).sum()))
+        scores = script.apply_rewards(task, completions, [problem], model.device)
+        right.append(int((scores[task.REWARDS[0].__name__] == 1).sum()))
     return right
 
 
-def measure(name: str, script: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> dict:
+def measure(name: str, script: ModuleType, task: ModuleType, args: SimpleNamespace, samples: int, seed: int) -> dict:
     """Sample, and return the record."""
     start = time.perf_counter()
-    right = count_right(script, args, samples, seed)
+    right = count_right(script, task, args, samples, seed)
     settings = {setting: getattr(args, setting) for setting in SETTINGS}
     dataset = Path(args.dataset)
     if dataset.is_relative_to(ROOT):  # the record doesn't say where the project is on this disk
@@ -194,16 +198,15 @@ PAGE = ROOT / "docs" / "lessons.md"
 PICTURE = ROOT / "docs" / "lessons" / "passk.svg"
 TEACHER = "runs/sums-teacher"
 BUILD_TEACHER = f"assets/sums/build_sums.py --teacher {TEACHER}"
-# A copy of reinforce_baseline.py whose reward is 1 for a right response and 0 for any other.
-COPY = "right_samples.py"
-RIGHT_ALONE = "REWARDS = [accuracy_reward]"
+# The reward is 1 for a right response, and 0 for any other.
+RIGHT_ALONE = "assets/sums/right_alone.py"
 TRAINING = "--model assets/sums/student --dataset assets/sums --no-examples --num-steps 40"
 TRAINING += " --learning-rate 1.5e-4 --no-gradient-checkpointing --eval-every 0 --eval-size 200"
 TRAINING += " --device cpu --save-every 0"
 # arm: command of the training, without its seed
 TRAINED = {
     "GRPO": f"grpo.py {TRAINING} --beta 0",
-    "own right samples": f"{COPY} {TRAINING} --beta 0 --baseline none",
+    "own right samples": f"reinforce_baseline.py {TRAINING} --beta 0 --baseline none --task {RIGHT_ALONE}",
     "distilled": f"distill.py {TRAINING} --teacher {TEACHER}",
 }
 # arm: (model, seed of the sampling). The second sample of the first model shows what chance alone does.
@@ -212,14 +215,6 @@ UNTRAINED = {
     "before, sampled again": ("assets/sums/student", 2),
     "the teacher": (TEACHER, 1),
 }
-
-
-def text_of_copy() -> str:
-    """The text of COPY: reinforce_baseline.py with another line for REWARDS."""
-    parent = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8")
-    text, count = re.subn(r"^REWARDS = .*", RIGHT_ALONE, parent, flags=re.MULTILINE)
-    assert count == 1
-    return text
 
 
 def make_record(arm: str, seed: int) -> dict:
@@ -236,24 +231,18 @@ def make_record(arm: str, seed: int) -> dict:
         model, sampling_seed = UNTRAINED[arm]
         args = grpo.Args(model=str(ROOT / model), examples=False, device="cpu", eval_size=PROBLEMS)
     args.dataset = str(ROOT / "assets" / "sums")
-    return about | measure(model, grpo, args, SAMPLES, sampling_seed)
+    return about | measure(model, grpo, grpo.load_task(args), args, SAMPLES, sampling_seed)
 
 
 def make_records() -> None:
     """Make the missing records, and append each to the file."""
     have = {(record["arm"], record["seed"]) for record in read(RECORDS)}
     wanted = [(arm, 1) for arm in UNTRAINED] + [(arm, seed) for seed in SEEDS for arm in TRAINED]
-    # The copy counts as a change of the tree. So look at the tree first.
-    source = provenance()
     if not (ROOT / TEACHER / "model.safetensors").is_file():
         python(BUILD_TEACHER)
-    (ROOT / COPY).write_text(text_of_copy(), encoding="utf-8")
-    try:
-        for key in wanted:
-            if key not in have:
-                write(RECORDS, [*read(RECORDS), make_record(*key) | source])
-    finally:
-        (ROOT / COPY).unlink()
+    for key in wanted:
+        if key not in have:
+            write(RECORDS, [*read(RECORDS), make_record(*key)])
 
 
 def read_arms() -> dict[str, list[dict]]:
@@ -352,14 +341,14 @@ def main() -> None:
     models = {}
     for folder in flags.runs:
         args = args_of_run(folder, flags.device, flags.problems)
-        script = script_of_run(folder.resolve())
+        script, task = code_of_run(folder.resolve(), args)
         if flags.before:
             before = args_of_run(folder, flags.device, flags.problems, before=True)
-            models[f"{folder}, before"] = (script, before)
-        models[str(folder)] = (script, args)
+            models[f"{folder}, before"] = (script, task, before)
+        models[str(folder)] = (script, task, args)
     records = []
-    for name, (script, args) in models.items():
-        records.append(measure(name, script, args, flags.samples, flags.seed))
+    for name, (script, task, args) in models.items():
+        records.append(measure(name, script, task, args, flags.samples, flags.seed))
         new = (name, flags.seed)
         others = [x for x in read(flags.out) if (x["model"], x["sampling_seed"]) != new]
         flags.out.parent.mkdir(parents=True, exist_ok=True)

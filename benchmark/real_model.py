@@ -34,7 +34,7 @@ RUNS_DIR = ROOT / "runs" / "real-model"
 
 ON_CPU = "--no-gradient-checkpointing --micro-batch-tokens 2048 --device cpu"
 # Arithmetic in words. The only reward is 1 if the last number of a response is right.
-REWARD = "REWARDS = [lenient_accuracy_reward]\n"
+ARITHMETIC_TASK = (ROOT / "assets" / "arithmetic" / "task.py").read_text(encoding="utf-8")
 ARITHMETIC = (
     f"{ON_CPU} --dataset assets/arithmetic --no-examples --max-new-tokens 32 --warmup-updates 3 "
     "--eval-every 10 --eval-size 200 --save-every 10"
@@ -58,12 +58,16 @@ GYM = ["gcd", "spell_backward", "fraction_simplification", "syllogism"]
 
 # A reward that is easy to game: it reads all numbers of a response, and not its last one alone.
 ANYWHERE = '''
+import re
+
+
 def anywhere_reward(completions, answer, **columns):
     """1.0 if the answer is one of the numbers in the completion, else 0.0."""
     return [float(gold in re.findall(r"\\d+", text)) for text, gold in zip(completions, answer)]
 
 
 REWARDS = [anywhere_reward]
+EXAMPLES = []
 '''
 
 # The rounding of a GPU on a CPU: autocast in the update, and a sampler and a reference in bf16.
@@ -76,44 +80,44 @@ ROUNDED = {
     'return "float32"': 'return "bfloat16"',
 }
 
-# For each name: the script, its flags, and what stands for the line of REWARDS in a copy of it.
+# For each name: the script, its flags, and the text of its task. None: the default task.
 RUNS = {
-    "grpo": ("grpo", GROUPS, REWARD),
-    "dr_grpo": ("dr_grpo", GROUPS, REWARD),
-    "dapo": ("dapo", f"{GROUPS} --overlong-cache 8", REWARD),
-    "rloo": ("rloo", GROUPS, REWARD),
-    "reinforce_baseline": ("reinforce_baseline", SINGLE, REWARD),
+    "grpo": ("grpo", GROUPS, ARITHMETIC_TASK),
+    "dr_grpo": ("dr_grpo", GROUPS, ARITHMETIC_TASK),
+    "dapo": ("dapo", f"{GROUPS} --overlong-cache 8", ARITHMETIC_TASK),
+    "rloo": ("rloo", GROUPS, ARITHMETIC_TASK),
+    "reinforce_baseline": ("reinforce_baseline", SINGLE, ARITHMETIC_TASK),
     # One pass in four updates instead of four passes: so a step costs as much as in the others.
     "ppo_rlhf": (
         "ppo_rlhf",
         f"{SINGLE} --num-iterations 1 --num-minibatches 4 --value-init policy",
-        REWARD,
+        ARITHMETIC_TASK,
     ),
-    "gspo": ("gspo", GROUPS, REWARD),
-    "remax": ("remax", SINGLE, REWARD),
+    "gspo": ("gspo", GROUPS, ARITHMETIC_TASK),
+    "remax": ("remax", SINGLE, ARITHMETIC_TASK),
     # An adapter takes about ten times the learning rate of all weights.
-    "grpo_lora": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4", REWARD),
-    "vapo": ("vapo", f"{GROUPS} --value-warmup-steps 5", REWARD),
-    "grpo_vllm": ("grpo_vllm", GROUPS, REWARD),
+    "grpo_lora": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4", ARITHMETIC_TASK),
+    "vapo": ("vapo", f"{GROUPS} --value-warmup-steps 5", ARITHMETIC_TASK),
+    "grpo_vllm": ("grpo_vllm", GROUPS, ARITHMETIC_TASK),
     # Lessons.
-    "four_updates": ("grpo", f"{GROUPS} --num-minibatches 4", REWARD),
-    "dapo_no_penalty": ("dapo", f"{GROUPS} --overlong-cache 0", REWARD),
-    "dapo_as_sampled": ("dapo", f"{GROUPS} --overlong-cache 0 --max-resample 0", REWARD),
-    "rloo_norm_1000": ("rloo", f"{GROUPS} --max-grad-norm 1000", REWARD),
-    "rloo_no_kl": ("rloo", f"{GROUPS} --beta 0", REWARD),
-    "four_passes": ("grpo", f"{GROUPS} --num-iterations 4", REWARD),
-    "four_passes_unclipped": ("grpo", f"{GROUPS} --num-iterations 4 --clip-eps 1e9", REWARD),
+    "four_updates": ("grpo", f"{GROUPS} --num-minibatches 4", ARITHMETIC_TASK),
+    "dapo_no_penalty": ("dapo", f"{GROUPS} --overlong-cache 0", ARITHMETIC_TASK),
+    "dapo_as_sampled": ("dapo", f"{GROUPS} --overlong-cache 0 --max-resample 0", ARITHMETIC_TASK),
+    "rloo_norm_1000": ("rloo", f"{GROUPS} --max-grad-norm 1000", ARITHMETIC_TASK),
+    "rloo_no_kl": ("rloo", f"{GROUPS} --beta 0", ARITHMETIC_TASK),
+    "four_passes": ("grpo", f"{GROUPS} --num-iterations 4", ARITHMETIC_TASK),
+    "four_passes_unclipped": ("grpo", f"{GROUPS} --num-iterations 4 --clip-eps 1e9", ARITHMETIC_TASK),
     "anywhere": ("grpo", GROUPS, ANYWHERE),
-    "lora_rank_1": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 1", REWARD),
-    "lora_rank_64": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 64", REWARD),
-    "lora_fast": ("grpo_lora", f"{GROUPS} --learning-rate 3e-4", REWARD),
+    "lora_rank_1": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 1", ARITHMETIC_TASK),
+    "lora_rank_64": ("grpo_lora", f"{GROUPS} --learning-rate 1e-4 --lora-rank 64", ARITHMETIC_TASK),
+    "lora_fast": ("grpo_lora", f"{GROUPS} --learning-rate 3e-4", ARITHMETIC_TASK),
     "lora_128": (
         "grpo_lora",
         f"{ARITHMETIC} --num-steps 20 --num-prompts 16 --learning-rate 3e-4",
-        REWARD,
+        ARITHMETIC_TASK,
     ),
     # grpo.py with twice the batch, and on word problems.
-    "grpo_64": ("grpo", f"{ARITHMETIC} --num-steps 60 --num-prompts 8", REWARD),
+    "grpo_64": ("grpo", f"{ARITHMETIC} --num-steps 60 --num-prompts 8", ARITHMETIC_TASK),
     "svamp": (
         "grpo",
         f"{ON_CPU} --dataset svamp --num-prompts 4 --max-new-tokens 64 --num-steps 20 --warmup-updates 3 "
@@ -126,12 +130,12 @@ RUNS = {
         "--beta 0 --eval-every 0 --eval-size 30",
         None,
     ),
-    "grpo_bf16": ("grpo", GROUPS, REWARD),
-    "grpo_offpolicy_bf16": ("grpo_offpolicy", f"{GROUPS} --engine-dtype bfloat16", REWARD),
+    "grpo_bf16": ("grpo", GROUPS, ARITHMETIC_TASK),
+    "grpo_offpolicy_bf16": ("grpo_offpolicy", f"{GROUPS} --engine-dtype bfloat16", ARITHMETIC_TASK),
     **{f"gym_{task}": ("grpo", TASK_OF_GYM, JUDGE) for task in GYM},
     # TRL's trainers with the same model, data, reward, batch, learning rate and KL.
-    "trl_grpo": ("trl_grpo", GROUPS, REWARD),
-    "trl_rloo": ("trl_rloo", GROUPS, REWARD),
+    "trl_grpo": ("trl_grpo", GROUPS, ARITHMETIC_TASK),
+    "trl_rloo": ("trl_rloo", GROUPS, ARITHMETIC_TASK),
 }
 THREE_SEEDS = "grpo dr_grpo dapo gspo rloo reinforce_baseline ppo_rlhf trl_grpo".split()
 THREE_SEEDS += ["grpo_64", "gym_gcd"]
@@ -151,7 +155,7 @@ def record_of(name: str, seed: int, run: Path) -> dict:
     steps = metrics[1:]
     record = {"name": name, "seed": seed}
     record["args"] = {k: x for k, x in args.items() if not k.startswith("run")}
-    for field in ("model", "dataset"):
+    for field in ("model", "task", "dataset"):
         record["args"][field] = Path(args[field]).name
     record["eval"] = {
         line["step"]: {k: round(x, 4) for k, x in line.items() if k.startswith("eval/")}
@@ -196,7 +200,7 @@ def write_task(folder: Path, task: str) -> Path:
 
 def run(name: str, seed: int, model: str, data: str) -> dict:
     """Make or finish one run, and return its record."""
-    script, flags, rewards = RUNS[name]
+    script, flags, task = RUNS[name]
     if name in ("svamp", "gsm8k"):
         flags = flags.replace(f"--dataset {name}", f"--dataset {data}/{name}")
     folder = RUNS_DIR / f"{name}-{seed}"
@@ -217,18 +221,18 @@ def run(name: str, seed: int, model: str, data: str) -> dict:
             patch = ["patch", "-s", copy, ROOT / "variants" / "shared_prompts.diff"]
             subprocess.run(patch, stdout=subprocess.DEVNULL)
             assert "def common_tokens(" in copy.read_text(encoding="utf-8")
-        lines = copy.read_text(encoding="utf-8").splitlines(keepends=True)
-        if rewards:
-            lines = [rewards if line.startswith("REWARDS =") else line for line in lines]
-        text = "".join(lines)
         if name.endswith("_bf16"):
+            text = copy.read_text(encoding="utf-8")
             assert sum(on_gpu in text for on_gpu in ROUNDED) >= 3
             for on_gpu, on_cpu in ROUNDED.items():
                 text = text.replace(on_gpu, on_cpu)
-        if rewards is ANYWHERE:
-            text = text.replace("import os\n", "import os\nimport re\n", 1)
-        copy.write_text(text, encoding="utf-8")
+            copy.write_text(text, encoding="utf-8")
+        task_file = ROOT / "utils" / "task.py"
+        if task:
+            task_file = folder / "task.py"
+            task_file.write_text(task, encoding="utf-8")
         command = [sys.executable, str(copy), "--model", model, *flags.split()]
+        command += ["--task", str(task_file)]
         command += ["--seed", str(seed), "--runs-dir", str(folder), "--run-name", "run"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     _, _, peak = time_command(command, cwd=ROOT, env=environment)
@@ -278,15 +282,16 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
 
     from compare_trl import trl_trainer
 
-    grpo.REWARDS = [lenient_accuracy_reward]
     folder = RUNS_DIR / f"{name}-{seed}"
     run_dir = folder / "run"
     run_dir.mkdir()
     flags = ["--model", model_folder, *GROUPS.split(), "--seed", str(seed)]
+    flags += ["--task", str(ROOT / "assets" / "arithmetic" / "task.py")]
     args = grpo.tyro.cli(grpo.Args, args=flags)
+    task = grpo.load_task(args)
     (run_dir / "args.json").write_text(json.dumps(vars(args)))
     tokenizer = grpo.AutoTokenizer.from_pretrained(model_folder)
-    train_data, test_data = grpo.load_data(args, tokenizer)
+    train_data, test_data = grpo.load_data(args, task, tokenizer)
     model, eos_ids = grpo.load_model(args, tokenizer)
     metrics_file = (run_dir / "metrics.jsonl").open("w")
     samples_file = (run_dir / "samples.jsonl").open("w")
@@ -296,7 +301,7 @@ def train_with_trl(name: str, seed: int, model_folder: str) -> None:
     def evaluate():
         model.eval()
         with torch.no_grad():
-            metrics, _ = grpo.evaluate(args, model, tokenizer, test_data, eos_ids)
+            metrics, _ = grpo.evaluate(args, task, model, tokenizer, test_data, eos_ids)
         model.train()
         return metrics
 

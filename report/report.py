@@ -185,9 +185,13 @@ def read_run(folder, name):
     # example.
     args["script"] = args["copy"] = "?"
     for path in folder.glob("*.py"):
-        args["script"] = path.name
-        args["copy"] = hashlib.sha256(path.read_bytes()).hexdigest()[:7]
-        args.pop(path.name, None)  # the same digest
+        if path.name != "task.py":
+            args["script"] = path.name
+            args["copy"] = hashlib.sha256(path.read_bytes()).hexdigest()[:7]
+            args.pop(path.name, None)  # the same digest
+    # Two tasks may have one name, and a task may lie elsewhere when a run is resumed.
+    if "task.py" in args:
+        args["task"] = f"{Path(args['task']).stem} {args.pop('task.py')[:7]}"
     metrics, metrics_gaps = read_records(folder / "metrics.jsonl", lambda record: True)
     samples, samples_gaps = read_records(folder / "samples.jsonl", has_completions)
     evaluations, evaluations_gaps = read_records(folder / "evaluations.jsonl", has_scores)

@@ -73,7 +73,8 @@ def load_patched(name: str):
     parent = patch.read_text(encoding="utf-8").split()[1]
     FOLDERS.append(tempfile.TemporaryDirectory())
     folder = Path(FOLDERS[-1].name)
-    (folder / "assets").symlink_to(ROOT / "assets")
+    for part in ("assets", "utils"):
+        (folder / part).symlink_to(ROOT / part)
     path = folder / f"{name}.py"
     command = ["patch", "-s", "--fuzz=0", "-o", path, ROOT / parent, patch]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -89,6 +90,7 @@ def patched_by(patch: str, parent: str):
     """The module that a patch for another parent makes of this one. patch may reject the docstring alone."""
     FOLDERS.append(tempfile.TemporaryDirectory())
     folder, name = Path(FOLDERS[-1].name), f"{parent}_{patch}"
+    (folder / "utils").symlink_to(ROOT / "utils")
     shutil.copy(ROOT / f"{parent}.py", folder)
     command = ["patch", "-o", f"{name}.py", f"{parent}.py", ROOT / "variants" / f"{patch}.diff"]
     printed = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, text=True).stdout
@@ -118,6 +120,21 @@ def small_recipe(script):
     if "reward_model" in fields:
         fields["reward_model"] = SMALL_JUDGE
     return fields
+
+
+def default_task(script):
+    """The module that this script makes of its default --task."""
+    return script.load_task(script.BUNDLED)
+
+
+def use_task(monkeypatch, script, rewards, **others):
+    """Let the script's main take these REWARDS, and other attributes of a task, instead of the file's."""
+    task = default_task(script)
+    task.REWARDS = rewards
+    for name, value in others.items():
+        setattr(task, name, value)
+    monkeypatch.setattr(script, "load_task", lambda args: task)
+    return task
 
 
 def small_flags(name):

@@ -4,11 +4,10 @@ After other steps, Adam's average gradient moves the weights without a gradient,
 """
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, load_patched, small_recipe
+from conftest import ROOT, load_patched, small_recipe, use_task
 from scripts import SCRIPTS
 from transformers import AutoModelForCausalLM
 
@@ -41,8 +40,7 @@ def test_patches_give_equal_rewards_exactly_0(name):
             rewards = torch.stack([rewards, rewards + 0.3])  # (K, B, G)
         if name == "p3o":
             logratio = torch.linspace(-1, 1, rewards.numel()).view_as(rewards)
-            args = SimpleNamespace(clip_eps=0.2)
-            found = script.compute_advantages(args, rewards, logratio)
+            found = script.compute_advantages(rewards, logratio, clip_eps=0.2)
         else:
             found = script.compute_advantages(rewards)
         assert (found == 0).all(), rewards
@@ -56,21 +54,20 @@ def test_one_equal_group_beside_another_one_is_exactly_0():
 
 @pytest.mark.parametrize("baseline", ["batch_mean", "moving_average"])
 def test_the_baselines_of_equal_returns_are_exactly_these(baseline):
-    args = reinforce_baseline.Args(baseline=baseline)
     for returns in GROUPS:
         average = reinforce_baseline.mean_return(returns)
         for _ in range(5):  # steps with the same return
-            found = reinforce_baseline.compute_baseline(args, returns, average)
+            found = reinforce_baseline.compute_baseline(returns, average, baseline)
             assert (reinforce_baseline.compute_advantages(returns, found) == 0).all(), returns
             average = reinforce_baseline.update_average(average, returns)
 
 
 def test_equal_rewards_of_steps_and_tokens_are_exactly_0():
-    args, ends = SimpleNamespace(max_new_tokens=4), [[0, 1], [0, 1, 2], [0]]
+    ends = [[0, 1], [0, 1, 2], [0]]
     mask = torch.arange(7) < torch.tensor([7, 3, 1])[:, None]  # (3, 7) bool
     for reward in REWARDS:
         steps = [[grpo_process.Step(3, reward)] * len(own) for own in ends]
-        assert (grpo_process.token_advantages(args, steps, ends) == 0).all(), reward
+        assert (grpo_process.token_advantages(steps, ends, max_new_tokens=4) == 0).all(), reward
         advantages = torch.full(mask.shape, reward).masked_fill(~mask, 0.0)
         assert (ppo_rlhf.whiten(advantages, mask) == 0).all(), reward
 
@@ -84,7 +81,7 @@ def constant_reward(completions, **columns):
     "grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_baseline", "remax", "grpo_tools"
 )
 def test_a_step_of_equal_rewards_moves_no_weight(script, monkeypatch, tmp_path):
-    monkeypatch.setattr(script, "REWARDS", [constant_reward])
+    use_task(monkeypatch, script, [constant_reward])
     monkeypatch.setattr(script, "evaluate", lambda *call: ({"eval/accuracy": 0.0}, []))
     fields = small_recipe(script) | dict(beta=0.0, num_steps=1, num_prompts=4, num_generations=8)
     fields |= dict(eval_size=1, runs_dir=str(tmp_path), run_name="run", warmup_updates=0)
@@ -115,7 +112,7 @@ def test_without_a_gradient_adam_goes_on(monkeypatch, tmp_path):
         return [0.3 if is_equal else float(len(text)) for text in completions]
 
     monkeypatch.setattr(torch.optim.Adam, "step", recorded_step)
-    monkeypatch.setattr(grpo, "REWARDS", [reward])
+    use_task(monkeypatch, grpo, [reward])
     fields = small_recipe(grpo) | dict(beta=0.0, num_steps=9, num_prompts=4, num_generations=8)
     fields |= dict(eval_size=1, eval_every=0, warmup_updates=0, lr_schedule="constant_with_warmup")
     metrics = grpo.main(grpo.Args(**fields, runs_dir=str(tmp_path), run_name="run"))

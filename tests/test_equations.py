@@ -25,6 +25,7 @@ import reinforce_baseline
 import remax
 import rloo
 import vapo
+from utils.rewards import accuracy_reward
 
 # The first script with each loss.
 LOSSES = list({parts(name)["policy_loss"]: name for name in reversed(SCRIPTS)}.values())[::-1]
@@ -45,8 +46,14 @@ def make_args(script, **fields):
     return script.Args(**{name: value for name, value in given.items() if name in known})
 
 
+def flags_of(function, args):
+    """The numbers that main hands to this equation: its parameters that are flags, by keyword."""
+    names = inspect.signature(function).parameters
+    return {name: value for name, value in vars(args).items() if name in names}
+
+
 def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_tokens):
-    """Call any script's policy_loss with the arguments that this script takes."""
+    """Call any script's policy_loss with the arguments and the flags that this script takes."""
     if ref is None:
         ref = torch.full_like(logprobs, -1.0)  # the loss must not use it
     if script.__name__ in PER_TOKEN and advantages.shape == (len(mask), 1):
@@ -55,7 +62,8 @@ def loss_of(script, args, logprobs, old, ref, advantages, mask, num_seqs, num_to
     given |= dict(num_seqs=num_seqs, num_tokens=num_tokens)
     names = inspect.signature(script.policy_loss).parameters
     given = {name: value for name, value in given.items() if name in names}
-    return script.policy_loss(args, logprobs, old, advantages=advantages, mask=mask, **given)
+    given |= flags_of(script.policy_loss, args)
+    return script.policy_loss(logprobs, old, advantages=advantages, mask=mask, **given)
 
 
 def token_loss(script, args, ratio, advantage):
@@ -123,11 +131,10 @@ def test_advantages_by_hand():
 
 def test_returns_by_hand():
     """The log-ratios of the counted tokens add up to a KL of 1 - 3 = -2 and 2 + 0.5 = 2.5. beta is 0.5."""
-    script = reinforce_baseline
     old, ref = double([[-1.0, -1.0, 9.0], [-1.0, -0.5, NAN]]), double([[-2, 2, 5], [-3, -1, 1]])
     mask = torch.tensor([[True, True, False], [True, True, False]])
     rewards = double([[1.0, 4.0]])
-    returns = script.compute_returns(make_args(script, beta=0.5), rewards, old, ref, mask)
+    returns = reinforce_baseline.compute_returns(rewards, old, ref, mask, beta=0.5)
     assert returns.tolist() == [[1.0 - 0.5 * -2.0, 4.0 - 0.5 * 2.5]]
 
 
@@ -135,8 +142,7 @@ def test_baselines_by_hand():
     """This step's baseline is the average so far, 10. The next step's average is 0.9 * 10 + 0.1 * 2."""
     returns = double([[1.0], [2.0], [3.0]])
     for name, expected in {"batch_mean": 2.0, "moving_average": 10.0, "none": 0.0}.items():
-        args = make_args(reinforce_baseline, baseline=name)
-        assert reinforce_baseline.compute_baseline(args, returns, 10.0) == expected
+        assert reinforce_baseline.compute_baseline(returns, 10.0, name) == expected
     assert reinforce_baseline.update_average(10.0, returns) == pytest.approx(9.2)
 
 
@@ -146,11 +152,11 @@ def test_baselines_by_hand():
 def test_mixed_groups_by_hand():
     accuracy = double([[0, 0, 0], [1, 0, 1], [1, 1, 1], [0, 0, 1], [0, 1, 0]])
     for count, expected in ((16, [1, 3, 4]), (3, [1, 3, 4]), (2, [1, 3]), (1, [1])):
-        assert dapo.mixed_groups(make_args(dapo, num_prompts=count), accuracy).tolist() == expected
-    assert dapo.mixed_groups(make_args(dapo), accuracy[[0, 2]]).tolist() == []
+        assert dapo.mixed_groups(accuracy, num_prompts=count).tolist() == expected
+    assert dapo.mixed_groups(accuracy[[0, 2]], num_prompts=16).tolist() == []
     # A grade below 1 isn't right.
     graded = double([[0.5, 0.0, 0.2], [1.0, 0.5, 0.5], [1.0, 1.0, 1.0]])
-    assert dapo.mixed_groups(make_args(dapo), graded).tolist() == [1]
+    assert dapo.mixed_groups(graded, num_prompts=16).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +181,7 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
         prompts = [[x] * (1 + batch[0]) for x in of_each]
         return dapo.Rollout(prompts, ids, ids % 3 > 0, ids.double() / 2)
 
-    def rewards(completions, batch, device):
+    def rewards(task, completions, batch, device):
         values = [float(j < num_right[x]) for x in batch for j in range(2)]
         return {"accuracy_reward": torch.tensor(values)}
 
@@ -188,7 +194,8 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
     args = make_args(dapo, num_prompts=2, num_generations=2, max_resample=max_resample)
     data = list(range(len(num_right)))
     batches, model = torch.tensor(data).split(2), SimpleNamespace(device="cpu")
-    found = dapo.sample_mixed_groups(args, model, None, data, batches, None)
+    task = SimpleNamespace(REWARDS=[accuracy_reward])
+    found = dapo.sample_mixed_groups(args, task, model, None, data, batches, None)
     assert found.problems == data[: 2 * num_batches]
     assert found.mixed.tolist() == mixed
     of_each = [k for k in found.problems for _ in range(2)]
@@ -197,7 +204,7 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
     assert found.rollout.response_mask[:, 0].tolist() == [k % 3 > 0 for k in of_each]
     assert found.rollout.sampled_logprobs[:, 0].tolist() == [k / 2 for k in of_each]
     assert found.completions == ["x"] * len(of_each)
-    expected = rewards(None, found.problems, "cpu")["accuracy_reward"]
+    expected = rewards(None, None, found.problems, "cpu")["accuracy_reward"]
     assert found.scores.keys() == {"accuracy_reward"}
     assert torch.equal(found.scores["accuracy_reward"], expected)
 
@@ -205,11 +212,9 @@ def test_dynamic_sampling_by_hand(monkeypatch, num_right, max_resample, num_batc
 def test_overlong_penalty_by_hand():
     """L_max is 100 and L_cache is 20: no penalty up to 80 tokens, then 1/20 per token, and -1 from 100 on."""
     lengths = torch.tensor([1, 79, 80, 81, 90, 99, 100, 150])
-    args = make_args(dapo, max_new_tokens=100, overlong_cache=20)
     expected = [0.0, 0.0, 0.0, -0.05, -0.5, -0.95, -1.0, -1.0]
-    assert dapo.overlong_penalty(args, lengths).tolist() == pytest.approx(expected, abs=1e-6)
-    args.overlong_cache = 0
-    assert dapo.overlong_penalty(args, lengths).tolist() == [0.0] * 8
+    assert dapo.overlong_penalty(lengths, 100, 20).tolist() == pytest.approx(expected, abs=1e-6)
+    assert dapo.overlong_penalty(lengths, 100, 0).tolist() == [0.0] * 8
 
 
 # ---- the policy loss
@@ -313,10 +318,10 @@ def test_gspo_by_hand(ratios, low, high, advantage, loss, gradient, clipped):
     (slope,) = torch.autograd.grad(value, logprobs)
     assert value.item() == pytest.approx(loss, abs=1e-12)
     assert slope.tolist()[0] == pytest.approx([gradient, gradient, 0.0], abs=1e-12)
-    # There is one sequence, so the fractions are 1 or 0.
-    assert stats["policy/clip_frac"] == (clipped is not None)
-    assert stats["policy/clip_frac_high"] == (clipped == "high")
-    assert stats["policy/clip_frac_low"] == (clipped == "low")
+    # Both of its tokens count for the sequence.
+    assert stats["policy/clip_frac"] == 2 * (clipped is not None)
+    assert stats["policy/clip_frac_high"] == 2 * (clipped == "high")
+    assert stats["policy/clip_frac_low"] == 2 * (clipped == "low")
 
 
 @pytest.mark.parametrize(
@@ -333,12 +338,20 @@ def test_gspo_by_hand(ratios, low, high, advantage, loss, gradient, clipped):
     ],
 )
 def test_dual_clip_by_hand(ratio, advantage, dual_clip, loss, gradient):
-    args = make_args(grpo_offpolicy, dual_clip=dual_clip)
     logprobs = double([[math.log(ratio)]]).requires_grad_()
     one, advantages = torch.ones(1, 1, dtype=torch.bool), double([[advantage]])
     for weight in (1.0, 0.25, 0.0):
         value, stats = grpo_offpolicy.policy_loss(
-            args, logprobs, double([[0]]), None, advantages, double([[weight]]), one, num_seqs=1
+            logprobs,
+            double([[0]]),
+            None,
+            advantages,
+            double([[weight]]),
+            one,
+            num_seqs=1,
+            clip_eps=0.2,
+            dual_clip=dual_clip,
+            beta=0.0,
         )
         (slope,) = torch.autograd.grad(value, logprobs)
         expected = (weight * loss, weight * gradient)
@@ -365,8 +378,7 @@ def test_sampler_weights_by_hand():
         (0.0, 3.001, [[1.0] * 3, [0.0] * 3, [1.0] * 3]),
         (0.0, 0.0, [[1.0] * 3] * 3),
     ):
-        args = make_args(grpo_offpolicy, rollout_correction=correction, sequence_cap=cap)
-        weights = grpo_offpolicy.compute_sampler_weights(args, old, sampled, mask)
+        weights = grpo_offpolicy.compute_sampler_weights(old, sampled, mask, correction, cap)
         torch.testing.assert_close(weights, double(expected))
         assert not weights.requires_grad
 
@@ -383,9 +395,7 @@ def test_kl_term_by_hand():
         (slope,) = torch.autograd.grad(loss, logprobs)
         assert slope.item() == pytest.approx(0.1 * (1 - 0.5))
     # A sampler weight of 0 leaves the KL as it is.
-    loss, _ = grpo_offpolicy.policy_loss(
-        make_args(grpo_offpolicy, beta=0.1), logprobs, old, ref, zero, zero, one, num_seqs=1
-    )
+    loss, _ = grpo_offpolicy.policy_loss(logprobs, old, ref, zero, zero, one, 1, 0.2, 3.0, beta=0.1)
     assert loss.item() == pytest.approx(0.1 * (0.5 + math.log(2) - 1))
 
 
@@ -504,9 +514,9 @@ def test_stats_are_sums_over_tokens_that_count(script):
     # exp(0.5) and exp(0.4) are above 1.28, and exp(-0.5) and exp(-0.4) below 0.8. So the first sequence has two tokens
     # above the range and one below it, and the second one has one and two. The clip acts above the range if the
     # advantage is positive, and below it if the advantage is negative. In gspo.py the first sequence's ratio is above
-    # the range, and the second one's below it.
+    # the range, and the second one's below it: all four or three of its tokens count.
     of_tokens = {(1.0, -1.0): (2, 2), (-1.0, 1.0): (1, 1), (1.0, 1.0): (3, 0), (-1.0, -1.0): (0, 3)}
-    of_seqs = {(1.0, -1.0): (1, 1), (-1.0, 1.0): (0, 0), (1.0, 1.0): (1, 0), (-1.0, -1.0): (0, 1)}
+    of_seqs = {(1.0, -1.0): (4, 3), (-1.0, 1.0): (0, 0), (1.0, 1.0): (4, 0), (-1.0, -1.0): (0, 3)}
     for signs, expected in (of_seqs if script is gspo else of_tokens).items():
         advantages = double([[sign] for sign in signs])
         given = logprobs, old, None, advantages, mask, 2, 7
@@ -607,11 +617,11 @@ def test_token_rewards_by_hand():
     old = double([[-1.0, -2.0, -3.0], [-1.0, 9.0, 9.0], [-0.5, -0.5, INF], [NAN, 1.0, 1.0]])
     ref = double([[-2.0, -1.0, -3.0], [-3.0, NAN, 9.0], [-0.5, -1.5, 9.0], [9.0, 9.0, 9.0]])
     scores = double([10.0, 20.0, -30.0, 40.0])
-    rewards = ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.1), scores, old, ref, mask)
+    rewards = ppo_rlhf.kl_rewards(scores, old, ref, mask, beta=0.1)
     same(rewards, [[-0.1, 0.1, 10.0], [20.0 - 0.2], [0.0, -30.0 - 0.1], []], mask)
     # Without a KL only the score is left.
     only_scores = [[0.0, 0.0, 10.0], [20.0], [0.0, -30.0], []]
-    same(ppo_rlhf.kl_rewards(ppo_rlhf.Args(beta=0.0), scores, old, None, mask), only_scores, mask)
+    same(ppo_rlhf.kl_rewards(scores, old, None, mask, beta=0.0), only_scores, mask)
     same(vapo.terminal_rewards(scores, mask), only_scores, mask)
 
 
@@ -626,13 +636,10 @@ def test_gae_by_hand():
     )
     mask = torch.tensor([[True, True, True], [True, False, False]])
     before = [tensor.clone() for tensor in (rewards, values)]
-    args = ppo_rlhf.Args(gamma=0.5, gae_lambda=0.5)
-    advantages, returns = ppo_rlhf.compute_gae(args, rewards, values, mask)
+    advantages, returns = ppo_rlhf.compute_gae(rewards, values, mask, gamma=0.5, gae_lambda=0.5)
     same(advantages, [[0.1875, 0.75, 5.0], [5.0]], mask)
     same(returns, [[1.1875, 2.75, 8.0], [8.0]], mask)
-    same(
-        vapo.discounted_returns(vapo.Args(gamma=0.5), rewards, mask), [[2.0, 4.0, 8.0], [8.0]], mask
-    )
+    same(vapo.discounted_returns(rewards, mask, gamma=0.5), [[2.0, 4.0, 8.0], [8.0]], mask)
     # Changing the outputs must not change the inputs.
     advantages.add_(1.0)
     returns.add_(1.0)
@@ -645,20 +652,17 @@ def test_gae_of_both_scripts_agrees(gamma):
     """In vapo.py each response has a lambda of its own. At lambda 1, advantage plus value is the plain return."""
     mask, (rewards, values) = ragged_tensors(2, 2)
     lambdas = double([0.0, 0.7, 1.0, 0.95, 0.5])
-    advantages = vapo.compute_gae(vapo.Args(gamma=gamma), rewards, values, mask, lambdas)
+    advantages = vapo.compute_gae(rewards, values, mask, gamma, lambdas)
     for i, value in enumerate(lambdas.tolist()):
-        args = ppo_rlhf.Args(gamma=gamma, gae_lambda=value)
-        theirs, _ = ppo_rlhf.compute_gae(args, rewards, values, mask)
+        theirs, _ = ppo_rlhf.compute_gae(rewards, values, mask, gamma, value)
         assert torch.equal(advantages[i], theirs[i])
-    _, returns = ppo_rlhf.compute_gae(
-        ppo_rlhf.Args(gamma=gamma, gae_lambda=1.0), rewards, values, mask
-    )
+    _, returns = ppo_rlhf.compute_gae(rewards, values, mask, gamma, gae_lambda=1.0)
     expected = []
     for row, counts in zip(rewards, mask, strict=True):
         own = row[counts].tolist()
         expected.append([sum(gamma**k * r for k, r in enumerate(own[t:])) for t in range(len(own))])
     same(returns, expected, mask)
-    same(vapo.discounted_returns(vapo.Args(gamma=gamma), rewards, mask), expected, mask)
+    same(vapo.discounted_returns(rewards, mask, gamma), expected, mask)
 
 
 def test_adaptive_lambda_by_hand():
@@ -671,7 +675,7 @@ def test_adaptive_lambda_by_hand():
         (0.5, 3, 1 / 3),
     ):
         mask = torch.arange(1000)[None] < length  # (1, 1000)
-        (found,) = vapo.adaptive_lambda(vapo.Args(gae_alpha=alpha), mask).tolist()
+        (found,) = vapo.adaptive_lambda(mask, alpha).tolist()
         assert found == pytest.approx(expected, abs=1e-6)
         if alpha * length >= 1:
             total = math.fsum(found**k for k in range(10_000))
@@ -697,9 +701,8 @@ def test_adaptive_lambda_by_hand():
 def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
     """The minibatch has four tokens. The second slot here is masked, and its numbers don't count."""
     values = double([[value, 9.0]]).requires_grad_()
-    mask, args = torch.tensor([[True, False]]), ppo_rlhf.Args(value_clip_eps=0.2)
-    given = double([[old, 7.0]]), double([[target, -5.0]]), mask, 4
-    result, stats = ppo_rlhf.value_loss(args, values, *given)
+    given = double([[old, 7.0]]), double([[target, -5.0]]), torch.tensor([[True, False]]), 4
+    result, stats = ppo_rlhf.value_loss(values, *given, value_clip_eps=0.2)
     (slope,) = torch.autograd.grad(result, values)
     assert result.item() == pytest.approx(loss / 4)
     assert slope.tolist()[0] == pytest.approx([gradient / 4, 0.0])
@@ -710,12 +713,11 @@ def test_value_loss_by_hand(value, old, target, loss, gradient, clipped):
 def test_slices_of_value_and_nll_loss_add_up():
     mask, (values, old, returns) = ragged_tensors(4, 3)
     is_right = torch.tensor([True, False, True, True, False])
-    args, num_tokens = ppo_rlhf.Args(), int(mask.sum())
-    num_right = int(mask[is_right].sum())
+    num_tokens, num_right = int(mask.sum()), int(mask[is_right].sum())
 
     def losses(rows):
         given = values[rows], old[rows], returns[rows], mask[rows]
-        loss, stats = ppo_rlhf.value_loss(args, *given, num_tokens)
+        loss, stats = ppo_rlhf.value_loss(*given, num_tokens, value_clip_eps=0.2)
         nll = vapo.nll_loss(values[rows], is_right[rows], mask[rows], num_right)
         return torch.stack([loss, nll, *[stats[name] for name in sorted(stats)]])
 
@@ -759,7 +761,6 @@ def test_explained_variance_by_hand():
 WIDE, FLAT = torch.zeros(3, 3), torch.zeros(3)
 COLUMN, SINGLE = torch.zeros(3, 1), torch.zeros(1)
 ALL = torch.ones(3, 3, dtype=torch.bool)
-PPO, VAPO = ppo_rlhf.Args(), vapo.Args()
 # Each row is a function, arguments that it takes, and the place and the value of an argument that it refuses.
 REFUSED = [
     *[(script.compute_advantages, (WIDE,), 0, FLAT) for script in (grpo, dr_grpo, rloo)],
@@ -769,13 +770,13 @@ REFUSED = [
     # One baseline per prompt would be another algorithm.
     (reinforce_baseline.compute_advantages, (WIDE, 0.5), 1, COLUMN),
     *[(remax.compute_advantages, (WIDE, FLAT), 1, bad) for bad in (COLUMN, SINGLE, SINGLE[0])],
-    *[(ppo_rlhf.kl_rewards, (PPO, FLAT, WIDE, WIDE, ALL), 1, bad) for bad in (COLUMN, WIDE, SINGLE)],
+    *[(ppo_rlhf.kl_rewards, (FLAT, WIDE, WIDE, ALL, 0.1), 0, bad) for bad in (COLUMN, WIDE, SINGLE)],
     *[(vapo.terminal_rewards, (FLAT, ALL), 0, bad) for bad in (COLUMN, SINGLE)],
-    (ppo_rlhf.compute_gae, (PPO, WIDE, WIDE, ALL), 2, COLUMN),
-    (vapo.compute_gae, (VAPO, WIDE, WIDE, ALL, FLAT), 2, COLUMN),
-    *[(vapo.compute_gae, (VAPO, WIDE, WIDE, ALL, FLAT), 4, bad) for bad in (SINGLE, COLUMN, SINGLE[0])],
-    (vapo.discounted_returns, (VAPO, WIDE, ALL), 1, COLUMN),
-    *[(ppo_rlhf.value_loss, (PPO, WIDE, WIDE, WIDE, ALL, 9), k, FLAT) for k in (1, 2, 3)],
+    (ppo_rlhf.compute_gae, (WIDE, WIDE, ALL, 0.9, 0.9), 1, COLUMN),
+    (vapo.compute_gae, (WIDE, WIDE, ALL, 0.9, FLAT), 1, COLUMN),
+    *[(vapo.compute_gae, (WIDE, WIDE, ALL, 0.9, FLAT), 4, bad) for bad in (SINGLE, COLUMN, SINGLE[0])],
+    (vapo.discounted_returns, (WIDE, ALL, 0.9), 0, COLUMN),
+    *[(ppo_rlhf.value_loss, (WIDE, WIDE, WIDE, ALL, 9, 0.2), k, FLAT) for k in (0, 1, 2)],
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import math
 import shutil
 import sys
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import passk
@@ -32,6 +33,7 @@ def small_run(tmp_path):
     (run / "model").symlink_to(SMALL_MODEL)
     shutil.copy(ROOT / "grpo.py", run)
     shutil.copytree(ROOT / "utils", run / "utils")
+    shutil.copy(ROOT / "utils" / "task.py", run)
     return run
 
 
@@ -135,9 +137,10 @@ def test_the_counts_are_those_of_the_samples():
     """A problem's count is the number of its own responses with the gold answer, at the run's temperature."""
     args = grpo.Args(model=SMALL_MODEL, dataset=SMALL_TASK, examples=False, max_new_tokens=24)
     args.max_prompt_tokens, args.temperature, args.device, args.eval_size = 64, 1.0, "cpu", 5
-    counts = passk.count_right(grpo, args, 12, seed=3)
+    task = grpo.load_task(args)
+    counts = passk.count_right(grpo, task, args, 12, seed=3)
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
-    _, problems = grpo.load_data(args, tokenizer)
+    _, problems = grpo.load_data(args, task, tokenizer)
     model = AutoModelForCausalLM.from_pretrained(SMALL_MODEL)
     eos_ids = torch.tensor([tokenizer.eos_token_id])
     for number, (problem, count) in enumerate(zip(problems, counts, strict=True)):
@@ -149,27 +152,28 @@ def test_the_counts_are_those_of_the_samples():
         assert sum(right) == count
     # At a temperature near 0 all responses are the greedy one.
     args.temperature = 1e-4
-    assert set(passk.count_right(grpo, args, 12, seed=3)) <= {0, 12}
+    assert set(passk.count_right(grpo, task, args, 12, seed=3)) <= {0, 12}
 
 
-def test_a_run_is_judged_by_its_own_copy(small_run, monkeypatch):
-    """By its first reward, with its worked examples and its utils/. This process keeps its own utils."""
-    text = (small_run / "grpo.py").read_text(encoding="utf-8")
-    text = text.replace("REWARDS = [accuracy_reward,", "REWARDS = [lenient_accuracy_reward,")
+def test_a_run_is_judged_by_its_own_copy(small_run, tmp_path):
+    """By its task, with its utils/ and what else the task imports. This process keeps its own utils."""
     (small_run / "grpo.py").rename(small_run / "mine.py")
-    text = text.replace('"Tom has 12 apples', '"Ann has 12 apples') + "\nimport utils.own\n"
-    (small_run / "mine.py").write_text(text, encoding="utf-8")
+    text = "import utils.own\nfrom beside import lenient_accuracy_reward\n"
+    text += 'REWARDS = [lenient_accuracy_reward]\nEXAMPLES = [("Ann has 12 apples.", "12")]\n'
+    (small_run / "task.py").write_text(text, encoding="utf-8")
     (small_run / "utils" / "own.py").write_text("")
+    (tmp_path / "beside.py").write_text("from utils.rewards import lenient_accuracy_reward\n")
     with open(small_run / "utils" / "rewards.py", "a", encoding="utf-8") as file:
         file.write(
             "\n\ndef lenient_accuracy_reward(completions, **columns):\n    return [1.0] * len(completions)\n"
         )
-    script = passk.script_of_run(small_run)
     args = passk.args_of_run(small_run, "cpu", 3)
-    assert passk.count_right(script, args, 4, seed=1) == [4, 4, 4]
-    assert script.EXAMPLES[0][0].startswith("Ann has 12 apples")
+    args.task = str(tmp_path / "my_task.py")  # where it was when the run began
+    script, task = passk.code_of_run(small_run, args)
+    assert passk.count_right(script, task, args, 4, seed=1) == [4, 4, 4]
+    assert task.EXAMPLES[0][0].startswith("Ann has 12 apples")
     assert sys.modules["utils.rewards"].accuracy_reward is grpo.accuracy_reward
-    assert str(small_run) not in sys.path and "utils.own" not in sys.modules
+    assert not {str(small_run), str(tmp_path)} & {*sys.path} and "utils.own" not in sys.modules
 
 
 @pytest.mark.parametrize(
@@ -241,11 +245,8 @@ def test_the_table_by_hand(tmp_path, monkeypatch):
 
 
 def test_the_own_right_samples_have_accuracy_alone_as_reward():
-    """The copy differs from its parent in one line."""
-    parent = (ROOT / "reinforce_baseline.py").read_text(encoding="utf-8").splitlines()
-    copied = passk.text_of_copy().splitlines()
-    changed = [pair for pair in zip(parent, copied, strict=True) if pair[0] != pair[1]]
-    assert [new for _, new in changed] == ["REWARDS = [accuracy_reward]"]
+    task = grpo.load_task(SimpleNamespace(task=str(ROOT / passk.RIGHT_ALONE)))
+    assert task.REWARDS == [grpo.accuracy_reward] and task.EXAMPLES == []
 
 
 def test_the_lesson_states_what_is_recorded():

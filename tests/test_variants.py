@@ -19,7 +19,7 @@ import torch
 import tyro
 from conftest import ROOT, load_patched, small_recipe
 from scripts import MACHINE_PATCHES
-from test_equations import double, loss_of, make_args, ragged_batch
+from test_equations import double, flags_of, loss_of, make_args, ragged_batch
 from test_whole_step import PATCHES as IN_WHOLE_STEPS
 from transformers import AutoModelForCausalLM
 
@@ -174,14 +174,15 @@ def test_kimi_kl_by_hand():
     sampled = double([[-1.5, -1.8, 0.0]])
     args, old, zero = make_args(script, kl_tau=0.1), logprobs.detach(), torch.zeros(1, 1)
     given = dict(sampler_weights=torch.ones(1, 3), mask=mask, num_seqs=1)
-    loss, stats = script.policy_loss(args, logprobs, old, sampled, None, zero, **given)
+    given |= flags_of(script.policy_loss, args)
+    loss, stats = script.policy_loss(logprobs, old, sampled, None, zero, **given)
     (slope,) = torch.autograd.grad(loss, logprobs)
     assert loss.item() == pytest.approx(0.1 * (0.25 + 0.04) / 2, abs=1e-12)
     assert slope.tolist()[0] == pytest.approx([0.1 * 0.5, -0.1 * 0.2, 0.0], abs=1e-12)
     assert stats["kl/sampler"].item() == pytest.approx((0.25 + 0.04) / 2)
     for bad in (torch.zeros(1, 2), torch.zeros(1, 1), torch.zeros(3)):
         with pytest.raises(AssertionError):
-            script.policy_loss(args, logprobs, old, bad, None, zero, **given)
+            script.policy_loss(logprobs, old, bad, None, zero, **given)
 
 
 def test_echo_by_hand():
@@ -189,8 +190,7 @@ def test_echo_by_hand():
     logprobs = torch.tensor([[-1.0, -0.5, math.nan], [math.inf, -1.0, -1.0], [-3.0, -9.0, -9.0]])
     logprobs = logprobs.double().requires_grad_()
     tool_mask = torch.tensor([[True, True, False], [False] * 3, [True, False, False]])
-    script = load("echo")
-    loss = script.tool_loss(make_args(script, echo_coef=0.4), logprobs, tool_mask, num_seqs=5)
+    loss = load("echo").tool_loss(logprobs, tool_mask, num_seqs=5, echo_coef=0.4)
     assert loss.item() == pytest.approx(0.4 * (0.75 + 0.0 + 3.0) / 5, abs=1e-12)
     (slope,) = torch.autograd.grad(loss, logprobs)
     expected = [[-0.4 / 2 / 5, -0.4 / 2 / 5, 0.0], [0.0] * 3, [-0.4 / 5, 0.0, 0.0]]
@@ -218,8 +218,7 @@ def test_p3o_by_hand():
     near, far = math.exp(0.1 + 0.0), math.exp(0.1 + 0.3)
 
     def advantages(eps, moved=logratio):
-        args = make_args(script, clip_eps=eps)
-        return script.compute_advantages(args, returns, moved)[0].tolist()
+        return script.compute_advantages(returns, moved, clip_eps=eps)[0].tolist()
 
     assert advantages(0.11) == pytest.approx([(near + far) / 2, -near / 2, -far / 2], abs=1e-12)
     # The first response has gained 0.1 on the second one, and lost 0.2 to the third one.
@@ -228,7 +227,7 @@ def test_p3o_by_hand():
     assert advantages(0.15, -logratio) == pytest.approx([1 / near / 2, -1 / near / 2, 0.0])
     for bad in (torch.zeros(3, 1), torch.zeros(1, 1), torch.zeros(3)):
         with pytest.raises(AssertionError):
-            script.compute_advantages(make_args(script), returns, bad)
+            script.compute_advantages(returns, bad, clip_eps=0.2)
 
 
 def test_clip_cov_by_hand():
@@ -244,8 +243,8 @@ def test_clip_cov_by_hand():
         (4.0, 9.0, None),
         (1.0, 4.0, None),
     ):
-        args = make_args(script, cov_low=low, cov_high=high)
-        kept = script.clip_cov(args, logprobs, advantages, mask)
+        bounds = dict(cov_low=low, cov_high=high)
+        kept = script.clip_cov(logprobs, advantages, mask, cov_share=2e-4, **bounds)
         expected = advantages.expand(2, 3).clone()
         if left:
             expected[left] = 0.0
@@ -259,14 +258,12 @@ def test_clip_cov_draws_so_many_tokens_between_the_bounds(share, count):
     """With a share of 1 it leaves out all of them, and test_whole_step.py computes which these are."""
     logprobs, _, _, advantages, mask = ragged_batch(1)
     logprobs, script, left_out = logprobs.detach(), load("clip_cov"), []
-    fields = dict(cov_low=0.05, cov_high=0.6)
-    all_of_them = make_args(script, cov_share=1.0, **fields)
-    between = script.clip_cov(all_of_them, logprobs, advantages, mask) != advantages
+    given = dict(logprobs=logprobs, advantages=advantages, mask=mask, cov_low=0.05, cov_high=0.6)
+    between = script.clip_cov(**given, cov_share=1.0) != advantages
     assert 2 < between.sum() < mask.sum() and count == max(1, int(share * mask.sum()))
     for seed in range(60):
         torch.manual_seed(seed)
-        args = make_args(script, cov_share=share, **fields)
-        kept = script.clip_cov(args, logprobs, advantages, mask)
+        kept = script.clip_cov(**given, cov_share=share)
         left_out.append(kept != advantages)
         assert left_out[-1].sum() == count and (kept[left_out[-1]] == 0).all()
     # The draws are random, so 60 seeds draw every token.
@@ -305,12 +302,14 @@ def test_masks_by_hand(name, fields, advantage, expected):
     args = make_args(script, **fields)
     if name == "opsm":
         advantages = torch.full((4, 1), advantage)
-        weights = script.off_policy_mask(args, current, sampled, advantages, mask).expand(4, 3)
+        given = dict(mask=mask, opsm_delta=args.opsm_delta)
+        weights = script.off_policy_mask(current, sampled, advantages, **given).expand(4, 3)
         for bad in (torch.zeros(4), torch.zeros(1, 4), torch.zeros(4, 4)):
             with pytest.raises(AssertionError):
-                script.off_policy_mask(args, current, sampled, bad, mask)
+                script.off_policy_mask(current, sampled, bad, **given)
     else:
-        weights = script.compute_sampler_weights(args, current, sampled, mask)
+        given = flags_of(script.compute_sampler_weights, args)
+        weights = script.compute_sampler_weights(current, sampled, mask, **given)
     assert weights[mask].tolist() == pytest.approx(expected, abs=1e-12)
     assert weights.isfinite().all() and not weights.requires_grad
 
