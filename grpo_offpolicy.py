@@ -47,8 +47,7 @@ and w doesn't correct for that. So the gradient is biased even where no weight i
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
-tokens in all. evaluate, sample_responses and generate use these letters for the prompts and
-sequences that they get.
+tokens in all. evaluate, sample_responses and generate use B and N for the prompts that they get.
 
     python grpo_offpolicy.py --staleness 4 --num-minibatches 4   the bundled adder, on a CPU
     python grpo_offpolicy.py --model SmolLM2-1.7B-Instruct       GSM8K, on one GPU

@@ -949,8 +949,8 @@ def response_states(model, micro_batch):
     """
     device = micro_batch.response_ids.device
     rows, predicts = [], []
+    # Difference (2): attention sees all tokens of the response. Only the policy's are predicted.
     responses = unpadded(micro_batch.response_ids, micro_batch.context_mask)  # n lists
-    # Difference (2): attention sees all tokens of the response, and the policy's are predicted.
     is_policy = unpadded(micro_batch.response_mask, micro_batch.context_mask)  # n lists
     for prompt, response, flags in zip(micro_batch.prompts, responses, is_policy, strict=True):
         rows.append(torch.tensor(prompt + response))

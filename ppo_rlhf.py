@@ -54,8 +54,7 @@ With --model, the default is no reward model: the task's REWARDS replace it.
 Shapes: B prompts per step, G samples per prompt, N = B*G sequences in group order (sequence i
 belongs to prompt i//G), P the length of a padded prompt, R of a padded response (--max-new-tokens),
 V vocabulary, D hidden units. A minibatch has m sequences. A micro-batch has n, with T response
-tokens in all. evaluate, sample_responses and generate use these letters for the prompts and
-sequences that they get.
+tokens in all. evaluate, sample_responses and generate use B and N for the prompts that they get.
 
     python ppo_rlhf.py                                 the bundled adder and its judge, on a CPU
     python ppo_rlhf.py --model SmolLM2-1.7B-Instruct   GSM8K with rule-based rewards, on one GPU

@@ -292,15 +292,19 @@ def load(path: str):
         sys.exit(f"{path} isn't a copy of a script: it has no class Args, or no function find_model")
     script = file.stem
     if script not in known:
-        lines = set(text.splitlines())
-        script = max(SCRIPTS, key=lambda name: len(lines & set(read_script(name).splitlines())))
-        if "def add_adapters(args, model):" in lines:
+        script = max(SCRIPTS, key=lambda name: len(long_lines(text) & long_lines(read_script(name))))
+        if "def add_adapters(args, model):" in text:
             script = "grpo_lora"  # adapters decide how much memory is needed, whatever else a copy has
     sys.path.insert(0, str(file.resolve().parent))  # for the modules beside it
     spec = importlib.util.spec_from_file_location("planned", file)
     module = sys.modules["planned"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return script, module
+
+
+def long_lines(text: str) -> set[str]:
+    """The lines that say more than "beta," or "):", which stand in different places."""
+    return {line for line in text.splitlines() if len(line.strip()) > 20}
 
 
 def module_of(script: str):

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import SMALL_JUDGE, small_recipe
+from conftest import SMALL_JUDGE, small_recipe, use_task
 from transformers import (
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -99,7 +99,7 @@ def test_the_rules_only_say_what_is_right_where_a_reward_model_scores(tmp_path, 
     def rule(completions, answer, **columns):
         return [0.25] * len(completions)
 
-    monkeypatch.setattr(ppo_rlhf, "REWARDS", [rule])
+    use_task(monkeypatch, ppo_rlhf, [rule])
     metrics = run(tmp_path / "judge")
     assert "rollout/score" in metrics and "rollout/rule" not in metrics
     assert metrics["rollout/accuracy"] == 0.25

@@ -231,7 +231,7 @@ assert rows == [len(mask), *(int(n) for n in mask[:, 8::8].sum(0) if n > 0)], ro
 assert len(graphs) == len(rows) > 2 and rows[-1] < rows[0], (graphs, rows)
 """
 # Print the bytes of the weights and the additional peak of a forward and backward pass. Gradients exist before it.
-PEAKS = """import gc, json, sys, types
+PEAKS = """import copy, gc, json, sys, types
 sys.path[:0] = [{root!r}, {root!r} + "/benchmark"]
 import grpo, grpo_lora, plan, torch, transformers
 def held():
@@ -253,6 +253,9 @@ for config, script in cases:
     model = model.cuda()
     model.gradient_checkpointing_enable()
     if script is grpo_lora:
+        head = copy.deepcopy(model.get_output_embeddings()).float()  # as load_model has it
+        head.register_forward_pre_hook(lambda module, inputs: (inputs[0].float(),))
+        model.set_output_embeddings(head)
         model = grpo_lora.add_adapters(types.SimpleNamespace(lora_rank=16, lora_alpha=32, seed=1), model)
     model.train()
     ids = torch.randint(3, 60, (16, 17)).cuda()

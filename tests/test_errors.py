@@ -15,12 +15,13 @@ import re
 import runpy
 import shutil
 import sys
+from pathlib import Path
 
 import datasets
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SMALL_MODEL, skip_without_engine, small_recipe
+from conftest import ROOT, SMALL_MODEL, default_task, skip_without_engine, small_recipe, use_task
 from safetensors.torch import load_file, save_file
 from test_runs import FORK, ended, write_to
 
@@ -158,15 +159,67 @@ def test_dapo_refuses_a_penalty_for_every_response(tmp_path):
     script.check_args(tiny_args(script, tmp_path, max_new_tokens=32, overlong_cache=31))
 
 
-def test_every_script_refuses_two_rewards_of_one_name(script, tmp_path, monkeypatch):
+# ---- the task
+GOOD_TASK = "from utils.rewards import *\nREWARDS = [accuracy_reward]\nEXAMPLES = []\n"
+
+
+def write_task(folder, text, name="my_task.py"):
+    (folder / name).write_text(text, encoding="utf-8")
+    return str(folder / name)
+
+
+def test_every_script_refuses_two_rewards_of_one_name(script, tmp_path):
     """The scores are logged by name, so the second reward would replace the first."""
+    text = GOOD_TASK + "REWARDS.append(lambda completions, **columns: [0.0])\n"
+    task = write_task(tmp_path, f"{text}REWARDS[1].__name__ = 'accuracy_reward'\n")
+    args = tiny_args(script, tmp_path, task=task)
+    with pytest.raises(ValueError, match="my_task.py: two functions in REWARDS have the same name"):
+        script.load_task(args)
+    assert len(script.load_task(tiny_args(script, tmp_path)).REWARDS) == 2
 
-    def accuracy_reward(completions, answer, **columns):
-        return [0.0] * len(completions)
 
-    monkeypatch.setattr(script, "REWARDS", [*script.REWARDS, script.REWARDS[0]])
-    with pytest.raises(ValueError, match="same name"):
-        script.check_args(tiny_args(script, tmp_path))
+@pytest.mark.parametrize(
+    ("text", "kind", "line"),
+    [
+        (None, FileNotFoundError, "No such file or directory: .*my_task"),
+        ("EXAMPLES = []", AttributeError, "'task' has no attribute 'REWARDS'"),
+        ("REWARDS = []\nEXAMPLES = []", IndexError, "list index out of range"),
+        (GOOD_TASK.partition("EXAMPLES")[0], AttributeError, "'task' has no attribute 'EXAMPLES'"),
+        ("REWARDS = [my_reward]", NameError, "name 'my_reward' is not defined"),
+        ("from utils.rewards import no_reward", ImportError, "cannot import name 'no_reward'"),
+        ("1 / 0", ZeroDivisionError, "division by zero"),
+        ("def f(:", SyntaxError, r"my_task, line 1"),
+    ],
+)
+def test_a_wrong_task(tmp_path, text, kind, line):
+    """Python says what is wrong with it. The name of the file needs no ending."""
+    task = str(tmp_path / "my_task")
+    if text is not None:
+        task = write_task(tmp_path, text, "my_task")
+    with pytest.raises(kind, match=line):
+        grpo.main(tiny_args(grpo, tmp_path, task=task, examples=True))
+    assert not (tmp_path / "runs").exists() or kind is IndexError
+
+
+def test_a_task_of_two_files(tmp_path, monkeypatch):
+    """It may import a file beside it, but not hide one of ours. Pickle and dataclasses find what it defines."""
+    text = "from __future__ import annotations\nimport dataclasses, pickle, beside, utils.masking\n"
+    text += "@dataclasses.dataclass\nclass Case:\n    x: int\nassert pickle.loads(pickle.dumps(Case(1))).x == 1\n"
+    text += "def mine(completions, **columns):\n    return [beside.HALF] * len(completions)\n"
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    task = write_task(folder, f"{text}REWARDS, EXAMPLES = [mine], []\n")
+    write_task(folder, "HALF = 0.5\n", "beside.py")
+    write_task(folder, "1 / 0\n", "json.py")
+    monkeypatch.chdir(folder)
+    args = tiny_args(grpo, tmp_path, task="my_task.py", run_name="a", num_steps=1)
+    assert grpo.main(args)["rollout/mine"] == 0.5
+    # The copy in the run's folder is the same task. A task of another path goes on, one of another content doesn't.
+    saved = tmp_path / "runs" / "a" / "task.py"
+    assert saved.read_bytes() == Path(task).read_bytes()
+    grpo.main(dataclasses.replace(args, task=str(saved)))
+    write_task(folder, f"{text}REWARDS, EXAMPLES = [mine], [('1+2=', '3')]\n")
+    refused(args, tmp_path / "runs" / "a", "task.py")
 
 
 # ---- models
@@ -201,7 +254,7 @@ def test_a_sliding_window_is_no_limit(tmp_path):
     "grpo", "grpo_lora", "grpo_tools", "grpo_offpolicy", "ppo_rlhf", "vapo", "grpo_vllm"
 )
 def test_sampler_and_trainer_that_disagree_stop_the_run(script, tmp_path, monkeypatch):
-    """Such a run would train on wrong probabilities. A run that goes on is checked, too."""
+    """Such a run would train on wrong probabilities. After step 1 a gap is only logged, in a resumed run, too."""
     skip_without_engine(script)
     exact = script.compute_logprobs
 
@@ -226,8 +279,7 @@ def test_sampler_and_trainer_that_disagree_stop_the_run(script, tmp_path, monkey
             with pytest.raises(KeyboardInterrupt):
                 grpo.main(args)
         monkeypatch.setattr(grpo, "compute_logprobs", shifted)
-        with pytest.raises(ValueError, match="differ by .* nats"):
-            grpo.main(args)
+        assert grpo.main(args)["rollout/logprob_gap"] > 0.01
 
 
 # ---- rewards
@@ -302,7 +354,7 @@ NUMBERS = "must return a number for each completion:"
 )
 def test_wrong_reward(tmp_path, monkeypatch, reward, kind, line):
     """A score that isn't one number per completion must not be broadcast. One NaN would make a whole group NaN."""
-    monkeypatch.setattr(grpo, "REWARDS", [grpo.accuracy_reward, reward])
+    use_task(monkeypatch, grpo, [grpo.accuracy_reward, reward])
     with pytest.raises(kind, match=line):
         grpo.main(tiny_args(grpo, tmp_path))
     metrics = (tmp_path / "runs").glob("*/metrics.jsonl")
@@ -317,7 +369,7 @@ def test_gold_answers_that_are_no_numbers_are_skipped_and_counted(tmp_path, caps
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, lines)))
     args = tiny_args(grpo, tmp_path, dataset=str(tmp_path / "data.jsonl"), max_prompt_tokens=20)
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
-    train, test = grpo.load_data(args, tokenizer)
+    train, test = grpo.load_data(args, default_task(grpo), tokenizer)
     found = {problem["columns"]["answer"] for problem in train + test}
     assert found == {"4", "1.5", "#### 7", "10,000"}
     line = "train data: 12 problems, 15 skipped: without a readable answer\n"
@@ -332,11 +384,11 @@ def test_a_split_that_is_not_used_may_lack_a_column(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name: splits)
     args = tiny_args(grpo, tmp_path, max_prompt_tokens=20, dataset="on/hub")
     tokenizer = transformers.AutoTokenizer.from_pretrained(SMALL_MODEL)
-    train, test = grpo.load_data(args, tokenizer)
+    train, test = grpo.load_data(args, default_task(grpo), tokenizer)
     assert [problem["prompt"] for problem in train + test] == ["2+2=", "2+2="]
     splits["test"] = splits["unlabelled"]
     with pytest.raises(ValueError, match="'answer'"):
-        grpo.load_data(args, tokenizer)
+        grpo.load_data(args, default_task(grpo), tokenizer)
 
 
 def test_no_problem_is_left(tmp_path, capsys):
@@ -368,7 +420,7 @@ def test_two_runs_of_the_same_second(tmp_path, monkeypatch):
     args = tiny_args(grpo, tmp_path)
     folder = grpo.name_run(args)
     assert folder == tmp_path / "runs" / "grpo__policy__1__now"
-    grpo.open_run(args, folder, [])
+    grpo.open_run(args, default_task(grpo), folder, [])
     before = contents(tmp_path)
     with pytest.raises(FileExistsError):
         grpo.main(args)
@@ -390,20 +442,20 @@ def test_a_run_refuses_other_flags(finished, tmp_path, has_checkpoint):
 
 
 def test_everything_is_compared(tmp_path):
-    """All flags, rewards, code and data. Only a run's folder, the versions and the machine may change."""
+    """All flags, rewards, code and data. Only folders, the versions and the machine may change."""
     args = tiny_args(grpo, tmp_path, run_name="a")
-    run = grpo.describe_run(args, [])
-    code = {path.relative_to(ROOT).as_posix() for path in grpo.code_files()}
-    assert {"grpo.py", "utils/rewards.py"} <= code
+    run = grpo.describe_run(args, default_task(grpo), [])
+    code = set(grpo.code_files(args))
+    assert {"grpo.py", "task.py", "utils/rewards.py"} <= code
     rest = {"rewards", "data", "precision", "versions", "device_name"}
     assert run.keys() == vars(args).keys() | code | rest
     # Whatever --dtype was: the precision must be the same.
-    free = ("runs_dir", "run_name", "dtype", "versions", "device_name")
+    free = ("runs_dir", "run_name", "task", "dtype", "versions", "device_name")
     names = [name for name in run if name not in free]
     for changed in (names[:1], names[1:4], names[::2], ["rewards"], ["grpo.py", "data"], names):
         saved = {name: "another" if name in changed else x for name, x in run.items()}
         saved |= dict(runs_dir="elsewhere", run_name=None, versions="others", device_name="other")
-        saved |= dict(dtype="float16")
+        saved |= dict(dtype="float16", task="elsewhere.py")
         (tmp_path / "args.json").write_text(json.dumps(saved))
         with pytest.raises(ValueError) as caught:
             grpo.check_same_run(args, tmp_path, run)
@@ -438,18 +490,16 @@ CHANGES = {
     "the strict reward": ("utils/rewards.py", "number == gold)", "number != gold)"),
     "a file that no reward reads": ("utils/masking.py", "import torch", "import torch  # so"),
     "the loss": ("grpo.py", "token_loss = -surrogate", "token_loss = surrogate"),
-    "an example": ("grpo.py", "Tom has 12 apples", "Tom has 13 apples"),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_run_of_other_code_is_refused(finished, tmp_path, monkeypatch, change):
-    """Of the script or of utils: the run began with another loss, other rewards or other examples."""
+    """Of the script or of utils: the run began with another loss or other rewards."""
     run = shutil.copytree(finished / "runs" / "a", tmp_path / "runs" / "a")
     code = tmp_path / "code"
-    for path in grpo.code_files():
-        (code / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, code / path.relative_to(ROOT))
+    shutil.copytree(ROOT / "utils", code / "utils")
+    shutil.copy(ROOT / "grpo.py", code)
     monkeypatch.setattr(grpo, "SCRIPT", code / "grpo.py")
     args = tiny_args(grpo, tmp_path, run_name="a")
     grpo.main(args)  # the same code in another folder
@@ -458,8 +508,8 @@ def test_a_run_of_other_code_is_refused(finished, tmp_path, monkeypatch, change)
     assert old in text
     (code / name).write_text(text.replace(old, new), encoding="utf-8")
     refused(args, run, name)
-    # The rewards of a script have names, too.
-    monkeypatch.setattr(grpo, "REWARDS", [grpo.lenient_accuracy_reward])
+    # The rewards of a task have names, too.
+    use_task(monkeypatch, grpo, [grpo.lenient_accuracy_reward])
     refused(args, run, f"rewards, {name}")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, small_recipe
+from conftest import ROOT, default_task, small_recipe
 from test_docs import differences, load
 from test_runs import FORK, ended
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +32,7 @@ PAGE = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
 BLOCKS = {}
 for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
     names = re.findall(r"^def (\w+)", block, re.MULTILINE)
-    is_reward = names and names[0] not in ("ask", "judge_reward")
+    is_reward = names and names[0] not in ("ask", "judge_reward", "search")
     if is_reward and re.search(r"^REWARDS = ", block, re.MULTILINE):
         BLOCKS[names[0]] = block
 # A program that needs no hub.
@@ -43,42 +43,41 @@ ROWS = {
     "word_reward": ([{"question": "12+34=", "answer": "answer"}], {}),
     "keywords_reward": (
         [{"question": "1+2=", "keywords": ["<", "zebra"], "limit": 1000}],
-        {"answer_column": "limit"},
+        {"answer_column": "limit", "examples": True, "max_prompt_tokens": 160},
     ),
     "as_chats": ([SUM], {}),
 }
 
 
-def run_copy(monkeypatch, tmp_path, source, rows, **given):
-    """A run of two steps of a copy of grpo.py on these rows: its module, its metrics, its samples."""
-    script = load(monkeypatch, "mine", source)
+def page_task(tmp_path, block):
+    """A task of the page, loaded from a file."""
+    (tmp_path / "my_task.py").write_text(block, encoding="utf-8")
+    return grpo.load_task(grpo.Args(task=str(tmp_path / "my_task.py")))
+
+
+def run_task(tmp_path, block, rows, **given):
+    """A run of grpo.py of two steps with this task on these rows: the task, the metrics, the samples."""
+    task = page_task(tmp_path, block)
     data = tmp_path / "data"
     data.mkdir()
     for split, times in (("train", 18), ("test", 2)):
         lines = [json.dumps(row) + "\n" for row in rows * times]
         (data / f"{split}.jsonl").write_text("".join(lines))
-    fields = small_recipe(script) | dict(dataset=str(data), num_steps=2, num_prompts=2)
-    fields |= dict(device="cpu", runs_dir=str(tmp_path), run_name="run")
-    script.main(script.Args(**fields | given))
-    read = lambda name: [json.loads(line) for line in open(tmp_path / "run" / name)]  # noqa: E731
-    return script, read("metrics.jsonl"), read("samples.jsonl")
-
-
-def grpo_with(block):
-    source = (ROOT / "grpo.py").read_text(encoding="utf-8")
-    source, count = re.subn(r"^REWARDS = .*\n", lambda _: block, source, flags=re.MULTILINE)
-    assert count == 1
-    return source
+    fields = small_recipe(grpo) | dict(dataset=str(data), num_steps=2, num_prompts=2)
+    fields |= dict(device="cpu", runs_dir=str(tmp_path), run_name="run", task=task.__file__)
+    grpo.main(grpo.Args(**fields | given))
+    run = tmp_path / "run"
+    return task, read_lines(run / "metrics.jsonl"), read_lines(run / "samples.jsonl")
 
 
 def test_the_differences_shown_are_real():
-    """In docs/extend.md, seven diffs apply to grpo.py and give valid Python. The diff between them quotes a patch."""
+    """In docs/extend.md, six diffs apply to grpo.py and give valid Python. The first diff quotes a patch."""
     found = differences("extend")
     small = ["metric", "schedule", "best", "second", "samples"]
-    assert list(found) == ["grpo_math", "entropy", *small]
+    assert list(found) == ["entropy", *small]
     for name, source in found.items():
         compile(source, name, "exec")
-    excerpt = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)[1]
+    excerpt = re.findall(r"```diff\n(.*?)```", PAGE, re.DOTALL)[0]
     assert excerpt in (ROOT / "variants" / "cispo.diff").read_text(encoding="utf-8")
 
 
@@ -91,7 +90,7 @@ def test_the_problems_of_the_example(tmp_path, monkeypatch):
     flags = dict(dataset="sums.jsonl", question_column="task", answer_column="result")
     args = dataclasses.replace(grpo.BUNDLED, **flags)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    train, test = grpo.load_data(args, tokenizer)
+    train, test = grpo.load_data(args, default_task(grpo), tokenizer)
     assert [len(train), len(test)] == [72, 8]
     for problem in train + test:
         assert eval(problem["prompt"].removesuffix("=")) == int(problem["columns"]["answer"])
@@ -100,7 +99,7 @@ def test_the_problems_of_the_example(tmp_path, monkeypatch):
 def test_the_entropy_bonus(monkeypatch):
     """Over all tokens of a vocabulary, the mean gradient of docs/extend.md's bonus is that of the negative entropy."""
     script = load(monkeypatch, "entropy", differences("extend")["entropy"])
-    args = script.Args(beta=0.0, entropy_coef=0.7)
+    flags = dict(clip_eps=0.2, beta=0.0, entropy_coef=0.7)
     logits = torch.tensor([0.3, -1.2, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     zero, mask = torch.zeros(1, 1, dtype=torch.float64), torch.tensor([[True, False]])
     total = 0.0
@@ -108,7 +107,7 @@ def test_the_entropy_bonus(monkeypatch):
         # The second slot is masked, and contains garbage.
         logprobs = torch.cat([logprob.view(1, 1), torch.full_like(zero, math.nan)], 1)
         old = logprobs.detach()
-        loss, _ = script.policy_loss(args, logprobs, old, old, zero, mask, num_seqs=1)
+        loss, _ = script.policy_loss(logprobs, old, old, zero, mask, num_seqs=1, **flags)
         total = total + logprob.detach().exp() * loss
     (gradient,) = torch.autograd.grad(total, logits)
     negative_entropy = (logits.softmax(0) * logits.log_softmax(0)).sum()
@@ -136,17 +135,17 @@ class Judge(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def judge(monkeypatch):
-    """The copy of grpo.py with the page's judge, and a server that it asks. Nothing waits."""
+def judge(tmp_path):
+    """The page's task with a judge, and a server that it asks. Nothing waits."""
     (block,) = re.findall(r"```python\n(import http.client.*?)```", PAGE, re.DOTALL)
     server = http.server.ThreadingHTTPServer(("localhost", 0), Judge)
     server.asked, server.replies = [], {}
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    script = load(monkeypatch, "judged", grpo_with(block))
-    script.JUDGE = script.JUDGE.replace("8000", str(server.server_port))
+    task = page_task(tmp_path, block)
+    task.JUDGE = task.JUDGE.replace("8000", str(server.server_port))
     server.waited = []
-    script.time = types.SimpleNamespace(sleep=server.waited.append)
-    yield script, server
+    task.time = types.SimpleNamespace(sleep=server.waited.append)
+    yield task, server
     server.shutdown()
     server.server_close()
 
@@ -171,7 +170,7 @@ def problem_of(question):
 
 def test_the_judge(judge):
     """Grades and the threshold reward, of texts and of chats. Equal responses are graded once."""
-    script, server = judge
+    task, server = judge
     server.replies = {
         "a": [(200, "Grade: 10")],
         "b": [(200, " Grade: 6\n")],
@@ -179,7 +178,7 @@ def test_the_judge(judge):
     }
     chat = [{"role": "system", "content": "Be {short}."}, {"role": "user", "content": "q"}]
     problems = [problem_of("p"), problem_of(chat)]
-    scores = script.apply_rewards(["a", "b", "c", "c"], problems, "cpu")
+    scores = grpo.apply_rewards(task, ["a", "b", "c", "c"], problems, "cpu")
     assert list(scores) == ["judge_good", "judge_grade"]
     assert scores["judge_good"].tolist() == [1, 0, 1, 1]
     assert scores["judge_grade"].tolist() == pytest.approx([1, 0.6, 0.7, 0.7])
@@ -189,30 +188,30 @@ def test_the_judge(judge):
     (text,) = [text for text in texts if "system: Be {short}.\nuser: q" in text]
     for path, key, asked in server.asked:
         assert path == "/v1/chat/completions" and key == "Bearer none"
-        assert (asked["model"], asked["temperature"]) == (script.JUDGE_MODEL, 0)
+        assert (asked["model"], asked["temperature"]) == (task.JUDGE_MODEL, 0)
 
 
 @pytest.mark.parametrize("bad", BAD_REPLIES)
 def test_the_judge_is_asked_again(judge, bad):
     """After an error, and after a reply without the grade alone. The sixth try is the last, and its reply is told."""
-    script, server = judge
+    task, server = judge
     server.replies = {"a": [bad, bad, (200, "Grade: 0")], "b": [bad] * 6}
-    assert script.judge_grade(["a"], ["p"]) == [0]
+    assert task.judge_grade(["a"], ["p"]) == [0]
     assert server.waited == [0, 1, 2]
     assert [asked["temperature"] for _, _, asked in server.asked] == [0, 1, 1]
     with pytest.raises(ValueError, match="gave no grade in six tries, and last: ") as error:
-        script.judge_grade(["b"], ["p"])
+        task.judge_grade(["b"], ["p"])
     status, text = bad
     assert repr(str(text))[1:-1] in str(error.value) and server.waited[3:] == [0, 1, 2, 4, 8, 16]
     assert status == 200 or str(status) in str(error.value)
 
 
 def test_a_judge_that_is_not_there(judge):
-    script, server = judge
+    task, server = judge
     server.shutdown()
     server.server_close()
     with pytest.raises(ValueError, match="refused"):
-        script.apply_rewards(["a", "b"], [problem_of("p")], "cpu")
+        grpo.apply_rewards(task, ["a", "b"], [problem_of("p")], "cpu")
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -223,6 +222,7 @@ def test_two_differences_in_one_script(place, monkeypatch, tmp_path):
     (last,) = [line for line in commands.splitlines() if "patch" in line]
     (cispo,) = re.findall(r"^(patch -o cispo\.py .*) && python", PAGE, re.MULTILINE)
     name = re.search(r"-o (\w+)\.py \w+\.py$", last).group(1)
+    shutil.copytree(ROOT / "utils", tmp_path / "utils")
     for path in (*ROOT.glob("*.py"), ROOT / "variants" / "cispo.diff"):
         (tmp_path / path.relative_to(ROOT)).parent.mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / path.relative_to(ROOT))
@@ -280,8 +280,8 @@ def test_the_best_checkpoint(monkeypatch, tmp_path):
     fields |= dict(device="cpu", runs_dir=str(tmp_path), run_name="run", save_every=1)
     evaluate = script.evaluate
 
-    def found(args, model, *rest):
-        metrics, scores = evaluate(args, model, *rest)
+    def found(args, task, model, *rest):
+        metrics, scores = evaluate(args, task, model, *rest)
         saved.append({name: weight.clone() for name, weight in model.state_dict().items()})
         return metrics | {"eval/accuracy": next(accuracies)}, scores
 
@@ -320,12 +320,12 @@ def test_eight_samples_per_problem_in_an_evaluation(monkeypatch, tmp_path):
         assert 5 < record["eval/response_len"] <= small_recipe(grpo)["max_new_tokens"]
     # Each score is that of its own problem.
     script = sys.modules["samples"]
-    monkeypatch.setattr(script, "REWARDS", [first_digit])
+    task = types.SimpleNamespace(REWARDS=[first_digit])
     args = script.Args(**small_recipe(script) | dict(eval_size=4, device="cpu"))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    _, problems = script.load_data(args, tokenizer)
+    _, problems = script.load_data(args, task, tokenizer)
     model, eos_ids = script.load_model(args, tokenizer)
-    _, scores = script.evaluate(args, model, tokenizer, problems, eos_ids)
+    _, scores = script.evaluate(args, task, model, tokenizer, problems, eos_ids)
     assert scores == pytest.approx([int(x["columns"]["question"][0]) / 10 for x in problems])
     assert len(set(scores)) > 1
 
@@ -345,7 +345,8 @@ def test_training_on_one_set_and_evaluating_on_another(monkeypatch, tmp_path, ca
     Path("gsm.jsonl").write_text(json.dumps(row) + "\n")
     subprocess.run([sys.executable, "-c", program], check=True, env=OFFLINE)
     args = dataclasses.replace(grpo.BUNDLED, dataset="both")
-    train, test = grpo.load_data(args, AutoTokenizer.from_pretrained(args.model))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    train, test = grpo.load_data(args, default_task(grpo), tokenizer)
     assert [x["columns"]["answer"] for x in train] == ["46", "3"]
     assert [x["columns"] for x in test] == [{"question": "1000+85=", "answer": "so #### 1,085"}]
     # What the page warns of.
@@ -375,18 +376,18 @@ def test_a_trained_tool_answers_in_ask(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
+def test_an_example_runs_as_it_stands(name, tmp_path, capsys):
     rows, given = ROWS[name]
-    script, metrics, samples = run_copy(
-        monkeypatch, tmp_path, grpo_with(BLOCKS[name]), rows, **given
-    )
+    task, metrics, samples = run_task(tmp_path, BLOCKS[name], rows, **given)
+    if "examples" in given:
+        assert all(text in samples[0]["prompt"] for example in task.EXAMPLES for text in example)
     out = capsys.readouterr().out
     assert "train data: 18 problems\n" in out
     for record in (metrics[0], metrics[-1]):
-        means = [record[f"eval/{reward.__name__}"] for reward in script.REWARDS]
+        means = [record[f"eval/{reward.__name__}"] for reward in task.REWARDS]
         assert record["eval/reward_mean"] == pytest.approx(sum(means))
-        assert record["eval/accuracy"] == record[f"eval/{script.REWARDS[0].__name__}"]
-        assert ("eval/accuracy_lenient" in record) == (script.accuracy_reward in script.REWARDS)
+        assert record["eval/accuracy"] == record[f"eval/{task.REWARDS[0].__name__}"]
+        assert ("eval/accuracy_lenient" in record) == (grpo.accuracy_reward in task.REWARDS)
     assert f"after: accuracy {metrics[-1]['eval/accuracy']:.3f}" in out
     if name == "word_reward":
         for record in metrics[1:]:
@@ -396,14 +397,14 @@ def test_an_example_runs_as_it_stands(name, monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.skipif(find_spec("trl") is None, reason="needs trl")
-def test_a_reward_of_trl_itself(monkeypatch, tmp_path):
+def test_a_reward_of_trl_itself(tmp_path):
     """The wrapper of the page gives TRL's function chats. Without the wrapper, the function ends in a TypeError."""
     from trl.rewards import think_format_reward
 
     (own,) = re.findall(r"```python\n(from trl.*?)```", PAGE, re.DOTALL)
     wrapped = BLOCKS["as_chats"] + own
-    script, metrics, samples = run_copy(monkeypatch, tmp_path, grpo_with(wrapped), [SUM])
-    assert [reward.__name__ for reward in script.REWARDS][1] == "think_format_reward"
+    task, metrics, samples = run_task(tmp_path, wrapped, [SUM])
+    assert [reward.__name__ for reward in task.REWARDS][1] == "think_format_reward"
     texts = [text for sample in samples if sample["step"] == 1 for text in sample["completions"]]
     expected = think_format_reward([[{"role": "assistant", "content": text}] for text in texts])
     assert 0 < sum(expected)
@@ -412,19 +413,19 @@ def test_a_reward_of_trl_itself(monkeypatch, tmp_path):
     (tmp_path / "bare").mkdir()
     bare = wrapped.replace("as_chats(think_format_reward)", "think_format_reward")
     with pytest.raises(TypeError):
-        run_copy(monkeypatch, tmp_path / "bare", grpo_with(bare), [SUM])
+        run_task(tmp_path / "bare", bare, [SUM])
 
 
 @pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
-def test_the_run_on_math(monkeypatch, tmp_path, capsys):
-    """The lines of the page. A solution ends in a box, and one gold answer can't be read."""
-    block = "from utils.math_reward import math_reward\nREWARDS = [math_reward]\n"
+def test_the_run_on_math(tmp_path, capsys):
+    """The task of the page. A solution ends in a box, and one gold answer can't be read."""
+    (block,) = re.findall(r"```python\n(from utils.math_reward.*?)```", PAGE, re.DOTALL)
     rows = [
         {"problem": "12+34=", "solution": r"It is $\boxed{\frac{\sqrt{2}}{2}}$."},
         {"problem": "1+2=", "solution": r"So $\boxed{0.\overline{3}}$."},
     ]
     given = dict(question_column="problem", answer_column="solution")
-    run_copy(monkeypatch, tmp_path, grpo_with(block), rows, **given)
+    run_task(tmp_path, block, rows, **given)
     out = capsys.readouterr().out
     assert "train data: 18 problems, 18 skipped: without a readable solution\n" in out
     assert r"\\frac{\\sqrt{2}}{2}" in out
@@ -458,39 +459,44 @@ def test_a_task_of_reasoning_gym(tmp_path, task):
     write, judge = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     write = write.replace("size=603", "size=8").replace('"gcd"', f'"{task}"')
     subprocess.run([sys.executable, "-c", write], cwd=tmp_path, check=True)
-    rows = [json.loads(line) for line in (tmp_path / "task.jsonl").open()]
+    rows = [json.loads(line) for line in (tmp_path / "gcd.jsonl").open()]
     assert len(rows) == 5 and all(len(row["question"]) == 7 for row in rows)
-    names = {"json": json}
-    exec(judge, names)
-    (reward,) = names["REWARDS"]
+    (reward,) = page_task(tmp_path, judge).REWARDS
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     assert reward(completions=columns["answer"], **columns) == [1.0] * 5
     assert max(reward(completions=["I think that x = 3"] * 5, **columns)) < 1
 
 
-def import_copy(name, folder, home):
+def import_copy(name, folder, home, in_package):
     """The body of a forked process: the copy takes masked_mean from the folder `home`."""
     for loaded in [x for x in sys.modules if x.split(".")[0] in ("grpo", "utils")]:
         del sys.modules[loaded]
     sys.path.insert(0, str(folder))
     copied = importlib.import_module(name)
     assert Path(sys.modules[copied.masked_mean.__module__].__file__).parent == home
+    task = copied.load_task(copied.Args(task=str(home / "task.py")))
+    assert task.REWARDS[0] is copied.accuracy_reward
+    assert in_package or copied.Args().task == str(home / "task.py")
 
 
 @pytest.mark.parametrize("in_package", [True, False])
 def test_a_script_in_another_repository(tmp_path, in_package):
-    """Beside a utils/ of its own, or inside a package, as the page says."""
+    """Beside a utils/ of its own, or inside a package, as the page says: with its task, in each case."""
     home = tmp_path / ("package" if in_package else "utils")
     home.mkdir()
-    for name in ("masking.py", "rewards.py"):
+    for name in ("masking.py", "rewards.py", "task.py"):
         shutil.copy(ROOT / "utils" / name, home)
     (home / "__init__.py").write_text("MINE = 1\n")
     source = (ROOT / "grpo.py").read_text(encoding="utf-8")
     if in_package:
         (home / "grpo.py").write_text(source.replace("from utils.", "from ."), encoding="utf-8")
+        task = (home / "task.py").read_text(encoding="utf-8")
+        (home / "task.py").write_text(
+            task.replace("from utils.", "from package."), encoding="utf-8"
+        )
     else:
         (tmp_path / "grpo.py").write_text(source, encoding="utf-8")
     name = "package.grpo" if in_package else "grpo"
-    process = FORK.Process(target=import_copy, args=(name, tmp_path, home), daemon=True)
+    process = FORK.Process(target=import_copy, args=(name, tmp_path, home, in_package), daemon=True)
     process.start()
     assert ended(process) == 0

@@ -71,7 +71,6 @@ def test_a_sampled_batch_has_the_gradient_of_grpo(first):
     assert rewards.tolist() == accuracy_reward(texts, [row["answer"] for row in rows])
     assert 0 < rewards.mean() < 1
 
-    args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
     is_response = response_mask.bool()
     prompts = grpo.unpadded(ids[:, :P], mask[:, :P].bool())
     rollout = grpo.Rollout(prompts, ids[:, P:], is_response, None)
@@ -86,13 +85,14 @@ def test_a_sampled_batch_has_the_gradient_of_grpo(first):
         moved = shift[is_response & (advantages * sign > 0)].exp()
         assert moved.min() < 1 - first.CLIP_EPS and moved.max() > 1 + first.CLIP_EPS
     theirs, _ = grpo.policy_loss(
-        args,
         expected_logprobs,
         expected_logprobs.detach() - shift,
         None,
         advantages,
         is_response,
         num_seqs=len(rows),
+        clip_eps=first.CLIP_EPS,
+        beta=0.0,
     )
     mine = first.policy_loss(logprobs, logprobs.detach() - shift, advantages, response_mask)
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
@@ -167,14 +167,14 @@ def test_the_printed_metrics_are_those_of_grpo(first, capsys, monkeypatch):
     monkeypatch.setattr(first, "policy_loss", spy)
     first.main()
     printed = re.findall(r"clip_frac=(\S+), approx_kl=(\S+)", capsys.readouterr().out)
-    args = grpo.Args(beta=0.0, clip_eps=first.CLIP_EPS)
+    flags = dict(clip_eps=first.CLIP_EPS, beta=0.0)
     outside = 0
     assert len(printed) == 3
     for numbers, (logprobs, old_logprobs, advantages, mask) in zip(
         printed, updates[1::2], strict=True
     ):
-        given = (args, logprobs, old_logprobs, None, advantages, mask.bool())
-        _, sums = grpo.policy_loss(*given, num_seqs=len(mask))
+        given = (logprobs, old_logprobs, None, advantages, mask.bool())
+        _, sums = grpo.policy_loss(*given, num_seqs=len(mask), **flags)
         clip_frac, approx_kl = (
             sums[f"policy/{name}"] / mask.sum() for name in ("clip_frac", "approx_kl")
         )

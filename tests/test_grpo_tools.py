@@ -4,13 +4,11 @@ import dataclasses
 import json
 import math
 import re
-from collections import Counter
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import DATA, ROOT
+from conftest import DATA, ROOT, default_task, use_task
 from families import random_model, small_config
 from test_sampling import assert_near, slow_logprobs
 from test_sampling import double as in_float64  # noqa: F401
@@ -29,11 +27,12 @@ from utils.rewards import accuracy_reward, format_reward
 calculator, ERROR = grpo_tools.calculator, grpo_tools.ERROR
 
 
+TASK = default_task(grpo_tools)
+
+
 def run_tool(tool, calls):
     """The answer of grpo_tools.run_tool to each of the calls, with this tool."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grpo_tools, "TOOL", tool)
-        return [grpo_tools.run_tool(call) for call in calls]
+    return [grpo_tools.run_tool(tool, call) for call in calls]
 
 
 CALLER = ROOT / "assets" / "addition" / "caller"
@@ -171,7 +170,7 @@ def respond(policy, tokenizer, prompts, num_samples=1, **given):
     problems = [{"prompt_ids": prompt} for prompt in prompts]
     eos_ids = torch.tensor([policy.eos])
     rollout, answers = grpo_tools.sample_responses(
-        args, policy, tokenizer, problems, num_samples, 0.0, eos_ids
+        args, TASK, policy, tokenizer, problems, num_samples, 0.0, eos_ids
     )
     return rollout, answers, grpo_tools.response_texts(tokenizer, rollout, eos_ids)
 
@@ -277,7 +276,7 @@ def test_the_call_after_max_calls_ends_the_response(max_calls, tokenizer, policy
         seen.append(call)
         return "0"
 
-    monkeypatch.setattr(grpo_tools, "TOOL", tool)
+    monkeypatch.setattr(TASK, "TOOL", tool)
     text = "{=0}".join(f"<calc>{k}</calc>" for k in range(max_calls + 1))
     prompt = encode(tokenizer, "1+1=")
     ids, wrote = tell(policy, tokenizer, prompt, split(text))
@@ -326,7 +325,7 @@ def test_responses_of_a_batch_are_separate(segment, tokenizer, policy, monkeypat
 
 def test_a_text_of_the_tool_ends_nothing_and_counts_for_nothing(tokenizer, policy, monkeypatch):
     """If the tool writes EOS or the end of a call, both are ordinary text."""
-    monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "</s></calc>" if call == "1" else "")
+    monkeypatch.setattr(TASK, "TOOL", lambda call: "</s></calc>" if call == "1" else "")
     prompt = encode(tokenizer, "1=")
     text = "<calc>1</calc>{=</s></calc>}<calc></calc>{=}5</s>"
     ids, wrote = tell(policy, tokenizer, prompt, split(text))
@@ -347,7 +346,7 @@ def test_an_eos_token_of_the_tool_is_no_end_in_the_evaluation(monkeypatch, token
     monkeypatch.setattr(grpo_tools, "sample_responses", lambda *args, **given: sampled)
     problems = [{"prompt": "8+77=", "columns": {"answer": "85"}}] * 2
     model = SimpleNamespace(device="cpu")
-    found, _ = grpo_tools.evaluate(grpo_tools.Args(), model, tokenizer, problems, EOS_IDS)
+    found, _ = grpo_tools.evaluate(grpo_tools.Args(), TASK, model, tokenizer, problems, EOS_IDS)
     assert found["eval/eos_frac"] == 0.5 and found["eval/response_len"] == 1.5
     assert grpo_tools.response_texts(tokenizer, rollout, EOS_IDS) == ["<answer>", "<answer></s>"]
 
@@ -417,7 +416,7 @@ def test_the_answer_begins_without_a_space():
     letters.decoder = decoders.Metaspace(prepend_scheme="always")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters)
     ids = tokenizer("<calc>12+12</calc>").input_ids
-    caller, args = grpo_tools.Caller(), grpo_tools.Args(max_new_tokens=100)
+    caller, args = grpo_tools.Caller(TASK), grpo_tools.Args(max_new_tokens=100)
     for t, token in enumerate(ids):
         assert caller.take_sample(args, tokenizer, token, t) is None
     assert tokenizer.decode(ids + caller.waiting) == "<calc>12+12</calc>=24"
@@ -451,9 +450,9 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     """The reference is one forward pass of the whole text of policy and tool, without cache, mask or padding."""
     monkeypatch.setattr(grpo_tools, "SEGMENT", {"cpu": 3})
     # A tenth of the tokens contain the letter a. Some, such as <calc>, go on after it.
-    monkeypatch.setattr(grpo_tools, "CALL_START", "1")
-    monkeypatch.setattr(grpo_tools, "CALL_END", "a")
-    monkeypatch.setattr(grpo_tools, "TOOL", lambda call: "a</s>" + "0" * (len(call) % 4))
+    monkeypatch.setattr(TASK, "CALL_START", "1")
+    monkeypatch.setattr(TASK, "CALL_END", "a")
+    monkeypatch.setattr(TASK, "TOOL", lambda call: "a</s>" + "0" * (len(call) % 4))
     kept, select = [], grpo_tools.Decoding.select
 
     def counted(decoding, rows):
@@ -469,7 +468,7 @@ def test_sampled_logprobs_are_those_of_a_plain_forward_pass(
     eos_ids = torch.tensor([EOS, 20, 21])
     torch.manual_seed(0)
     rollout, answers = grpo_tools.sample_responses(
-        args, model, tokenizer, problems, 12, args.temperature, eos_ids
+        args, TASK, model, tokenizer, problems, 12, args.temperature, eos_ids
     )
     with torch.no_grad():
         expected = slow_logprobs(model, rollout, args.temperature)
@@ -632,7 +631,7 @@ def test_two_steps_of_main(double, monkeypatch, tmp_path):  # noqa: F811
 
 
 def test_without_a_call_it_has_no_accuracy(tmp_path, monkeypatch):
-    monkeypatch.setattr(grpo_tools, "CALL_END", "\0")
+    use_task(monkeypatch, grpo_tools, TASK.REWARDS, CALL_END="\0")
     _, folder = train(tmp_path, num_steps=1)
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()][-1]
     assert metrics["tool/calls"] == metrics["tool/error_frac"] == 0
@@ -642,11 +641,32 @@ def test_without_a_call_it_has_no_accuracy(tmp_path, monkeypatch):
 def test_the_search_of_the_docs(tmp_path, monkeypatch):
     """Run the search tool of docs/extend.md unchanged."""
     text = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
-    (source,) = re.findall(r"```python\n(PASSAGES.*?)```", text, re.DOTALL)
+    (source,) = re.findall(r"```python\n([^`]*\nPASSAGES.*?)```", text, re.DOTALL)
+    (tmp_path / "my_task.py").write_text(source, encoding="utf-8")
     (tmp_path / "passages.txt").write_text("the carp is a fish\n\nthe ox\n\nthe carp and the ox")
     monkeypatch.chdir(tmp_path)
-    module = {"re": re, "Path": Path, "Counter": Counter}
-    exec(source, module)
+    task = grpo_tools.load_task(grpo_tools.Args(task="my_task.py"))
     calls = ["An ox?", "a FISH", "carp, ox and eel", "eel"]
     expected = ["=the ox", "=the carp is a fish", "=the carp and the ox", ERROR]
-    assert run_tool(module["TOOL"], calls) == expected
+    assert run_tool(task.TOOL, calls) == expected
+    (reward,) = task.REWARDS
+    texts = ["<answer> THE ox</answer>", "<answer>ox</answer>", "the ox"]
+    assert reward(completions=texts, answer=["the ox"] * 3) == [1.0, 0.0, 0.0]
+    # It trains. The bundled caller never calls this tool.
+    _, folder = train(tmp_path, num_steps=1, task="my_task.py")
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").open()][-1]
+    assert metrics["tool/calls"] == 0 and "rollout/text_reward" in metrics
+
+
+def test_a_task_without_a_tool_gets_the_calculator(tmp_path):
+    """Then it keeps its own examples, unless it has others for a tool. A task with a tool keeps this tool."""
+    text = "REWARDS, EXAMPLES = [], [('1', '2')]\n"
+    more = {"": None, "TOOL_EXAMPLES = [('3', '4')]": None}
+    more["TOOL, CALL_START, CALL_END = len, '(', ')'"] = len
+    for k, (lines, tool) in enumerate(more.items()):
+        path = tmp_path / f"task{k}.py"
+        path.write_text(text + lines, encoding="utf-8")
+        task = grpo_tools.load_task(grpo_tools.Args(task=str(path)))
+        marks = ("(", ")") if tool else ("<calc>", "</calc>")
+        assert task.TOOL is (tool or calculator) and (task.CALL_START, task.CALL_END) == marks
+        assert task.EXAMPLES == ([("3", "4")] if "TOOL_EXAMPLES" in lines else [("1", "2")])

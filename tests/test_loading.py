@@ -20,7 +20,15 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
-from conftest import DATA, ROOT, SMALL_MODEL, SMALL_TASK, skip_without_engine
+from conftest import (
+    DATA,
+    ROOT,
+    SMALL_MODEL,
+    SMALL_TASK,
+    default_task,
+    skip_without_engine,
+    use_task,
+)
 from families import random_model, small_config
 from scripts import SCRIPTS, read_script
 from test_runs import FORK, ended
@@ -55,7 +63,8 @@ def read_jsonl(path):
 def load(dataset, **given):
     """The train and the test split of these files, as the adder reads them."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(ADDER)
-    return grpo.load_data(grpo.Args(dataset=str(dataset), examples=False, **given), tokenizer)
+    args = grpo.Args(dataset=str(dataset), examples=False, **given)
+    return grpo.load_data(args, grpo.load_task(args), tokenizer)
 
 
 def answers_of(problems):
@@ -210,7 +219,9 @@ def test_rows_without_a_question_are_skipped_and_counted(tmp_path, capsys, form)
     folder = write_splits(
         tmp_path / "data", train=questions, test=["4+1="] if form == "text" else [questions[0]]
     )
-    train, _ = grpo.load_data(grpo.Args(dataset=folder, examples=False), tokenizer)
+    train, _ = grpo.load_data(
+        grpo.Args(dataset=folder, examples=False), default_task(grpo), tokenizer
+    )
     prompts = [x["prompt"].removeprefix("![").removesuffix("][assistant:") for x in train]
     more = ["system:][user:1+1="] if form == "chat" else []
     assert prompts == ["user:1+1=", "user:2+1=", "user:3+1=", *more]
@@ -227,7 +238,7 @@ def test_rows_without_an_answer_are_skipped_and_counted(tmp_path, capsys, monkey
     answers = ["x"] * 20 + [None, "", " \n", None, ""]
     lines = [{"question": f"{i}+1=", "answer": answer} for i, answer in enumerate(answers)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr(grpo, "REWARDS", [lambda completions, **columns: [0.0] * len(completions)])
+    use_task(monkeypatch, grpo, [lambda completions, **columns: [0.0] * len(completions)])
     train, test = load(tmp_path / "data.jsonl")
     assert [x["prompt"] for x in test] == ["18+1=", "19+1="] and len(train) == 18
     line = "train data: 20 problems, 5 skipped: without a readable answer"
@@ -332,7 +343,7 @@ def first_prompt(script, tmp_path):
     def call(tokenizer, **given):
         given = dict(max_prompt_tokens=200, examples=False) | given
         args = script.Args(dataset=str(tmp_path / "rows.jsonl"), **given)
-        return script.load_data(args, tokenizer)[0][0]
+        return script.load_data(args, default_task(script), tokenizer)[0][0]
 
     return call
 
@@ -362,10 +373,11 @@ def test_no_chat_template(first_prompt, tmp_path, instructions):
     assert tokenizer.eos_token_id not in problem["prompt_ids"]
 
 
+@pytest.mark.scripts("grpo", "grpo_tools")
 def test_the_examples_earn_every_reward(script):
     """The policy imitates the examples. So each of them is worth the full reward, and its sums and calls are right."""
     assert script.Args().examples and not script.BUNDLED.examples
-    for _, answer in script.EXAMPLES:
+    for _, answer in default_task(script).EXAMPLES:
         assert format_reward([answer], [""]) == [0.4]
         assert parse_number(answer_block(answer)) is not None
         plain = answer.replace("<calc>", "").replace("</calc>", "").replace(" ", "")
@@ -380,7 +392,9 @@ def test_the_examples_earn_every_reward(script):
 def test_examples_are_turns_of_the_chat(script, first_prompt, tmp_path):
     """Each example is a question of the user and an answer of the assistant. A system message stands before them."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer", TEMPLATE)
-    turns = "".join(f"[user:{text}][assistant:{answer}]" for text, answer in script.EXAMPLES)
+    turns = "".join(
+        f"[user:{text}][assistant:{answer}]" for text, answer in default_task(script).EXAMPLES
+    )
     given = dict(examples=True, max_prompt_tokens=2000)
     assert first_prompt(tokenizer, **given)["prompt"] == f"!{turns}[user:12+34=][assistant:"
     chat = [{"role": "system", "content": "add"}, *MESSAGES]
@@ -396,10 +410,11 @@ def test_examples_of_a_base_model_end_with_eos(first_prompt, tmp_path):
     """A model without a chat template gets a plain text. After each example stands the token that ends a response."""
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     problem = first_prompt(tokenizer, examples=True, max_prompt_tokens=2000)
-    shown = "".join(f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in grpo.EXAMPLES)
+    examples = default_task(grpo).EXAMPLES
+    shown = "".join(f"{text}\n{answer}{tokenizer.eos_token}\n" for text, answer in examples)
     assert problem["prompt"] == f"{shown}12+34=\n"
     num_eos = problem["prompt_ids"].count(tokenizer.eos_token_id)
-    assert num_eos == len(grpo.EXAMPLES), "the tokenizer reads the EOS token as one token"
+    assert num_eos == len(examples), "the tokenizer reads the EOS token as one token"
 
 
 @pytest.mark.scripts("grpo")
@@ -407,7 +422,7 @@ def test_a_tokenizer_without_eos_adds_no_word(first_prompt, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     tokenizer.eos_token = None
     prompt = first_prompt(tokenizer, examples=True, max_prompt_tokens=2000)["prompt"]
-    assert prompt.count("</answer>\n") == len(grpo.EXAMPLES) and "None" not in prompt
+    assert prompt.count("</answer>\n") == len(default_task(grpo).EXAMPLES) and "None" not in prompt
 
 
 MESSAGES = [{"role": "user", "content": "12+34="}]
@@ -483,7 +498,9 @@ def test_a_prompt_does_not_end_with_eos(script, first_prompt, tmp_path, examples
         nothing = torch.zeros(1, 1)
         rollout = script.Rollout([problem["prompt_ids"]], nothing, nothing, nothing)
         args = script.Args(examples=examples, max_teacher_tokens=2000)
-        teacher, has_context = script.add_contexts(args, tokenizer, rollout, [problem])
+        teacher, has_context = script.add_contexts(
+            args, default_task(script), tokenizer, rollout, [problem]
+        )
         assert has_context.tolist() == [True] and teacher.prompts != rollout.prompts
         assert teacher.prompts[0][-1] != tokenizer.eos_token_id
 
@@ -601,7 +618,7 @@ def test_gsm8k_with_the_default_prompt(script, tiny_chat, tmp_path, capsys):
     assert "train data: 40 problems\n" in out
     sample = read_jsonl(tmp_path / "run" / "samples.jsonl")[0]
     assert sample["prompt"].count("<|im_start|>system") == 1
-    assert sample["prompt"].count("<|im_start|>user") == 1 + len(script.EXAMPLES)
+    assert sample["prompt"].count("<|im_start|>user") == 1 + len(default_task(script).EXAMPLES)
     assert sample["prompt"].endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
@@ -711,5 +728,5 @@ def test_an_answer_of_zero_is_an_answer(script, tmp_path):
     if script.__name__ == "ppo_rlhf":
         args = dataclasses.replace(args, reward_model=None)
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
-    train_data, test_data = script.load_data(args, tokenizer)
+    train_data, test_data = script.load_data(args, default_task(script), tokenizer)
     assert answers_of(train_data + test_data) == ["0"] * 20

@@ -55,11 +55,11 @@ def test_low_rank_by_hand():
     """x = (1, 2), A = ((3, 4), (5, 6)), B = ((1, 0), (0, 1), (1, 1)): A x = (11, 17), B A x = (11, 17, 28)."""
     A = torch.tensor([[3.0, 4.0], [5.0, 6.0]])
     B = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
-    args, x, output = make_args(rank=2, alpha=6), torch.tensor([[1.0, 2.0]]), torch.ones(1, 3)
-    found = grpo_lora.add_low_rank(args, output, x, A, B)
+    x, output = torch.tensor([[1.0, 2.0]]), torch.ones(1, 3)
+    found = grpo_lora.add_low_rank(output, x, A, B, lora_alpha=6)
     # alpha / rank is 6 / 2. The output of the layer itself is 1.
     assert found.tolist() == [[34.0, 52.0, 85.0]] and output.tolist() == [[1.0, 1.0, 1.0]]
-    wide = grpo_lora.add_low_rank(args, torch.ones(2, 1, 3), x.expand(2, 1, 2), A, B)
+    wide = grpo_lora.add_low_rank(torch.ones(2, 1, 3), x.expand(2, 1, 2), A, B, lora_alpha=6)
     assert wide.tolist() == [[[34.0, 52.0, 85.0]]] * 2
 
 

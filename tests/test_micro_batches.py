@@ -145,9 +145,9 @@ def test_the_reference_computes_as_the_policy_does(tmp_path, monkeypatch, module
     """
     policy_loss, found = module.policy_loss, []
 
-    def recorded_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named):
+    def recorded_loss(logprobs, old_logprobs, ref_logprobs, *rest, **named):
         found.append(torch.equal(logprobs, ref_logprobs))
-        return policy_loss(args, logprobs, old_logprobs, ref_logprobs, *rest, **named)
+        return policy_loss(logprobs, old_logprobs, ref_logprobs, *rest, **named)
 
     monkeypatch.setattr(module, "policy_loss", recorded_loss)
     given = dict(instructions="1+2=3 " * 8, beta=0.1, gradient_checkpointing=checkpointing)

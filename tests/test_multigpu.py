@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SMALL_MODEL, free_port
+from conftest import ROOT, SMALL_MODEL, default_task, free_port
 from test_runs import (
     FORK,
     KILL,
@@ -51,7 +51,8 @@ def one_of_several(rank: int, world: int, port: int, given: dict, log: str, how:
     if how.get("trapped") == rank:
         set_trap(grpo_multigpu, **how["trap"])
     if "judge" in how:
-        grpo_multigpu.REWARDS = [judge(how["judge"], rank)]
+        task = SimpleNamespace(REWARDS=[judge(how["judge"], rank)])
+        grpo_multigpu.load_task = lambda args: task
     if "bytes" in how:
         count_bytes(f"{how['bytes']}{rank}")
     in_child("grpo_multigpu", given, f"{log}.{rank}", None)
@@ -187,7 +188,7 @@ def rollouts(tmp_path, data):
     args = make_args(grpo, dataset=data, **given)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model)
-    problems, steps = grpo.load_data(args, tokenizer)[0], []
+    problems, steps = grpo.load_data(args, default_task(grpo), tokenizer)[0], []
     torch.manual_seed(args.seed)
     order = torch.randperm(len(problems)).tolist()  # main's
     torch.manual_seed(4)

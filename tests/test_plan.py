@@ -440,7 +440,7 @@ def test_adapters_on_another_script_are_counted_as_adapters(tmp_path):
     command = ["patch", "-r", "-", "-o", out, "grpo_tools.py"]
     subprocess.run(command, cwd=ROOT, input=patch, capture_output=True, text=True)
     script, module = plan.load(str(out))
-    assert script == "grpo_lora" and module.TOOL is module.calculator
+    assert script == "grpo_lora" and module.Caller
 
 
 def test_a_copy_is_counted_as_its_script(monkeypatch, capsys, tmp_path):

@@ -4,7 +4,6 @@ import math
 
 import pytest
 from conftest import DATA, ROOT
-from test_equations import make_args
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -109,8 +108,7 @@ def test_the_token_of_steps_that_are_not_in_the_text():
 def test_process_advantages_by_hand():
     """The three rewards are 1, 0 and 1. Their mean is 2/3, and Bessel's std is sqrt((1 + 4 + 1) / 9 / 2)."""
     steps = [[grpo_process.Step(-1, x) for x in rewards] for rewards in ([1.0, 0.0], [1.0])]
-    args = make_args(grpo_process, max_new_tokens=5)
-    advantages = grpo_process.token_advantages(args, steps, [[1, 3], [2]])
+    advantages = grpo_process.token_advantages(steps, [[1, 3], [2]], max_new_tokens=5)
     up, down = (1 / 3) / (math.sqrt(1 / 3) + 1e-4), (-2 / 3) / (math.sqrt(1 / 3) + 1e-4)
     expected = [[up + down, up + down, down, down, 0.0], [up, up, up, 0.0, 0.0]]
     for row, mine in zip(advantages.tolist(), expected, strict=True):
@@ -124,5 +122,5 @@ def test_a_group_of_right_responses_learns_nothing_from_how_many_steps_they_have
     texts = [perfect] * 7 + [f"{other}<answer>85</answer>"]
     steps = grpo_process.step_rewards(texts, ["85"] * 8)
     last_tokens = [list(range(len(response_steps))) for response_steps in steps]
-    args = make_args(grpo_process, max_new_tokens=5)
-    assert (grpo_process.token_advantages(args, steps, last_tokens) == 0).all()
+    advantages = grpo_process.token_advantages(steps, last_tokens, max_new_tokens=5)
+    assert (advantages == 0).all()

@@ -4,11 +4,13 @@ import json
 import re
 import tomllib
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import siblings
 import torch
-from conftest import ROOT
+import tyro
+from conftest import ROOT, small_recipe
 from scripts import SCRIPTS
 
 import grpo
@@ -25,11 +27,46 @@ def test_the_lesson_is_the_current_diff():
 
 
 def test_the_loop_shown_is_that_of_the_first_script():
-    (block,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (block,) = [
+        code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "for step" in code
+    ]
     *functions, loop = block.split("\n\n\n")
     script = (ROOT / "first.py").read_text(encoding="utf-8")
     assert len(functions) == 2 and all(f"\n\n\n{text}\n\n\n" in script for text in functions)
     assert "".join(f"    {line}\n" for line in loop.splitlines()) in script
+
+
+def test_a_task_of_your_own(tmp_path, monkeypatch):
+    """The file of the page trains two scripts, with their flags alone. Its reward reads the whole response."""
+    (block,) = [
+        code for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "REWARDS" in code
+    ]
+    (tmp_path / "my_task.py").write_text(block, encoding="utf-8")
+    rows = [
+        {"question": f"Which word is the longest: a, {'b' * k}?", "answer": "b" * k}
+        for k in range(2, 42)
+    ]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.chdir(tmp_path)
+    (commands,) = re.findall(r"```\n([^`]*--task my_task.py.*?)```", README, re.DOTALL)
+    assert "dr_grpo.py" in commands
+    for command in commands.splitlines():
+        name, _, *flags = command.removeprefix("python ").split()
+        script = __import__(name.removesuffix(".py"))
+        given = tyro.cli(script.Args, args=flags[1:])
+        fields = small_recipe(script) | dict(dataset=given.dataset, task=given.task, num_prompts=2)
+        fields |= dict(num_steps=1, max_prompt_tokens=200, examples=True, device="cpu")
+        script.main(script.Args(**fields, run_name=name))
+        samples = Path("runs", name, "samples.jsonl").read_text().splitlines()
+        assert all(
+            "pear, banana, fig?\nbanana" in json.loads(sample)["prompt"] for sample in samples
+        )
+    (reward,) = script.load_task(given).REWARDS
+    assert reward(completions=[" Banana\n", "a banana", "fig"], answer=["banana"] * 3) == [
+        1.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_the_sample_output_is_todays(tmp_path, capsys):

@@ -55,13 +55,14 @@ def test_the_default_prompt_earns_the_format_reward(script):
     args = script.Args(model=FOLDER, dataset=str(DATA / "gsm8k"), max_new_tokens=100, device="cpu")
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model, eos_ids = script.load_model(args, tokenizer)
-    train_data, _ = script.load_data(args, tokenizer)
-    metrics, _ = script.evaluate(args, model, tokenizer, train_data[:6], eos_ids)
+    task = script.load_task(args)
+    train_data, _ = script.load_data(args, task, tokenizer)
+    metrics, _ = script.evaluate(args, task, model, tokenizer, train_data[:6], eos_ids)
     assert metrics["eval/format_reward"] >= 0.15
     # A base model, which has no template, sees the examples in a plain text.
     tokenizer.chat_template = None
-    plain_data, _ = script.load_data(args, tokenizer)
-    metrics, _ = script.evaluate(args, model, tokenizer, plain_data[:6], eos_ids)
+    plain_data, _ = script.load_data(args, task, tokenizer)
+    metrics, _ = script.evaluate(args, task, model, tokenizer, plain_data[:6], eos_ids)
     assert metrics["eval/format_reward"] >= 0.1 and metrics["eval/eos_frac"] >= 0.5
 
 
@@ -71,10 +72,10 @@ def test_two_steps(script, train, monkeypatch):
     skip_without_engine(script)
     first_calls, policy_loss = [], script.policy_loss
 
-    def watched(args, logprobs, *rest, **given):
+    def watched(logprobs, *rest, **given):
         if script.__name__ not in ("distill", "self_distill") and not first_calls:
             first_calls.append((logprobs.detach(), rest[0]))
-        return policy_loss(args, logprobs, *rest, **given)
+        return policy_loss(logprobs, *rest, **given)
 
     monkeypatch.setattr(script, "policy_loss", watched)
     run = train("run", learning_rate=1e-6, save_every=0)

@@ -161,6 +161,19 @@ def test_another_copy_of_the_script_is_another_configuration(tmp_path):
     assert copies[0] == copies[1] != copies[2]
 
 
+def test_another_task_is_another_configuration(tmp_path):
+    """The same content is the same task, wherever it lies. Two tasks of one name differ by their digest."""
+    folders = []
+    for name, digest, seed in (("a", "1", 1), ("b", "1", 2), ("c", "2", 1)):
+        args = {"task": f"/{name}/mine.py", "task.py": digest * 64, "seed": seed}
+        folders.append(write_run(tmp_path / name, [metric(1)], **args))
+        (folders[-1] / "task.py").write_text("")
+    runs = [report.read_run(folder, folder.name) for folder in folders]
+    assert {run["args"]["script"] for run in runs} == {"grpo.py"}
+    configs = report.configurations(runs)
+    assert [config["settings"]["task"] for config in configs] == ["mine 1111111", "mine 2222222"]
+
+
 def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
     records = [metric(1), metric(2)]
     folder = write_run(tmp_path / "half", records, [group(1, "1+1=", "2", ["2"], [0.2])])

@@ -4,6 +4,7 @@ import json
 import re
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -188,7 +189,7 @@ def test_lists_of_different_lengths_are_an_error(reward):
 
 
 @pytest.fixture
-def score(monkeypatch):
+def score():
     """The scores that grpo.apply_rewards gets from this reward function, two responses to each prompt."""
 
     def call(reward, completions, *prompts):
@@ -197,8 +198,8 @@ def score(monkeypatch):
             {"prompt": x, "columns": c, "answer": "18"}
             for x, c in zip(prompts, columns, strict=True)
         ]
-        monkeypatch.setattr(grpo, "REWARDS", [reward])
-        return grpo.apply_rewards(completions, rows, "cpu")[reward.__name__].tolist()
+        task = SimpleNamespace(REWARDS=[reward])
+        return grpo.apply_rewards(task, completions, rows, "cpu")[reward.__name__].tolist()
 
     return call
 

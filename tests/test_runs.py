@@ -26,12 +26,20 @@ import pytest
 import torch
 import transformers
 import wandb
-from conftest import ROOT, SMALL_TASK, skip_without_engine, small_recipe
+from conftest import (
+    ROOT,
+    SMALL_MODEL,
+    SMALL_TASK,
+    default_task,
+    skip_without_engine,
+    small_recipe,
+    use_task,
+)
 from scripts import CRITICS, SCRIPTS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from utils.rewards import accuracy_reward
+from utils.rewards import accuracy_reward, format_reward
 
 # Each script gets only the fields that it has. Most of these affect the state that one step passes to the next.
 MANY_UPDATES = dict(
@@ -177,19 +185,20 @@ def finished(script, finished_runs):
 
 
 def test_files(script, finished):
-    expected = {f"{script.__name__}.py", "utils", "args.json", "checkpoint.pt", "model"}
+    expected = {f"{script.__name__}.py", "task.py", "utils", "args.json", "checkpoint.pt", "model"}
     expected |= {"metrics.jsonl", "samples.jsonl", "evaluations.jsonl"}
     expected |= {"adapter"} if script.__name__ == "grpo_lora" else set()
     assert {path.name for path in finished.iterdir()} == expected
     assert (finished / f"{script.__name__}.py").read_text() == Path(script.__file__).read_text()
+    assert (finished / "task.py").read_text() == (ROOT / "utils" / "task.py").read_text()
     utils = {path.name: path.read_text() for path in (ROOT / "utils").glob("*.py")}
     assert {path.name: path.read_text() for path in (finished / "utils").iterdir()} == utils
 
     args = json.loads((finished / "args.json").read_text())
     fields = {field.name for field in dataclasses.fields(script.Args)}
-    code = {f"{script.__name__}.py", *(f"utils/{name}" for name in utils)}
+    code = {f"{script.__name__}.py", "task.py", *(f"utils/{name}" for name in utils)}
     assert set(args) == fields | code | {"rewards", "data", "precision", "versions", "device_name"}
-    assert args["rewards"] == [reward.__name__ for reward in script.REWARDS]
+    assert args["rewards"] == ["accuracy_reward", "format_reward"]
     # torch.__version__ may have an ending such as +cu130, which the package's version doesn't have.
     versions = {"torch": version("torch"), "transformers": transformers.__version__}
     assert args["versions"] == versions
@@ -307,7 +316,7 @@ def test_equal_to_the_greedy_response_to_the_last_bit(tmp_path, data, monkeypatc
     for k in range(4):
         tenths.append(lambda completions, **columns: [0.1] * len(completions))
         tenths[k].__name__ = f"tenth_{k}"
-    monkeypatch.setattr(script, "REWARDS", [script.accuracy_reward, *tenths])
+    use_task(monkeypatch, script, [script.accuracy_reward, *tenths])
     given = dict(temperature=1e-3, beta=0.0, num_prompts=16, num_steps=1, dataset=data)
     script.main(make_args(script, **given, runs_dir=str(tmp_path), run_name="run"))
     record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
@@ -346,7 +355,7 @@ def test_the_lines_that_a_run_prints(run, capsys):
     folder = run(num_steps=20)
     out = capsys.readouterr().out.splitlines()
     records, samples = [read_jsonl(folder / f"{name}.jsonl") for name in ("metrics", "samples")]
-    start = out.index("evaluating the model on 8 held-out problems, greedy")
+    start = out.index(f"evaluating {SMALL_MODEL} on 8 held-out problems, greedy")
     assert out[start + 1] == f"before: accuracy {records[0]['eval/accuracy']:.3f}"
     number = r"[-+.e\d]+"
     pattern = rf"step (\d+): reward={number}, acc={number}, len={number}, eos={number}, "
@@ -709,7 +718,7 @@ def test_the_seconds_of_a_step_by_part(script, run, monkeypatch):
         return [0.5] * len(completions)
 
     monkeypatch.setattr(script, "time", times)
-    monkeypatch.setattr(script, "REWARDS", [script.accuracy_reward, judge])
+    use_task(monkeypatch, script, [script.accuracy_reward, judge])
     for name, seconds in (("sample_responses", 1), ("compute_logprobs", 0.01)):
         monkeypatch.setattr(script, name, takes(seconds, getattr(script, name)))
     given = dict(num_steps=1, eval_size=2, max_new_tokens=8, overlong_cache=0)
@@ -825,7 +834,7 @@ def test_the_ratio_of_the_first_update_is_exactly_1(
         return exact(*args)
 
     monkeypatch.setattr(script, "compute_logprobs", counted)
-    watch("policy_loss", lambda args, new, old, *rest: same.append(torch.equal(new.detach(), old)))
+    watch("policy_loss", lambda new, old, *rest: same.append(torch.equal(new.detach(), old)))
     numbers = dict(num_iterations=1, num_minibatches=num_minibatches, num_steps=1, num_prompts=8)
     run(**numbers, learning_rate=1e-3, beta=0.0)
     assert len(same) == num_minibatches and same[0] and not any(same[1:])
@@ -846,7 +855,7 @@ def test_all_ratios_of_the_first_pass_are_exactly_1_while_the_weights_stay(
         rounding = 1e-4 * torch.sin(rollout.response_ids.sum().float())
         return exact(model, rollout, temperature) + rounding
 
-    def record(args, logprobs, old_logprobs, *rest, **count):
+    def record(logprobs, old_logprobs, *rest, **count):
         differences.append((logprobs - old_logprobs).detach().abs().max().item())
 
     monkeypatch.setattr(script, "compute_logprobs", rounded_logprobs)
@@ -864,9 +873,9 @@ def test_evaluated_are_the_weights_of_the_trainer(tmp_path, data, monkeypatch):
     script = __import__("grpo_offpolicy")
     evaluate, evaluated = script.evaluate, []
 
-    def watched(args, model, *rest):
+    def watched(args, task, model, *rest):
         evaluated.append({name: x.clone() for name, x in model.state_dict().items()})
-        return evaluate(args, model, *rest)
+        return evaluate(args, task, model, *rest)
 
     monkeypatch.setattr(script, "evaluate", watched)
     given = dict(staleness=100, num_steps=2, learning_rate=2e-3, dataset=data)
@@ -936,7 +945,9 @@ def test_an_evaluation_by_hand(script, monkeypatch):
     monkeypatch.setattr(script, "response_texts", lambda *args: completions)
     problem = {"prompt": "8+77=", "columns": {"answer": "85"}}
     model = SimpleNamespace(device="cpu")
-    found, scores = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
+    task = default_task(script)
+    given = script.Args(), task, model, None, [problem] * 4, torch.tensor([2])
+    found, scores = script.evaluate(*given)
     assert asked == [(1, 0.0)]  # one response, greedy
     assert scores == [1, 0, 0, 0]
     assert found == {
@@ -949,7 +960,7 @@ def test_an_evaluation_by_hand(script, monkeypatch):
         "eval/accuracy_lenient": 1.0,
     }
     # Grades stay grades.
-    monkeypatch.setattr(script, "REWARDS", [script.format_reward])
-    found, scores = script.evaluate(script.Args(), model, None, [problem] * 4, torch.tensor([2]))
+    task.REWARDS = [format_reward]
+    found, scores = script.evaluate(*given)
     assert found["eval/accuracy"] == pytest.approx(0.35) == sum(scores) / 4
     assert any(0 < score < 1 for score in scores)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL_MODEL, load_patched
+from conftest import SMALL_MODEL, default_task, load_patched
 from test_distill import make_rollout
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -68,7 +68,9 @@ def test_the_teachers_prompts_by_hand():
         read += [tokens(f"{context}\n{question}" if is_used else question)] * 2
         used += [is_used] * 2
     rollout = make_rollout(prompts, [[5, 2]] * 8)
-    told, has_context = self_distill.add_contexts(args, tokenizer, rollout, problems)
+    told, has_context = self_distill.add_contexts(
+        args, default_task(self_distill), tokenizer, rollout, problems
+    )
     assert has_context.tolist() == used
     assert told.prompts == read and rollout.prompts == prompts
     assert all(x is y for x, y in zip(told[1:], rollout[1:], strict=True))
@@ -99,7 +101,7 @@ def test_a_template_with_a_chat_changes_only_the_last_message():
     )
     rollout = make_rollout([[1]], [[5, 2]])
     problems = [{"chat": messages, "prompt_ids": [1], "context": "{question}"}]
-    self_distill.add_contexts(args, Tokenizer(), rollout, problems)
+    self_distill.add_contexts(args, default_task(self_distill), Tokenizer(), rollout, problems)
     assert seen == ["a|b|think\n\n{context}? {{question}}"]
 
 

@@ -133,7 +133,7 @@ def test_patches_are_made_again_when_the_parent_changed(tmp_path, monkeypatch, c
     assert applied() == before.replace(*near)
     shutil.copy(ROOT / "variants" / "cispo.diff", tmp_path / "variants")
     assert not capsys.readouterr().out
-    clamp = "    clipped_ratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)  # (n, R)\n"
+    clamp = "    clipped_ratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)  # (n, R)\n"
     change(tmp_path / "grpo.py", clamp, clamp.replace("1 - ", "1.0 - "))
     siblings.carry_patches()
     assert applied() == before.replace(*near)
@@ -226,7 +226,7 @@ def test_a_change_of_grpo_reaches_the_scripts_once(tmp_path, monkeypatch, capsys
         siblings.carry_scripts()
     assert (tmp_path / "dr_grpo.py").read_text(encoding="utf-8") == before
     # In dr_grpo.py another line follows this one.
-    line = "        token_loss = token_loss + args.beta * kl\n"
+    line = "        token_loss = token_loss + beta * kl\n"
     change(tmp_path / "grpo.py", line, line + "    pass\n")
     siblings.carry_scripts()
     expected = before.replace(line, line + "    pass\n")

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
-from conftest import DATA
+from conftest import DATA, default_task
 from jinja2 import UndefinedError
 from transformers import AutoTokenizer
 
 import grpo
+
+TASK = default_task(grpo)
 
 trl = pytest.importorskip("trl")
 TEMPLATES = sorted((Path(trl.__file__).parent / "chat_templates").glob("*.jinja"))
@@ -37,8 +39,8 @@ def test_examples_and_question_stand_in_the_prompt(template):
     turns = [("user", "Hello <think>"), ("assistant", "<think>so</think>Hi"), ("user", QUESTION)]
     chats.append([{"role": role, "content": text} for role, text in turns])
     for chat in chats:
-        prompt = grpo.render(grpo.Args(instructions="Count."), tokenizer, chat)
-        texts = [text for example in grpo.EXAMPLES for text in example]
+        prompt = grpo.render(grpo.Args(instructions="Count."), TASK, tokenizer, chat)
+        texts = [text for example in TASK.EXAMPLES for text in example]
         texts += [message["content"] for message in chat[:-1]] + ["Count.\n\n" + QUESTION]
         places = [prompt.find(text) for text in texts]
         assert -1 not in places and places == sorted(places)
@@ -49,12 +51,12 @@ def test_examples_and_question_stand_in_the_prompt(template):
 def test_a_response_like_the_examples_has_all_tags(template):
     """A template may open the <think> in the prompt, which the response then closes."""
     tokenizer = tokenizer_with(template)
-    prompt = grpo.render(grpo.Args(), tokenizer, [{"role": "user", "content": QUESTION}])
+    prompt = grpo.render(grpo.Args(), TASK, tokenizer, [{"role": "user", "content": QUESTION}])
     given = "<think>3 + 4 = 7</think><answer>7</answer>"
     if prompt.rstrip().endswith("<think>"):
         given = given.removeprefix("<think>")
     problem = {"prompt": prompt, "columns": {"answer": "7"}}
-    scores = grpo.apply_rewards([given], [problem], "cpu")
+    scores = grpo.apply_rewards(TASK, [given], [problem], "cpu")
     assert scores["accuracy_reward"] == 1 and scores["format_reward"] == pytest.approx(0.4)
 
 
@@ -84,8 +86,8 @@ def test_a_switch_in_the_system_message_works(system, written):
     turns = [("system", system), ("user", "Hello"), ("assistant", "<think>so</think>Hi")]
     turns += [("user", ""), ("user", QUESTION)]
     chat = [{"role": role, "content": text} for role, text in turns]
-    for examples in (grpo.EXAMPLES, []):
-        prompt = grpo.render(grpo.Args(examples=bool(examples)), TOKENIZER, chat)
+    for examples in (TASK.EXAMPLES, []):
+        prompt = grpo.render(grpo.Args(examples=bool(examples)), TASK, TOKENIZER, chat)
         shown = "".join(f"[user {text}][assistant {answer}]" for text, answer in examples)
         shown += f"[user Hello][assistant <think>so</think>Hi][user {QUESTION}]"
         end = "[assistant <think></think>" if "/no_think" in system else "[assistant "
@@ -97,7 +99,7 @@ def test_a_template_that_changes_no_message_reads_all_of_them():
     TOKENIZER.chat_template = """{% for m in messages %}[{{ m.content }}]{% endfor -%}
 {% if "/no_think" in messages[-1].content %}<think></think>{% endif %}"""
     chat = [{"role": "user", "content": "2 + 2? /no_think"}]
-    prompt = grpo.render(grpo.Args(examples=False), TOKENIZER, chat)
+    prompt = grpo.render(grpo.Args(examples=False), TASK, TOKENIZER, chat)
     assert prompt == "[2 + 2? /no_think]<think></think>"
 
 
@@ -118,14 +120,14 @@ def test_the_message_that_a_template_drops_is_named(template, dropped):
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     chat.append({"role": "user", "content": "2 + 2?"})
     with pytest.raises(ValueError, match=f"drops the message '{dropped}'"):
-        grpo.render(grpo.Args(examples=False), TOKENIZER, chat)
+        grpo.render(grpo.Args(examples=False), TASK, TOKENIZER, chat)
 
 
 @pytest.mark.parametrize("template", OF_PARTS, ids=lambda path: path.stem)
 def test_a_template_that_reads_only_lists_of_parts_ends_the_run(template):
     chat = [{"role": "user", "content": QUESTION}]
     with pytest.raises((ValueError, UndefinedError), match="drops the message|has no attribute"):
-        grpo.render(grpo.Args(), tokenizer_with(template), chat)
+        grpo.render(grpo.Args(), TASK, tokenizer_with(template), chat)
 
 
 def test_a_system_message_inside_the_chat_keeps_its_place():
@@ -133,8 +135,8 @@ def test_a_system_message_inside_the_chat_keeps_its_place():
     TOKENIZER.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     turns = [("system", "A"), ("user", "B"), ("assistant", "C"), ("system", "D"), ("user", "E")]
     chat = [{"role": role, "content": text} for role, text in turns]
-    shown = "".join(f"<user>{question}<assistant>{answer}" for question, answer in grpo.EXAMPLES)
+    shown = "".join(f"<user>{question}<assistant>{answer}" for question, answer in TASK.EXAMPLES)
     expected = f"<system>A{shown}<user>B<assistant>C<system>D<user>E"
-    assert grpo.render(grpo.Args(), TOKENIZER, chat) == expected
+    assert grpo.render(grpo.Args(), TASK, TOKENIZER, chat) == expected
     expected = f"{shown}<user>B<assistant>C<system>D<user>E"
-    assert grpo.render(grpo.Args(), TOKENIZER, chat[1:]) == expected
+    assert grpo.render(grpo.Args(), TASK, TOKENIZER, chat[1:]) == expected

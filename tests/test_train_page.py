@@ -15,7 +15,7 @@ import huggingface_hub
 import plan
 import pytest
 import tyro
-from conftest import ROOT, SMALL_JUDGE, SMALL_MODEL, small_recipe
+from conftest import ROOT, SMALL_JUDGE, SMALL_MODEL, default_task, small_recipe
 from scripts import MACHINE_PATCHES, SCRIPTS, read_script
 from transformers import (
     AutoModelForCausalLM,
@@ -27,6 +27,7 @@ import grpo
 import grpo_lora
 import ppo_rlhf
 import report
+from utils.rewards import format_reward
 
 PAGE = "".join(
     (ROOT / "docs" / f"{name}.md").read_text("utf-8")
@@ -172,10 +173,13 @@ def changed_script(monkeypatch, name, pattern, replacement):
     return module
 
 
-def mine(monkeypatch):
-    """grpo_lora.py with the page's reward in the place of its own."""
-    (reward,) = [block for block in code("python") if "REWARDS =" in block]
-    return changed_script(monkeypatch, "grpo_lora", r"^REWARDS = .*\n", reward)
+@pytest.fixture
+def near_task(tmp_path):
+    """The path of the page's task."""
+    (block,) = [block for block in code("python") if "REWARDS =" in block]
+    path = tmp_path / "near_task.py"
+    path.write_text(block, encoding="utf-8")
+    return str(path)
 
 
 def line_of_page(start):
@@ -184,22 +188,24 @@ def line_of_page(start):
     return " ".join(line.split())
 
 
-def test_the_reward(monkeypatch):
-    (reward, _) = mine(monkeypatch).REWARDS
+def test_the_reward(near_task):
+    task = grpo.load_task(grpo.Args(task=near_task))
+    (reward, _) = task.REWARDS
+    assert task.EXAMPLES == default_task(grpo).EXAMPLES
     texts = ["<answer>1.4</answer>", "<answer>1.42</answer>", "<answer>1.43</answer>", "1.41", "-"]
     assert reward(texts, ["1.41"] * 5, [0.01] * 5) == [1.0, 1.0, 0.0, 0.0, 0.0]
     assert reward(["<answer>72</answer>"] * 2, ["3 * 24 #### 72", "71"], [0, 0]) == [1.0, 0.0]
 
 
-def test_the_data_and_the_reward_train(monkeypatch, tmp_path, problems, capsys):
+def test_the_data_and_the_reward_train(tmp_path, problems, near_task, capsys):
     """The command with which the page tries data and reward on a CPU, with the tests' small model."""
-    (flags,) = [x for name, x in commands() if name == "mine" and "--num-steps" in x]
-    assert ("grpo", flags) in commands()
-    script = mine(monkeypatch)
-    given = tyro.cli(script.Args, args=flags)
+    (flags,) = [x for _, x in commands() if "near_task.py" in x and "--num-steps" in x]
+    assert ("grpo", flags[2:]) in commands() and flags[:2] == ["--task", "near_task.py"]
+    given = tyro.cli(grpo_lora.Args, args=flags)
     fields = ["question_column", "answer_column", "max_prompt_tokens", "num_steps"]
     fields = {name: getattr(given, name) for name in fields}
-    metrics, folder = run(script, tmp_path, "mine", **fields, dataset=str(problems))
+    fields |= dict(dataset=str(problems), task=near_task)
+    metrics, folder = run(grpo_lora, tmp_path, "near", **fields)
     assert metrics["step"] == 2
     shares = metrics["rollout/near_reward"] + metrics["rollout/format_reward"]
     assert metrics["rollout/reward_mean"] == pytest.approx(shares)
@@ -243,7 +249,7 @@ def test_using_the_model_and_the_adapter(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def chat_run(tmp_path):
-    """The folder of a run on chats with a system prompt, with a model that has a chat template."""
+    """The folder of a run on chats with a system prompt and a task with an example, for a model with a template."""
     tokenizer = AutoTokenizer.from_pretrained(SMALL_MODEL)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'][0] }}{{ m['content'] }}{% endfor %}"
@@ -255,8 +261,14 @@ def chat_run(tmp_path):
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         (tmp_path / "data" / f"{split}.jsonl").write_text(json.dumps(row) * 3)
-    given = dict(model=str(tmp_path / "base"), dataset=str(tmp_path / "data"))
-    return run(grpo, tmp_path, "chats", **given)[1]
+    given = dict(model=str(tmp_path / "base"), dataset=str(tmp_path / "data"), examples=True)
+    task = tmp_path / "my_task.py"
+    task.write_text(
+        'from utils.task import REWARDS\nEXAMPLES = [("1+2=", "3")]\n', encoding="utf-8"
+    )
+    folder = run(grpo, tmp_path, "chats", **given, task=str(task))[1]
+    task.unlink()  # the run's folder has a copy
+    return folder
 
 
 def test_ask_keeps_the_system_prompt(chat_run, capsys):
@@ -265,19 +277,20 @@ def test_ask_keeps_the_system_prompt(chat_run, capsys):
     source = source.replace(question, 'question = "5+6="').replace("runs/first", str(chat_run))
     names = {}
     exec(source, names)
-    assert names["prompt"] == "s3+4u5+6="
+    assert names["prompt"] == "s3+4u1+2=a3u5+6="
 
 
 def test_a_chat(chat_run, monkeypatch, capsys):
-    """The page's loop answers until the question is empty, with the run's system prompt."""
+    """The page's loop answers until the question is empty, with the run's system prompt and examples."""
     (source,) = [block for block in code("python") if "pipeline(" in block]
     questions = iter(["12+34=", ""])
     monkeypatch.setattr("builtins.input", lambda prompt: next(questions))
     names = {}
     exec(source.replace("runs/first", str(chat_run)), names)
-    assert [message["role"] for message in names["messages"]] == ["system", "user", "assistant"]
-    assert names["messages"][0]["content"] == "3+4"
-    assert names["messages"][2]["content"] in capsys.readouterr().out
+    roles = [message["role"] for message in names["messages"]]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    *texts, answer = [message["content"] for message in names["messages"]]
+    assert texts == ["3+4", "1+2=", "3", "12+34="] and answer in capsys.readouterr().out
 
 
 def test_a_base_model_with_a_chat_template_gets_plain_text(tmp_path, monkeypatch, capsys):
@@ -298,12 +311,11 @@ def test_a_base_model_with_a_chat_template_gets_plain_text(tmp_path, monkeypatch
 
 
 def test_a_response_that_runs_on_into_an_example_loses_its_1():
-    question, answer = grpo.EXAMPLES[0]
-    right = grpo.EXAMPLES[1][1]
+    (question, answer), (_, right), _ = default_task(grpo).EXAMPLES
     texts = [right, f"{right}\n{question}", f"{right}\n{question}\n{answer}"]
     gold = re.findall(r"<answer>(.*)</answer>", right) * 3
     assert grpo.accuracy_reward(texts, gold) == [1.0, 1.0, 0.0]
-    assert grpo.format_reward(texts, gold) == pytest.approx([0.4] * 3)
+    assert format_reward(texts, gold) == pytest.approx([0.4] * 3)
 
 
 def test_a_reward_model_of_another_scale(tmp_path, monkeypatch):
@@ -328,7 +340,7 @@ def test_a_reward_model_of_another_scale(tmp_path, monkeypatch):
 def test_a_fixed_score_for_cut_responses(tmp_path, monkeypatch):
     """The page's line for Huang's rule, with responses of which some are cut."""
     line = line_of_page('scores["score"]')
-    scored = r"^        scores, first_scores = score_responses\(.*\n"
+    scored = r"^        scores, first_scores = score_responses\(\n.*\n        \)\n"
     (start,) = re.findall(scored, read_script("ppo_rlhf"), re.MULTILINE)
     huang = changed_script(monkeypatch, "ppo_rlhf", re.escape(start), f"{start}        {line}\n")
     _, folder = run(

@@ -17,7 +17,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, SMALL_MODEL, SMALL_TASK, small_flags, small_recipe
+from conftest import (
+    ROOT,
+    SMALL_MODEL,
+    SMALL_TASK,
+    default_task,
+    small_flags,
+    small_recipe,
+    use_task,
+)
 from scripts import can_sample
 from test_whole_step import ALGORITHMS, COMMON, double, reference
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -172,11 +180,12 @@ def test_evaluated_are_the_current_weights(tmp_path):
     known = {field.name for field in dataclasses.fields(grpo.Args)}
     args = grpo.Args(**{name: value for name, value in fields.items() if name in known})
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    problems = grpo.load_data(args, tokenizer)[1]
+    task = default_task(grpo)
+    problems = grpo.load_data(args, task, tokenizer)[1]
     last = read_metrics(folder)[-1]
     for model, same in ((str(folder / "model"), True), (args.model, False)):
         policy = AutoModelForCausalLM.from_pretrained(model)
-        found, _ = grpo.evaluate(args, policy, tokenizer, problems, torch.tensor([2]))
+        found, _ = grpo.evaluate(args, task, policy, tokenizer, problems, torch.tensor([2]))
         assert (found == {name: last[name] for name in found}) == same
 
 
@@ -202,7 +211,7 @@ def test_a_failed_run_leaves_no_engine(tmp_path, monkeypatch):
     def fail(completions, **columns):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(grpo_vllm, "REWARDS", [fail])
+    use_task(monkeypatch, grpo_vllm, [fail])
     with pytest.raises(ZeroDivisionError) as kept:
         run_main(tmp_path, num_steps=1, eval_size=4)
     gc.unfreeze()  # vLLM hides its tensors from gc
