@@ -113,24 +113,99 @@ def grade_advantages(my):
     compare("A of random rewards, and of one 0.1 among 16,", my.compute_advantages(rewards), slow)
 
 
-def loss_of(my, logratio, advantages, mask, num_seqs, ref=None, beta=0.0, clip_eps=0.2):
-    """policy_loss, its gradient by logprobs, and the metrics. Each log pi_old is -1."""
-    old = -mask.double()  # (n, R)
-    logprobs = (old + logratio).requires_grad_()  # (n, R)
-    args = my.Args(clip_eps=clip_eps, beta=beta)
-    given = old, ref, advantages.clone(), mask.clone(), num_seqs  # it may change its input
-    loss, stats = my.policy_loss(args, logprobs, *given)
+# ==== losses ====
+# A loss is a function of (logprobs, old, advantages, mask, *sizes, **fields). sizes: num_tokens, or
+# num_seqs and what may come after it.
+def grpo_loss(my):
+    """policy_loss as such a function: without a KL, and without the metrics."""
+
+    def loss(logprobs, old, advantages, mask, num_seqs, clip_eps):
+        return my.policy_loss(logprobs, old, None, advantages, mask, num_seqs, clip_eps, 0.0)[0]
+
+    return loss
+
+
+def loss_and_slope(function, logratio, old, advantages, mask, *sizes, **fields):
+    """The loss of logprobs = old + logratio, and its gradient by the unmasked logprobs (n, R)."""
+    leaf = (old + logratio).requires_grad_()  # (n, R)
+    given = leaf.clone(), old.clone(), advantages.clone(), mask.clone()  # it may change its input
+    loss = function(*given, *sizes, **fields)
+    if not isinstance(loss, torch.Tensor) or loss.shape != ():
+        raise Wrong(f"return the loss, a scalar tensor: it is {str(loss):.150}")
     if not loss.requires_grad:
-        raise Wrong("the loss has no gradient: don't detach logprobs or the ratio")
-    return loss.detach(), torch.autograd.grad(loss, logprobs)[0], stats
+        raise Wrong("the loss has no gradient: logprobs and the ratio must be in it, not detached")
+    (slope,) = torch.autograd.grad(loss, leaf)
+    return loss.detach(), slope * mask
+
+
+# Minibatches of one token each, with these ratios and advantages. Each log pi_old is -1.
+RATIO = double([1.5, 1.25, 0.5, 1.5, 0.5, 20, 0.01])
+A = double([2, 2, 2, -2, -2, -2, 2])
+
+
+def one_token_each(function, *sizes, **fields):
+    """The loss of each of these minibatches (7,), and its gradient by log pi (7,)."""
+    losses, slopes = [], []
+    for ratio, advantage in zip(RATIO.view(-1, 1, 1), A.view(-1, 1, 1), strict=True):
+        given = ratio.log(), double([[-1]]), advantage, torch.ones(1, 1).bool(), *sizes
+        loss, slope = loss_and_slope(function, *given, **fields)
+        losses.append(loss)
+        slopes.append(slope[0, 0])
+    return torch.stack(losses), torch.stack(slopes)
+
+
+def two_sequences(function, *sizes, **fields):
+    """The loss of LOGRATIO's two sequences, with an advantage of -1, and its gradient (2, 10)."""
+    given = LOGRATIO, -MASK.double(), double([[-1], [-1]]), MASK
+    return loss_and_slope(function, *given, *sizes, **fields)
+
+
+def clipped_loss(eps_low, eps_high, ratio=RATIO):
+    """The loss of each of the minibatches of one token (7,)."""
+    return -torch.minimum(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A)
+
+
+def grade_clip(function, *sizes, low, high, more=None, **fields):
+    """With these fields, the ratio of a token is clipped to 1 - low .. 1 + high.
+
+    more: the mistakes that this exercise alone has, as in compare.
+    """
+    right, clipped = clipped_loss(low, high), RATIO.clamp(1 - low, 1 + high) * A
+    mistakes = (more or {}) | {
+        "the loss is -J: the minus is missing": -right,
+        "min, not clip alone: with A < 0 and a large ratio the loss must still have a gradient": (
+            -clipped
+        ),
+        "the clip is missing: the other term of min is clip(rho, 1 - eps, 1 + eps) A": -RATIO * A,
+        "the min of the two products, not the max": -torch.maximum(RATIO * A, clipped),
+        "the ratio is upside down: it is pi_theta / pi_old": clipped_loss(low, high, 1 / RATIO),
+        "the upper bound is 1 + eps_high": clipped_loss(low, low),
+        "the lower bound is 1 - eps_low": clipped_loss(high, high),
+        "eps_low belongs to the lower bound, and eps_high to the upper": clipped_loss(high, low),
+    }
+    losses, slopes = one_token_each(function, *sizes, **fields)
+    case = f"rho = {RATIO.tolist()}, A = {A.tolist()}, {fields}"
+    compare(f"the loss at {case}", losses, right, mistakes)
+    # Where the clip doesn't act, the gradient of -rho A by log pi is -rho A itself.
+    slope = torch.where(right == -RATIO * A, right, 0)
+    compare(f"the gradient by log pi at {case}", slopes, slope)
+
+
+def metrics_and_slope(my, logprobs, ref, advantage, beta):
+    """policy_loss of one sequence, whose log pi_old are -1: the metrics, and the gradient (1, R)."""
+    logprobs = logprobs.clone().requires_grad_()  # (1, R)
+    old, mask = -torch.ones_like(logprobs), torch.ones_like(logprobs).bool()
+    given = logprobs, old, ref, double([[advantage]]), mask, 1, 0.2, beta
+    loss, stats = my.policy_loss(*given)
+    return stats, torch.autograd.grad(loss, logprobs)[0]
 
 
 def compare_metrics(my, beta):
     """The metrics of one token: log pi is log(1.5) - 1, log pi_old -1 and log pi_ref -2."""
-    x, one = double([[math.log(1.5)]]), torch.ones(1, 1).bool()
-    _, _, stats = loss_of(my, x, double([[2]]), one, 1, double([[-2]]), beta)
+    x = math.log(1.5)
+    stats, _ = metrics_and_slope(my, double([[x - 1]]), double([[-2]]), 2, beta)
     right = {"clip_frac_low": 0, "clip_frac_high": 1, "clip_frac": 1, "ratio_mean": 1.5}
-    right |= {"approx_kl": x.item() ** 2 / 2, "entropy": 1 - x.item()}
+    right |= {"approx_kl": x**2 / 2, "entropy": 1 - x}
     what = "logratio, ratio and logprobs are needed after your lines, as they are: policy/"
     for name, number in right.items():
         compare(what + name, stats["policy/" + name].double(), number)
@@ -138,39 +213,20 @@ def compare_metrics(my, beta):
 
 def compare_with_slow_loss(my, beta):
     *given, mask = test_equations.ragged_batch(0)
-    args = my.Args(clip_eps=0.2, beta=beta)
-    loss, _ = my.policy_loss(args, *(x.clone() for x in given), mask, num_seqs=8)
+    loss, _ = my.policy_loss(*(x.clone() for x in given), mask, 8, clip_eps=0.2, beta=beta)
     slow = test_equations.slow_loss("grpo", *given, mask, beta, 8, mask.sum())
     compare("the loss of random responses", loss.detach(), slow)
 
 
 def grade_loss(my):
-    # Four minibatches of one token each, at two settings of --clip-eps.
-    ratio, A, found = double([1.5, 0.5, 1.5, 0.5]), double([2, 2, -2, -2]), []
-    for x, advantage in zip(ratio.log().view(4, 1, 1), A.view(4, 1, 1), strict=True):
-        loss, slope, _ = loss_of(my, x, advantage, torch.ones(1, 1).bool(), 1)
-        other, _, _ = loss_of(my, x, advantage, torch.ones(1, 1).bool(), 1, clip_eps=0.3)
-        found.append([loss.item(), slope.item(), other.item()])
-    losses, slopes, others = double(found).unbind(1)
-    right, clipped = double([-2.4, -1.0, 3.0, 1.6]), ratio.clamp(0.8, 1.2) * A
-    upside_down = torch.minimum(A / ratio, (1 / ratio).clamp(0.8, 1.2) * A)
-    mistakes = {
-        "surrogate is S, without a minus: the next line has the minus": -right,
-        "min, not clip alone: with A < 0 and a large ratio the loss must still have a gradient": (
-            -clipped
-        ),
-        "the clip is missing: the other term of min is clip(rho, 1 - eps, 1 + eps) A": -ratio * A,
-        "S is the min of the two products, not the max": -torch.maximum(ratio * A, clipped),
-        "the ratio is upside down: it is pi_theta / pi_old": -upside_down,
-    }
-    compare("the loss at rho = 1.5, 0.5, 1.5, 0.5, A = 2, 2, -2, -2", losses, right, mistakes)
-    compare("the gradient of this loss by log pi", slopes, [0.0, -1.0, 3.0, 0.0])
-    mistakes = {"--clip-eps 0.3 has no effect: take args.clip_eps for eps, and no number": right}
-    compare("this loss with --clip-eps 0.3", others, [-2.6, -1.0, 3.0, 1.4], mistakes)
+    loss, right = grpo_loss(my), clipped_loss(0.2, 0.2)
+    more = {"surrogate is S, without a minus: the next line has the minus": -right}
+    grade_clip(loss, 1, low=0.2, high=0.2, clip_eps=0.2, more=more)
+    more = {"clip_eps = 0.1 has no effect: take clip_eps for eps, and no number": right}
+    grade_clip(loss, 1, low=0.1, high=0.1, clip_eps=0.1, more=more)
     compare_metrics(my, 0.0)
     # Two of a minibatch's four sequences: the losses of their tokens are 14 and 19 in all.
-    mask, logratio, A = MASK, LOGRATIO, double([[-1], [-1]])
-    loss, slope, _ = loss_of(my, logratio, A, mask, 4)
+    found, slope = two_sequences(loss, 4, clip_eps=0.2)
     mistakes = {
         "the mean over tokens comes before the mean over sequences": 33 / 15,
         "take the mean over the tokens of a sequence, not their sum": 33 / 4,
@@ -178,25 +234,26 @@ def grade_loss(my):
         "divide by the length of the response, not by R": (1.4 + 1.9) / 4,
         "divide by num_seqs: this call sees a part of the minibatch's sequences": (2.8 + 1.9) / 2,
     }
-    compare("the loss of (14 / 5 + 19 / 10) / 4", loss, (2.8 + 1.9) / 4, mistakes)
-    right = logratio.exp() * mask / mask.sum(1, keepdim=True) / 4
+    compare("the loss of (14 / 5 + 19 / 10) / 4", found, (2.8 + 1.9) / 4, mistakes)
+    right = LOGRATIO.exp() * MASK / MASK.sum(1, keepdim=True) / 4
     mistakes = {
         "a ratio between the bounds needs its whole gradient: don't detach the clip": (
-            torch.where(logratio == 0, right / 2, right)
+            torch.where(LOGRATIO == 0, right / 2, right)
         )
     }
     compare("the gradient of this loss by log pi", slope, right, mistakes)
-    parts = [loss_of(my, logratio[[i]], A[[i]], mask[[i]], 4)[0] for i in range(2)]
-    compare("the sum of the losses of two micro-batches", sum(parts), loss)
+    parts = []
+    for i in range(2):
+        row = LOGRATIO[[i]], -MASK[[i]].double(), double([[-1]]), MASK[[i]]
+        parts.append(loss_and_slope(loss, *row, 4, clip_eps=0.2)[0])
+    compare("the sum of the losses of two micro-batches", sum(parts), found)
     compare_with_slow_loss(my, 0.0)
 
 
 def grade_kl(my):
     half, fifth, log = double([[0.5]]).log(), double([[0.2]]).log(), math.log(0.4)
-    mask, zero = torch.ones(1, 1).bool(), double([[0]])
     right = 0.4 - 1 - log  # x = pi_ref / pi is 0.4
-    # log pi_old is -1, so the log-ratio is log pi + 1.
-    _, slope, stats = loss_of(my, half + 1, zero, mask, 1, fifth, beta=0.5)
+    stats, slope = metrics_and_slope(my, half, fifth, 0, beta=0.5)
     mistakes = {
         "KL(ref||pi) instead: the ratio is upside down, x is pi_ref / pi_theta": 2.5 - 1 + log,
         "this is k1, which is negative for many tokens: k3 adds x - 1": -log,
@@ -209,7 +266,7 @@ def grade_kl(my):
     mistakes = {"kl is a term of the loss: don't detach it": [[0.0]]}
     compare("the gradient of beta kl by log pi, beta (1 - x),", slope, [[0.5 * 0.6]], mistakes)
     far = double([[-13, 11]])  # with pi = 1/e, log x is -12 and 12
-    _, _, stats = loss_of(my, 0 * far, zero, torch.ones(1, 2).bool(), 1, far, beta=1.0)
+    stats, _ = metrics_and_slope(my, torch.full_like(far, -1), far, 0, beta=1.0)
     what = "the sum of kl at log x = -12 and 12, without any bound,"
     compare(what, stats["kl/ref"], math.exp(-12) + math.exp(12) - 2)
     compare_metrics(my, 1.0)
@@ -313,18 +370,17 @@ def grade_leave_one_out(my):
 # ==== exercises 7 to 9 ====
 # The references: functions of the scripts, and for CISPO the formula, one token at a time.
 def right_dapo(logprobs, old, advantages, mask, num_tokens, eps_low=0.2, eps_high=0.28):
-    args = dapo.Args(clip_eps_low=eps_low, clip_eps_high=eps_high)
-    return dapo.policy_loss(args, logprobs, old, advantages, mask, num_tokens)[0]
+    return dapo.policy_loss(logprobs, old, advantages, mask, num_tokens, eps_low, eps_high)[0]
 
 
 def right_dr_grpo(logprobs, old, advantages, mask, num_seqs, max_tokens, clip_eps=0.2):
-    args = dr_grpo.Args(clip_eps=clip_eps, max_new_tokens=max_tokens)  # beta is 0: no reference
-    return dr_grpo.policy_loss(args, logprobs, old, None, advantages, mask, num_seqs)[0]
+    given = logprobs, old, None, advantages, mask, num_seqs, max_tokens
+    return dr_grpo.policy_loss(*given, clip_eps, beta=0.0)[0]
 
 
 def right_gspo(logprobs, old, advantages, mask, num_seqs, eps_low=3e-4, eps_high=4e-4):
-    args = gspo.Args(clip_eps_low=eps_low, clip_eps_high=eps_high)  # beta is 0: no reference
-    return gspo.policy_loss(args, logprobs, old, None, advantages, mask, num_seqs)[0]
+    given = logprobs, old, None, advantages, mask, num_seqs
+    return gspo.policy_loss(*given, eps_low, eps_high, beta=0.0)[0]
 
 
 def right_cispo(logprobs, old, advantages, mask, num_tokens, eps_high=4.0):
@@ -333,65 +389,6 @@ def right_cispo(logprobs, old, advantages, mask, num_tokens, eps_high=4.0):
         ratio = math.exp(logprobs[i, t].item() - old[i, t].item())  # a number has no gradient
         loss = loss - min(ratio, 1 + eps_high) * advantages[i, 0] * logprobs[i, t] / num_tokens
     return loss
-
-
-def loss_and_slope(function, logratio, old, advantages, mask, *sizes, **fields):
-    """The loss of logprobs = old + logratio, and its gradient by the unmasked logprobs (n, R).
-
-    sizes: num_tokens, or num_seqs and what may come after it.
-    """
-    leaf = (old + logratio).requires_grad_()  # (n, R)
-    given = leaf.clone(), old.clone(), advantages.clone(), mask.clone()  # it may change its input
-    loss = function(*given, *sizes, **fields)
-    if not isinstance(loss, torch.Tensor) or loss.shape != ():
-        raise Wrong(f"return the loss, a scalar tensor: it is {str(loss):.150}")
-    if not loss.requires_grad:
-        raise Wrong("the loss has no gradient: logprobs must be in it, and not be detached")
-    (slope,) = torch.autograd.grad(loss, leaf)
-    return loss.detach(), slope * mask
-
-
-# Minibatches of one token each, with these ratios and advantages. Each log pi_old is -1.
-RATIO = double([1.5, 1.25, 0.5, 1.5, 0.5, 20, 0.01])
-A = double([2, 2, 2, -2, -2, -2, 2])
-
-
-def one_token_each(function, *sizes, **fields):
-    """The loss of each of these minibatches (7,), and its gradient by log pi (7,)."""
-    losses, slopes = [], []
-    for ratio, advantage in zip(RATIO.view(-1, 1, 1), A.view(-1, 1, 1), strict=True):
-        given = ratio.log(), double([[-1]]), advantage, torch.ones(1, 1).bool(), *sizes
-        loss, slope = loss_and_slope(function, *given, **fields)
-        losses.append(loss)
-        slopes.append(slope[0, 0])
-    return torch.stack(losses), torch.stack(slopes)
-
-
-def grade_clip(function, *sizes, low, high, **fields):
-    """With these fields, the ratio of a token is clipped to 1 - low .. 1 + high."""
-
-    def loss(eps_low, eps_high, ratio=RATIO):
-        return -torch.minimum(ratio * A, ratio.clamp(1 - eps_low, 1 + eps_high) * A)
-
-    right, clipped = loss(low, high), RATIO.clamp(1 - low, 1 + high) * A
-    mistakes = {
-        "the loss is -J: the minus is missing": -right,
-        "min, not clip alone: with A < 0 and a large ratio the loss must still have a gradient": (
-            -clipped
-        ),
-        "the clip is missing": -RATIO * A,
-        "the min of the two products, not the max": -torch.maximum(RATIO * A, clipped),
-        "the ratio is upside down: it is pi_theta / pi_old": loss(low, high, 1 / RATIO),
-        "the upper bound is 1 + eps_high": loss(low, low),
-        "the lower bound is 1 - eps_low": loss(high, high),
-        "eps_low belongs to the lower bound, and eps_high to the upper": loss(high, low),
-    }
-    losses, slopes = one_token_each(function, *sizes, **fields)
-    case = f"rho = {RATIO.tolist()}, A = {A.tolist()}, {fields}"
-    compare(f"the loss at {case}", losses, right, mistakes)
-    # Where the clip doesn't act, the gradient of -rho A by log pi is -rho A itself.
-    slope = torch.where(right == -RATIO * A, right, 0)
-    compare(f"the gradient by log pi at {case}", slopes, slope)
 
 
 def grade_random(function, reference, *sizes, **fields):
@@ -409,12 +406,6 @@ def grade_random(function, reference, *sizes, **fields):
     compare("the sum of the losses of micro-batches", sum(parts), right_loss)
 
 
-def loss_of_two(function, *sizes, **fields):
-    """The loss of LOGRATIO's two sequences, with an advantage of -1."""
-    given = LOGRATIO, -MASK.double(), double([[-1], [-1]]), MASK
-    return loss_and_slope(function, *given, *sizes, **fields)[0]
-
-
 def grade_dapo(my):
     for low, high in ((0.2, 0.28), (0.1, 0.4)):
         grade_clip(my.dapo_loss, 1, low=low, high=high, eps_low=low, eps_high=high)
@@ -425,7 +416,7 @@ def grade_dapo(my):
         "padding doesn't count: the mask says which tokens do": 38 / 40,
         "divide by num_tokens": 33,
     }
-    compare("the loss of (14 + 19) / 40", loss_of_two(my.dapo_loss, 40), 33 / 40, mistakes)
+    compare("the loss of (14 + 19) / 40", two_sequences(my.dapo_loss, 40)[0], 33 / 40, mistakes)
     grade_random(my.dapo_loss, right_dapo, 50)
 
 
@@ -440,7 +431,7 @@ def grade_dr_grpo(my):
         "divide by num_seqs, too": 33 / 30,
         "padding doesn't count: the mask says which tokens do": 38 / 30 / 4,
     }
-    loss = loss_of_two(my.dr_grpo_loss, 4, 30)
+    loss, _ = two_sequences(my.dr_grpo_loss, 4, 30)
     compare("the loss of (14 / 30 + 19 / 30) / 4", loss, 33 / 30 / 4, mistakes)
     grade_random(my.dr_grpo_loss, right_dr_grpo, 9, 12)
 
@@ -513,7 +504,7 @@ def grade_cispo(my):
         ),
         "divide by num_tokens": first + second,
     }
-    loss = loss_of_two(my.cispo_loss, 40, eps_high=1.0)
+    loss, _ = two_sequences(my.cispo_loss, 40, eps_high=1.0)
     compare("the loss of 15 of 40 tokens", loss, (first + second) / 40, mistakes)
     grade_random(my.cispo_loss, right_cispo, 50, eps_high=0.5)
 

@@ -72,8 +72,8 @@ def test_the_original_functions_are_right(tmp_path):
     cispo = load_patched("cispo")
 
     def cispo_loss(logprobs, old, advantages, mask, num_tokens, eps_high=4.0):
-        args = cispo.Args(clip_eps_high=eps_high)
-        return cispo.policy_loss(args, logprobs, old, old, advantages, mask, num_tokens)[0]
+        given = logprobs, old, None, advantages, mask, num_tokens
+        return cispo.policy_loss(*given, clip_eps_high=eps_high, beta=0.0)[0]
 
     my.cispo_loss = cispo_loss
     assert [grade.verdict(my, GRADES[k]) for k in (7, 8, 9)] == ["right"] * 3
@@ -187,7 +187,7 @@ def test_a_typo(tmp_path):
 
 CENTRE = "rewards = rewards - rewards[:, :1]\nrewards = rewards - rewards.mean(1, keepdim=True)"
 RATIO = "logratio = logprobs - old_logprobs\nratio = logratio.exp()"
-CLIPPED = f"{RATIO}\nclipped = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)"
+CLIPPED = f"{RATIO}\nclipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)"
 KL = "x = (ref_logprobs - logprobs).exp()"
 OTHERS = "others = (returns.sum(1, keepdim=True) - returns) / (returns.shape[1] - 1)"
 LENGTHS = "P, R = len(prompt), len(response)"
@@ -220,19 +220,19 @@ ANSWERS = [
         + "\nsurrogate = torch.minimum(ratio * advantages, clipped * advantages)", "upside down"),
     (1, f"{CLIPPED}\nsurrogate = torch.minimum(ratio * advantages, clipped * advantages).detach()", "no gradient"),
     (1, f"{CLIPPED}\nsurrogate = torch.minimum(ratio.detach() * advantages, clipped * advantages)",
-        "the gradient of this loss"),
+        "the gradient by log pi"),
     (1, f"{CLIPPED}\nS = torch.minimum(ratio * advantages, clipped * advantages)"
         "\nsurrogate = torch.where((ratio == clipped) & (advantages > 0), advantages, S)",
         "the loss of random responses"),
     (1, f"{RATIO}\nclipped = ratio.clamp(0.8, 1.2)\n"
-        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "--clip-eps 0.3 has no effect"),
-    (1, f"{RATIO}\nclipped = ratio.clamp(0.8, 1 + args.clip_eps)\n"
-        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "this loss with --clip-eps 0.3"),
-    (1, f"{RATIO}\nS = ratio * advantages\nratio = ratio.clamp(1 - args.clip_eps, 1 + args.clip_eps)\n"
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "clip_eps = 0.1 has no effect"),
+    (1, f"{RATIO}\nclipped = ratio.clamp(0.8, 1 + clip_eps)\n"
+        "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "the loss at rho"),
+    (1, f"{RATIO}\nS = ratio * advantages\nratio = ratio.clamp(1 - clip_eps, 1 + clip_eps)\n"
         "surrogate = torch.minimum(S, ratio * advantages)", "policy/clip_frac_high should"),
     (1, f"{CLIPPED}\nlogratio = torch.zeros_like(logprobs)\n"
         "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "policy/approx_kl should"),
-    (1, f"{RATIO}\nclipped = ratio.detach().clamp(1 - args.clip_eps, 1 + args.clip_eps)\n"
+    (1, f"{RATIO}\nclipped = ratio.detach().clamp(1 - clip_eps, 1 + clip_eps)\n"
         "surrogate = torch.minimum(ratio * advantages, clipped * advantages)", "whole gradient"),
     (1, f"{CLIPPED}\nS = torch.minimum(ratio * advantages, clipped * advantages)\n"
         "surrogate = torch.where(ratio == clipped, S.detach(), S)", "the gradient of this loss"),
@@ -251,7 +251,7 @@ ANSWERS = [
     (3, f"{KL}\nkl = x - x.log()", "- 1 is missing"),
     (3, f"{KL}\nkl = 1 - x + x.log()", "never negative"),
     (3, "logratio = ref_logprobs - logprobs\nkl = torch.expm1(logratio) - logratio", "policy/approx_kl should"),
-    (3, "y = ref_logprobs - logprobs\nkl = args.beta * (torch.expm1(y) - y)", "the next line has it"),
+    (3, "y = ref_logprobs - logprobs\nkl = beta * (torch.expm1(y) - y)", "the next line has it"),
     (3, "ref_logprobs -= logprobs\nkl = torch.expm1(ref_logprobs) - ref_logprobs", "right"),
     (3, f"{KL}\nkl = (x - 1 - x.log()).detach()", "don't detach"),
     (3, "y = ref_logprobs - logprobs\nkl = y.exp() - 1 - y", "torch.expm1"),

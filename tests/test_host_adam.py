@@ -102,7 +102,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("host_adam")
     for parent in PARENTS:
         shutil.copy(ROOT / f"{parent}.py", folder)
-    for name in ("variants", "assets"):
+    for name in ("variants", "assets", "utils"):
         (folder / name).symlink_to(ROOT / name)
     printed = {}
     for parent in PARENTS:
