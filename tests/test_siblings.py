@@ -50,18 +50,54 @@ def test_the_help_of_a_flag_is_one_line(name):
         assert "\n" not in text
 
 
+def whole_scripts():
+    """The text of each script, and of what each patch makes."""
+    texts = {name: read_script(name) for name in SCRIPTS}
+    for path in (ROOT / "variants").glob("*.diff"):
+        parent = read_script(path.read_text(encoding="utf-8").split()[1].removesuffix(".py"))
+        texts[path.stem] = patched(path, parent)
+    return texts
+
+
 def test_every_script_names_the_version_of_the_citation():
     """A script that was copied away says what it came from. Its first line is the same in all, and in patched ones."""
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
     (version,) = re.findall(r"^version: (\S+)$", citation, re.MULTILINE)
-    texts = {name: read_script(name) for name in SCRIPTS}
-    for path in sorted((ROOT / "variants").glob("*.diff")):
-        parent = re.match(r"--- (\w+)\.py\n", path.read_text(encoding="utf-8"))[1]
-        texts[path.stem] = patched(path, read_script(parent))
+    texts = whole_scripts()
     assert len(texts) > len(SCRIPTS)
     for name, text in texts.items():
         assert text is not None, f"{name}: run tools/siblings.py --write"
         assert text.split("\n")[0] == f"# PlainRL {version}, Apache-2.0", name
+
+
+def read_nowhere(text):
+    """The flags that are read outside of check_args nowhere, and the parameters that a function doesn't use."""
+    tree, fields, read, unused = ast.parse(text), set(), set(), []
+    for part in tree.body:
+        name = getattr(part, "name", "")
+        if name == "Args":
+            fields = {x.target.id for x in part.body if isinstance(x, ast.AnnAssign)}
+        elif name != "check_args":
+            attributes = [x for x in ast.walk(part) if isinstance(x, ast.Attribute)]
+            read |= {x.attr for x in attributes if ast.unparse(x.value) == "args"}
+        if isinstance(part, ast.FunctionDef):
+            used = {x.id for x in ast.walk(part) if isinstance(x, ast.Name)}
+            unused += [f"{name}({x.arg})" for x in part.args.args if x.arg not in used]
+    return sorted(fields - read) + unused
+
+
+def test_every_flag_is_read():
+    """A flag that is accepted and has no effect trains something else than the command says."""
+    assert {
+        name: read_nowhere(text) for name, text in whole_scripts().items() if read_nowhere(text)
+    } == {}
+    lora = read_script("grpo_lora")
+    for old, new, expected in (
+        ("    seed: int = 1\n", "    seed: int = 1\n    adam_betas: float = 0.9\n", ["adam_betas"]),
+        ("clip_eps=args.clip_eps", "clip_eps=0.2", ["clip_eps"]),
+        ("lora_alpha / A.shape[0]", "2.0", ["add_low_rank(lora_alpha)"]),
+    ):
+        assert old in lora and read_nowhere(lora.replace(old, new)) == expected
 
 
 def test_the_guard_sees_a_changed_character(tmp_path, monkeypatch):

@@ -871,9 +871,9 @@ def gspo_loss(run, batch, o, t):
 
 
 def gspo_ratios(run, o, t):
-    """The clip fractions count each response once, at its first token."""
+    """Each token has the ratio of its response."""
     ratio = sequence_ratio(o).item()
-    return {"policy/ratio_mean": ratio} | (clips(run, ratio, o.A[0]) if t == 0 else {})
+    return {"policy/ratio_mean": ratio} | clips(run, ratio, o.A[t])
 
 
 ALGORITHMS["gspo"] = Algorithm(
