@@ -95,8 +95,7 @@ SCRIPT = Path(__file__).resolve()
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken. (So the
-    # default of `model` is only for code that calls Args().)
+    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -115,10 +114,11 @@ class Args:
     track: bool = False
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
+    # This default is only for code that calls Args(): a command without --model takes BUNDLED.
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without a slash that is no folder is one of HuggingFaceTB"""
+    """folder or hub id; HuggingFaceTB/ is put before a name without a slash that is no folder"""
     task: str = str(SCRIPT.parent / "utils" / "task.py")
-    """Python file with REWARDS, which score the responses, and EXAMPLES, which begin the prompts"""
+    """Python file with REWARDS, which score the responses, and EXAMPLES, for the prompt"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; a tenth is held out if it has no test or validation set"""
     eval_size: int = 500
@@ -126,7 +126,7 @@ class Args:
     question_column: str = "question"
     """column that holds the question: a text, or a list of chat messages"""
     answer_column: str = "answer"
-    """column that holds the gold answer; if it has "####", the rewards read what follows"""
+    """column that holds the gold answer; if it has "####", our rewards read what follows"""
     examples: bool = True
     """begin each prompt with the task's worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
@@ -206,10 +206,10 @@ def compute_advantages(rewards):
 
 
 def mixed_groups(accuracy, num_prompts):
-    """DAPO (2): the indices of the first B mixed groups, or of all mixed ones if there are fewer.
+    """The indices of the first B mixed groups, or of all mixed ones if there are fewer.
 
-    accuracy (groups, G) is 1 for a right response. A mixed group has right and wrong ones.
-    num_prompts is B.
+    Difference (2). accuracy (groups, G) is 1 for a right response. A mixed group has right and
+    wrong ones. num_prompts is B.
     """
     is_right = accuracy == 1  # (groups, G) bool
     is_mixed = is_right.any(1) & ~is_right.all(1)  # (groups,) bool
@@ -217,7 +217,7 @@ def mixed_groups(accuracy, num_prompts):
 
 
 def overlong_penalty(lengths, max_new_tokens, overlong_cache):
-    """Soft overlong punishment: response lengths (N,) int -> (N,) in [-1, 0]. DAPO (4), Eq. 13."""
+    """Soft overlong punishment, difference (4): lengths (N,) int -> (N,) in [-1, 0]. Eq. 13."""
     if overlong_cache == 0:
         return torch.zeros(lengths.shape, device=lengths.device)
     free = max_new_tokens - overlong_cache  # up to this length there is no penalty
@@ -251,10 +251,10 @@ def policy_loss(logprobs, old_logprobs, advantages, mask, num_tokens, clip_eps_l
     assert advantages.shape == (len(mask), 1)
     logratio = logprobs - old_logprobs  # (n, R)
     ratio = logratio.exp()  # (n, R)
-    clipped_ratio = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)  # (n, R), DAPO (1)
+    clipped_ratio = ratio.clamp(1 - clip_eps_low, 1 + clip_eps_high)  # (n, R), difference (1)
     surrogate = torch.minimum(ratio * advantages, clipped_ratio * advantages)  # (n, R), S in Eq. 8
     token_loss = -surrogate  # (n, R)
-    loss = masked_sum(token_loss, mask) / num_tokens  # DAPO (3)
+    loss = masked_sum(token_loss, mask) / num_tokens  # difference (3)
 
     # ---- metrics
     # The clip acts where the minimum takes the clipped term: there the surrogate has no gradient.
@@ -303,7 +303,7 @@ class Sampled(NamedTuple):
 
 
 def sample_mixed_groups(args, task, model, tokenizer, train_data, new_batches, eos_ids):
-    """DAPO (2): sample batch after batch, until B groups are mixed. Returns a Sampled.
+    """Difference (2): sample batch after batch, until B groups are mixed. Returns a Sampled.
 
     new_batches holds the batches that no step has sampled yet, each as the indices (B,) of its
     problems. At most --max-resample batches are sampled beside the first.
@@ -315,7 +315,7 @@ def sample_mixed_groups(args, task, model, tokenizer, train_data, new_batches, e
     scores = defaultdict(list)  # name of the reward function -> its scores in each batch
     reward_seconds = 0.0
     for indices in new_batches[: 1 + args.max_resample]:
-        batch = [train_data[i] for i in indices]
+        batch = [train_data[i] for i in indices.tolist()]
         rollout = sample_responses(args, model, batch, G, args.temperature, eos_ids)
         texts = response_texts(tokenizer, rollout, eos_ids)
         problems += batch
@@ -359,9 +359,10 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
-    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
-    # and unscale_ divides the gradients by it. In all formats, main leaves out and counts an update
-    # whose gradient isn't finite (instead of scaler.step). Then scaler.update halves the number.
+    # In float16, small gradients would be 0. So the scaler multiplies the loss by a large number,
+    # and unscale_ divides the gradients by it. After an overflow, scaler.update halves the number.
+    # In other formats the scaler does nothing. In all formats, main leaves out an update whose
+    # gradient isn't finite, and counts it. So it calls optimizer.step, and not scaler.step.
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -391,7 +392,7 @@ def main(args: Args) -> dict:
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
-        start_time = time.perf_counter()
+        step_start = time.perf_counter()
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
@@ -402,10 +403,10 @@ def main(args: Args) -> dict:
         completions = sampled.completions  # N texts
         response_lengths = sampled.rollout.response_mask.sum(1)  # (N,)
         ended = eos_mask(sampled.rollout, eos_ids).any(1)  # (N,) bool
-        rollout_end = time.perf_counter()
+        rollout_end = time.perf_counter()  # response_texts has waited for the GPU
 
         # ---- 2. reward and advantage; the groups to train on
-        penalty = overlong_penalty(  # (N,), DAPO (4)
+        penalty = overlong_penalty(  # (N,), difference (4)
             response_lengths,
             max_new_tokens=args.max_new_tokens,
             overlong_cache=args.overlong_cache,
@@ -414,7 +415,9 @@ def main(args: Args) -> dict:
         rewards = sum(scores.values()).view(-1, G)  # (groups, G) float32
         group_advantages = compute_advantages(rewards)  # (groups, G)
         # If no group is mixed, train on the first B groups.
-        kept = sampled.mixed.tolist() or list(range(args.num_prompts))  # groups
+        kept = sampled.mixed.tolist()  # groups
+        if not kept:
+            kept = list(range(args.num_prompts))
         kept_sequences = [k * G + j for k in kept for j in range(G)]
         M = len(kept_sequences)
         # What is made from here on has these M sequences. Scores, rewards, lengths and completions
@@ -428,9 +431,9 @@ def main(args: Args) -> dict:
         model.train()
         step_minibatches = list(minibatches(args, M))  # sequence indices, a tensor for each update
         first_pass = step_minibatches[: args.num_minibatches]  # each sequence once
-        # pi_old is the policy as it is now. (The sampler's log-probabilities are rounded
-        # differently.) The rows of the first minibatch, with one minibatch all rows, stay NaN until
-        # its update (part 4) fills them in.
+        # pi_old is the policy as it is now. (The sampler rounds differently, so its numbers don't
+        # serve.) The first update (part 4) computes the rows of its minibatch anyway, and writes
+        # them here. Until then they are NaN: with one minibatch, all rows.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (M, R)
 
         # ---- 4. update
@@ -486,7 +489,7 @@ def main(args: Args) -> dict:
         state["batches"] += len(sampled.problems) // args.num_prompts
         first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (tokens,)
-        rollout_seconds = rollout_end - start_time - sampled.reward_seconds
+        rollout_seconds = rollout_end - step_start - sampled.reward_seconds
         metrics = {
             "rollout/reward_mean": rewards.mean(),
             "rollout/reward_std": rewards.std(),  # of all N, not of a group
@@ -531,8 +534,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        # Here, so that the log has the gap. A model that is computed wrongly shows in step 1. Later
-        # the gap may grow by rounding alone, which the log shows, so then only NaN (an overflow)
+        # The check comes after the log, which then has the gap. In step 1 it finds a model that is
+        # computed wrongly. Later, rounding alone may widen the gap. So then only NaN (an overflow)
         # ends the run.
         if step == 1 or gap.isnan().any():
             check_gap(args, gap.mean())
@@ -559,8 +562,8 @@ def sample_responses(args, model, problems, num_samples, temperature, eos_ids):
     prompt_ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, P)
     prompt_mask = pad_sequence(ones, batch_first=True, padding_side="left")  # (B, P) bool
 
-    # As many prompts are sampled at a time as fit into --sampling-tokens, even if all responses get
-    # the maximum length, but at least one.
+    # A batch takes as many prompts as fit into --sampling-tokens if all responses get the maximum
+    # length, but at least one.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     sampled = []
@@ -592,7 +595,7 @@ def eos_mask(rollout, eos_ids):
 # columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # Every so many tokens, generate asks whether all rows have finished. On a GPU, asking makes the CPU
-# wait. SEGMENT must be a multiple of this: no segment may begin without a row.
+# wait. SEGMENT must be a multiple of this, so that it asks before each segment, which needs a row.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -906,8 +909,8 @@ def evaluate(args, task, model, tokenizer, problems, eos_ids):
 def apply_rewards(task, completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
-    A function gets the completions, and the columns of the data set as lists of N values. In the
-    column `answer` is --answer-column, as a text.
+    A function gets the completions, and the columns of the data set as lists of N values. The
+    column `answer` has the text of --answer-column.
     """
     samples_per_problem = len(completions) // len(problems)
     repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
@@ -931,12 +934,14 @@ def apply_rewards(task, completions, problems, device):
 
 # ==== task, data and model ====
 def load_task(args):
-    """The module of --task. It may import utils, and other modules from its own folder."""
+    """The module of --task. It may import utils, and other files of its own folder."""
+    # Its folder comes last, so that no file of it hides another module.
     sys.path.append(str(Path(args.task).absolute().parent))
-    loader = SourceFileLoader("task", args.task)
+    loader = SourceFileLoader("task", args.task)  # the file's name needs no ending
     task = module_from_spec(spec_from_loader("task", loader))
-    sys.modules["task"] = task  # pickle looks for its functions there
+    sys.modules["task"] = task  # dataclasses and pickle look for it there
     loader.exec_module(task)
+    # The scores are kept by the names of the functions.
     if len({reward.__name__ for reward in task.REWARDS}) < len(task.REWARDS):
         raise ValueError(f"--task {args.task}: two functions in REWARDS have the same name")
     return task
@@ -1301,8 +1306,8 @@ def open_run(args, task, run_dir, problems):
     if args.track:  # before the folder is made: if W&B fails, there is no run yet
         start_wandb(args, run_dir, run, is_repeated)
     if not is_repeated:
-        # A named folder without args.json is from a command that was killed before it wrote this
-        # file. Such a folder is used again.
+        # A named folder without args.json may be from a command that was killed before it wrote
+        # this file. Such a folder is used again.
         run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
         (run_dir / "utils").mkdir(exist_ok=True)
         for name, path in code_files(args).items():
@@ -1315,7 +1320,10 @@ def open_run(args, task, run_dir, problems):
 
 
 def code_files(args):
-    """The files of a run's code: the name of each in the run's folder -> its path."""
+    """The files of a run's code: the name of each in the run's folder -> its path.
+
+    What the task imports from its own folder isn't among them.
+    """
     files = {SCRIPT.name: SCRIPT, "task.py": Path(args.task)}
     for path in sorted((SCRIPT.parent / "utils").glob("*.py")):
         files[f"utils/{path.name}"] = path
@@ -1323,17 +1331,17 @@ def code_files(args):
 
 
 def describe_run(args, task, problems):
-    """What args.json holds: the flags, digests of the code and of the data, and the versions."""
+    """What args.json holds: flags, names of rewards, digests of code and data, and the machine."""
     code = {}  # name of a file -> its digest
     for name, path in code_files(args).items():
         code[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     rows = [problem["columns"] for problem in problems]
-    # Of an image or another object, only the type counts.
+    # JSON has no images or other objects. Of these, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
         "rewards": [reward.__name__ for reward in task.REWARDS],
-        **code,
+        **code,  # "task.py" is the digest of the file, "task" its path, a flag
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "precision": find_dtype(args),
         "versions": {name: version(name) for name in ("torch", "transformers")},
@@ -1344,8 +1352,8 @@ def describe_run(args, task, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
-    # The task may lie elsewhere, with the same content. The dtype may differ, but not the precision
-    # that it stands for on this machine.
+    # --task may be another path: "task.py", its digest, compares the content. --dtype may be
+    # another word: "precision" compares what it means on this machine.
     may_differ = ["runs_dir", "run_name", "task", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
@@ -1420,9 +1428,9 @@ def load_checkpoint(args, run_dir, trained):
 
 
 if __name__ == "__main__":
-    # The defaults depend on --model, so it is looked for before tyro reads the flags.
+    # --model decides the defaults, so it is looked for before tyro reads the flags.
     has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
     title = __doc__.split("\n\n")[0]
-    hint = "Without --model, the bundled task's defaults are taken. A model's: --model NAME --help"
+    hint = "Without --model, the defaults are the bundled task's. A model's: --model NAME --help"
     main(tyro.cli(Args, default=defaults, description=f"{title}\n\n{hint}"))

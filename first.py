@@ -9,10 +9,10 @@ B*G responses. P, R and V count the tokens of a prompt, a response and the vocab
     rho_it = pi_theta(o_it | q, o_i<t) / pi_old(o_it | q, o_i<t)    pi_old: the policy that sampled
     A_i    = (r_i - mean(r_1 .. r_G)) / (std(r_1 .. r_G) + 1e-4)    1e-4: no 0/0 at equal rewards
 
-grpo.py adds a faster sampler, micro-batches and bf16, because larger models need time and memory;
-a KL to the initial model, a learning-rate schedule, gradient clipping, because long runs drift;
-chat templates, all EOS tokens and numbers in free text, because models and data differ;
-checkpoints, logs, evaluations and checks, because runs are cut off and mistakes are silent.
+What grpo.py adds: a faster sampler, micro-batches and bf16, because larger models need time and
+memory. A KL to the initial model, a learning-rate schedule and gradient clipping, because long runs
+drift. Chat templates, all EOS tokens and numbers in free text, because models and data differ.
+Checkpoints, logs, evaluations and checks, because runs are cut off and mistakes are silent.
 """
 
 import json

@@ -86,8 +86,7 @@ SCRIPT = Path(__file__).resolve()
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken. (So the
-    # default of `model` is only for code that calls Args().)
+    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -106,10 +105,11 @@ class Args:
     track: bool = False
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
+    # This default is only for code that calls Args(): a command without --model takes BUNDLED.
     model: str = "SmolLM2-1.7B-Instruct"
-    """folder or hub id; a name without a slash that is no folder is one of HuggingFaceTB"""
+    """folder or hub id; HuggingFaceTB/ is put before a name without a slash that is no folder"""
     task: str = str(SCRIPT.parent / "utils" / "task.py")
-    """Python file with REWARDS, which score the responses, and EXAMPLES, which begin the prompts"""
+    """Python file with REWARDS, which score the responses, and EXAMPLES, for the prompt"""
     dataset: str = "openai/gsm8k:main"
     """file, folder, hub id or id:config; a tenth is held out if it has no test or validation set"""
     eval_size: int = 500
@@ -117,7 +117,7 @@ class Args:
     question_column: str = "question"
     """column that holds the question: a text, or a list of chat messages"""
     answer_column: str = "answer"
-    """column that holds the gold answer; if it has "####", the rewards read what follows"""
+    """column that holds the gold answer; if it has "####", our rewards read what follows"""
     examples: bool = True
     """begin each prompt with the task's worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
@@ -287,9 +287,10 @@ def main(args: Args) -> dict:
     updates_per_step = args.num_iterations * args.num_minibatches
     num_updates = args.num_steps * updates_per_step
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
-    # Small gradients would be 0 in float16. So the scaler multiplies the loss by a large number,
-    # and unscale_ divides the gradients by it. In all formats, main leaves out and counts an update
-    # whose gradient isn't finite (instead of scaler.step). Then scaler.update halves the number.
+    # In float16, small gradients would be 0. So the scaler multiplies the loss by a large number,
+    # and unscale_ divides the gradients by it. After an overflow, scaler.update halves the number.
+    # In other formats the scaler does nothing. In all formats, main leaves out an update whose
+    # gradient isn't finite, and counts it. So it calls optimizer.step, and not scaler.step.
     scaler = torch.amp.GradScaler(enabled=find_dtype(args) == "float16")
     trained = {  # a checkpoint saves the state_dict of each
         "model": model,
@@ -318,7 +319,7 @@ def main(args: Args) -> dict:
     progress = trange(first_step, args.num_steps + 1, disable=None)
     for step in progress:
         # ---- 1. rollout
-        start_time = time.perf_counter()
+        step_start = time.perf_counter()
         # Each step has its own seed, so that a resumed run draws what an uninterrupted one would.
         # The factor keeps step 2 of seed 1 and step 1 of seed 2 apart.
         torch.manual_seed(1_000_003 * args.seed + step)
@@ -328,7 +329,7 @@ def main(args: Args) -> dict:
         response_mask = rollout.response_mask  # (N, R)
         response_lengths = response_mask.sum(1)  # (N,)
         ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
-        rollout_end = time.perf_counter()
+        rollout_end = time.perf_counter()  # response_texts has waited for the GPU
 
         # ---- 2. reward and advantage
         scores = apply_rewards(task, completions, batch, model.device)  # name -> (N,) float32
@@ -341,9 +342,9 @@ def main(args: Args) -> dict:
         model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
         first_pass = step_minibatches[: args.num_minibatches]  # each sequence once
-        # pi_old is the policy as it is now. (The sampler's log-probabilities are rounded
-        # differently.) The rows of the first minibatch, with one minibatch all rows, stay NaN until
-        # its update (part 4) fills them in.
+        # pi_old is the policy as it is now. (The sampler rounds differently, so its numbers don't
+        # serve.) The first update (part 4) computes the rows of its minibatch anyway, and writes
+        # them here. Until then they are NaN: with one minibatch, all rows.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
@@ -414,10 +415,10 @@ def main(args: Args) -> dict:
             "optim/grad_norm": total_grad_norm / updates_per_step,  # before it is scaled down
             "optim/lr": optimizer.param_groups[0]["lr"],  # of the last update
             "optim/skipped": num_skipped,
-            "time/rollout_s": rollout_end - start_time,
+            "time/rollout_s": rollout_end - step_start,
             "time/reward_s": reward_end - rollout_end,
             "time/update_s": update_end - reward_end,  # with the log-probabilities of part 3
-            "time/tokens_per_s": num_tokens / (rollout_end - start_time),
+            "time/tokens_per_s": num_tokens / (rollout_end - step_start),
         }
         if model.device.type == "cuda":
             metrics["time/peak_mem_gb"] = torch.cuda.max_memory_allocated() / 1e9
@@ -441,8 +442,8 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        # Here, so that the log has the gap. A model that is computed wrongly shows in step 1. Later
-        # the gap may grow by rounding alone, which the log shows, so then only NaN (an overflow)
+        # The check comes after the log, which then has the gap. In step 1 it finds a model that is
+        # computed wrongly. Later, rounding alone may widen the gap. So then only NaN (an overflow)
         # ends the run.
         if step == 1 or gap.isnan().any():
             check_gap(args, gap.mean())
@@ -469,8 +470,8 @@ def sample_responses(args, model, problems, num_samples, temperature, eos_ids):
     prompt_ids = pad_sequence(prompts, batch_first=True, padding_side="left")  # (B, P)
     prompt_mask = pad_sequence(ones, batch_first=True, padding_side="left")  # (B, P) bool
 
-    # As many prompts are sampled at a time as fit into --sampling-tokens, even if all responses get
-    # the maximum length, but at least one.
+    # A batch takes as many prompts as fit into --sampling-tokens if all responses get the maximum
+    # length, but at least one.
     tokens_per_prompt = num_samples * (prompt_ids.shape[1] + args.max_new_tokens)
     at_a_time = max(1, args.sampling_tokens // tokens_per_prompt)
     sampled = []
@@ -502,7 +503,7 @@ def eos_mask(rollout, eos_ids):
 # columns that are still empty.
 SEGMENT = {"cpu": 32, "cuda": 64, "mps": 32}
 # Every so many tokens, generate asks whether all rows have finished. On a GPU, asking makes the CPU
-# wait. SEGMENT must be a multiple of this: no segment may begin without a row.
+# wait. SEGMENT must be a multiple of this, so that it asks before each segment, which needs a row.
 CHECK_EVERY = {"cpu": 1, "cuda": 16, "mps": 1}
 
 
@@ -816,8 +817,8 @@ def evaluate(args, task, model, tokenizer, problems, eos_ids):
 def apply_rewards(task, completions, problems, device):
     """The scores of N completions: the name of each reward function -> (N,) float32.
 
-    A function gets the completions, and the columns of the data set as lists of N values. In the
-    column `answer` is --answer-column, as a text.
+    A function gets the completions, and the columns of the data set as lists of N values. The
+    column `answer` has the text of --answer-column.
     """
     samples_per_problem = len(completions) // len(problems)
     repeated = [problem for problem in problems for _ in range(samples_per_problem)]  # N
@@ -841,12 +842,14 @@ def apply_rewards(task, completions, problems, device):
 
 # ==== task, data and model ====
 def load_task(args):
-    """The module of --task. It may import utils, and other modules from its own folder."""
+    """The module of --task. It may import utils, and other files of its own folder."""
+    # Its folder comes last, so that no file of it hides another module.
     sys.path.append(str(Path(args.task).absolute().parent))
-    loader = SourceFileLoader("task", args.task)
+    loader = SourceFileLoader("task", args.task)  # the file's name needs no ending
     task = module_from_spec(spec_from_loader("task", loader))
-    sys.modules["task"] = task  # pickle looks for its functions there
+    sys.modules["task"] = task  # dataclasses and pickle look for it there
     loader.exec_module(task)
+    # The scores are kept by the names of the functions.
     if len({reward.__name__ for reward in task.REWARDS}) < len(task.REWARDS):
         raise ValueError(f"--task {args.task}: two functions in REWARDS have the same name")
     return task
@@ -1206,8 +1209,8 @@ def open_run(args, task, run_dir, problems):
     if args.track:  # before the folder is made: if W&B fails, there is no run yet
         start_wandb(args, run_dir, run, is_repeated)
     if not is_repeated:
-        # A named folder without args.json is from a command that was killed before it wrote this
-        # file. Such a folder is used again.
+        # A named folder without args.json may be from a command that was killed before it wrote
+        # this file. Such a folder is used again.
         run_dir.mkdir(parents=True, exist_ok=args.run_name is not None)
         (run_dir / "utils").mkdir(exist_ok=True)
         for name, path in code_files(args).items():
@@ -1220,7 +1223,10 @@ def open_run(args, task, run_dir, problems):
 
 
 def code_files(args):
-    """The files of a run's code: the name of each in the run's folder -> its path."""
+    """The files of a run's code: the name of each in the run's folder -> its path.
+
+    What the task imports from its own folder isn't among them.
+    """
     files = {SCRIPT.name: SCRIPT, "task.py": Path(args.task)}
     for path in sorted((SCRIPT.parent / "utils").glob("*.py")):
         files[f"utils/{path.name}"] = path
@@ -1228,17 +1234,17 @@ def code_files(args):
 
 
 def describe_run(args, task, problems):
-    """What args.json holds: the flags, digests of the code and of the data, and the versions."""
+    """What args.json holds: flags, names of rewards, digests of code and data, and the machine."""
     code = {}  # name of a file -> its digest
     for name, path in code_files(args).items():
         code[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     rows = [problem["columns"] for problem in problems]
-    # Of an image or another object, only the type counts.
+    # JSON has no images or other objects. Of these, only the type counts.
     data = json.dumps(rows, default=lambda value: str(type(value)))
     device = find_device(args)
     return vars(args) | {
         "rewards": [reward.__name__ for reward in task.REWARDS],
-        **code,
+        **code,  # "task.py" is the digest of the file, "task" its path, a flag
         "data": hashlib.sha256(data.encode()).hexdigest(),
         "precision": find_dtype(args),
         "versions": {name: version(name) for name in ("torch", "transformers")},
@@ -1249,8 +1255,8 @@ def describe_run(args, task, problems):
 def check_same_run(args, run_dir, run):
     """Refuse to go on with a run that began with other flags, code, data or precision."""
     saved = json.loads((run_dir / "args.json").read_text())
-    # The task may lie elsewhere, with the same content. The dtype may differ, but not the precision
-    # that it stands for on this machine.
+    # --task may be another path: "task.py", its digest, compares the content. --dtype may be
+    # another word: "precision" compares what it means on this machine.
     may_differ = ["runs_dir", "run_name", "task", "dtype", "versions", "device_name"]
     if args.lr_schedule == "constant_with_warmup" and args.num_steps > saved["num_steps"]:
         may_differ.append("num_steps")  # the learning rate doesn't depend on it
@@ -1325,9 +1331,9 @@ def load_checkpoint(args, run_dir, trained):
 
 
 if __name__ == "__main__":
-    # The defaults depend on --model, so it is looked for before tyro reads the flags.
+    # --model decides the defaults, so it is looked for before tyro reads the flags.
     has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
     defaults = Args() if has_model else BUNDLED
     title = __doc__.split("\n\n")[0]
-    hint = "Without --model, the bundled task's defaults are taken. A model's: --model NAME --help"
+    hint = "Without --model, the defaults are the bundled task's. A model's: --model NAME --help"
     main(tyro.cli(Args, default=defaults, description=f"{title}\n\n{hint}"))

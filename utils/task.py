@@ -1,12 +1,14 @@
 """The default task: what a response earns, and the worked examples before each question.
 
-For another task, write a file like this one and name it with --task.
+For another task, write a file like this one and name it with --task. A reward is a function that
+gets the completions and the columns of the data set as lists, and returns a number for each
+completion (docs/extend.md).
 """
 
 from utils.rewards import accuracy_reward, format_reward
 
-# The reward is the sum of these. The first gives 1.0 to a right answer, 0.0 to a wrong one, or a
-# grade between them: its mean is logged as the accuracy.
+# The reward is the sum of these. The mean of the first one is logged as the accuracy. So it should
+# give 1.0 to a right response, 0.0 to a wrong one, or a grade between them.
 REWARDS = [accuracy_reward, format_reward]
 # Worked examples, each a question and its answer, which --examples puts before each question. A
 # small model imitates an example better than it follows a description. So a task with other rewards
@@ -26,8 +28,8 @@ EXAMPLES = [
         "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
     ),
 ]
-# The same with calls of the calculator, for grpo_tools.py alone. (A task needs this list only if it
-# also serves scripts without a tool.)
+# grpo_tools.py takes these instead of EXAMPLES, because they show its calls. (A task for
+# grpo_tools.py alone can have such examples in EXAMPLES.)
 TOOL_EXAMPLES = [
     (
         EXAMPLES[0][0],
