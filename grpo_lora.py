@@ -914,6 +914,8 @@ def load_task(args):
     # The scores are kept by the names of the functions.
     if len({reward.__name__ for reward in task.REWARDS}) < len(task.REWARDS):
         raise ValueError(f"--task {args.task}: two functions in REWARDS have the same name")
+    if not all(len(example) == 2 for example in task.EXAMPLES):
+        raise ValueError(f"--task {args.task}: an example must be a pair, question and answer")
     return task
 
 
@@ -1309,7 +1311,7 @@ def check_same_run(args, run_dir, run):
     if changed:
         raise ValueError(
             f"{run_dir} began with another {', '.join(changed)}; repeat its command to go on with "
-            "it, or choose another --run-name"
+            "it (its folder has its flags and code), or choose another --run-name"
         )
 
 
@@ -1415,8 +1417,11 @@ def load_checkpoint(args, run_dir, trained):
 
 if __name__ == "__main__":
     # --model decides the defaults, so it is looked for before tyro reads the flags.
-    has_model = any(flag.split("=")[0] == "--model" for flag in sys.argv)
-    defaults = Args() if has_model else BUNDLED
+    if any(flag.split("=")[0] == "--model" for flag in sys.argv):
+        defaults = Args()
+        hint = "These are the defaults with --model."
+    else:
+        defaults = BUNDLED
+        hint = "These are the bundled task's defaults. For those of a model: --model NAME --help"
     title = __doc__.split("\n\n")[0]
-    hint = "Without --model, the defaults are the bundled task's. A model's: --model NAME --help"
     main(tyro.cli(Args, default=defaults, description=f"{title}\n\n{hint}"))

@@ -554,6 +554,11 @@ def notes_on(configs, columns):
         one, two = first_reward(first), first_reward(config)
         if one != two:
             notes.append(f"{config['label']}: the accuracy is that of {two}, in the first {one}.")
+        elif first["settings"].get("task") != config["settings"].get("task"):
+            notes.append(
+                f"{config['label']}: another task than the first one's. Do both have the same {one}? "
+                "Else their accuracies don't compare."
+            )
         if set(evaluated(first, True)) != set(evaluated(config, True)) and several_seeds:
             notes.append(
                 f"{config['label']}: other seeds than the first, so no difference per seed."

@@ -185,6 +185,7 @@ def test_every_script_refuses_two_rewards_of_one_name(script, tmp_path):
         ("EXAMPLES = []", AttributeError, "'task' has no attribute 'REWARDS'"),
         ("REWARDS = []\nEXAMPLES = []", IndexError, "list index out of range"),
         (GOOD_TASK.partition("EXAMPLES")[0], AttributeError, "'task' has no attribute 'EXAMPLES'"),
+        (f"{GOOD_TASK}EXAMPLES = ('1+2=', '3')", ValueError, "my_task: an example must be a pair"),
         ("REWARDS = [my_reward]", NameError, "name 'my_reward' is not defined"),
         ("from utils.rewards import no_reward", ImportError, "cannot import name 'no_reward'"),
         ("1 / 0", ZeroDivisionError, "division by zero"),
@@ -197,7 +198,7 @@ def test_a_wrong_task(tmp_path, text, kind, line):
     if text is not None:
         task = write_task(tmp_path, text, "my_task")
     with pytest.raises(kind, match=line):
-        grpo.main(tiny_args(grpo, tmp_path, task=task, examples=True))
+        grpo.main(tiny_args(grpo, tmp_path, task=task))
     assert not (tmp_path / "runs").exists() or kind is IndexError
 
 
@@ -436,7 +437,8 @@ def test_a_run_refuses_other_flags(finished, tmp_path, has_checkpoint):
     before = contents(tmp_path)
     args = tiny_args(grpo, tmp_path, run_name="a", num_steps=9, track=True, beta=0.0)
     line = f"{run} began with another track, num_steps, beta; repeat its command to go on with it"
-    with pytest.raises(ValueError, match=f"{line}, or choose another --run-name"):
+    line += " (its folder has its flags and code), or choose another --run-name"
+    with pytest.raises(ValueError, match=re.escape(line)):
         grpo.main(args)
     assert contents(tmp_path) == before
 

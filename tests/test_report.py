@@ -174,6 +174,25 @@ def test_another_task_is_another_configuration(tmp_path):
     assert [config["settings"]["task"] for config in configs] == ["mine 1111111", "mine 2222222"]
 
 
+def test_a_note_on_rewards_of_one_name_in_two_tasks(tmp_path):
+    """Both may be called accuracy_reward, and compute something else."""
+    folders = []
+    for name in "ab":
+        given = {
+            "task": f"{name}.py",
+            "task.py": name * 64,
+            "rewards": ["mine"],
+            "data": "d",
+            "eval_size": 2,
+        }
+        evaluations = [{"step": step, "scores": [0.0, 1.0]} for step in (0, 1)]
+        metrics = [metric(0) | {"eval/accuracy": 0.5}, metric(1) | {"eval/accuracy": 0.5}]
+        folders.append(write_run(tmp_path / name, metrics, evaluations=evaluations, **given))
+    assert "another task than the first one's. Do both have the same mine?" in notes_of(
+        read_configs(*folders)
+    )
+
+
 def test_what_is_missing_is_said_and_the_rest_is_read(tmp_path):
     records = [metric(1), metric(2)]
     folder = write_run(tmp_path / "half", records, [group(1, "1+1=", "2", ["2"], [0.2])])
