@@ -204,14 +204,14 @@ def test_a_wrong_task(tmp_path, text, kind, line):
 
 def test_a_task_of_two_files(tmp_path, monkeypatch):
     """It may import a file beside it, but not hide one of ours. Pickle and dataclasses find what it defines."""
-    text = "from __future__ import annotations\nimport dataclasses, pickle, beside, utils.masking\n"
+    text = "from __future__ import annotations\nimport colorsys, dataclasses, pickle, beside, utils.masking\n"
     text += "@dataclasses.dataclass\nclass Case:\n    x: int\nassert pickle.loads(pickle.dumps(Case(1))).x == 1\n"
     text += "def mine(completions, **columns):\n    return [beside.HALF] * len(completions)\n"
     folder = tmp_path / "tasks"
     folder.mkdir()
     task = write_task(folder, f"{text}REWARDS, EXAMPLES = [mine], []\n")
     write_task(folder, "HALF = 0.5\n", "beside.py")
-    write_task(folder, "1 / 0\n", "json.py")
+    write_task(folder, "1 / 0\n", "colorsys.py")
     monkeypatch.chdir(folder)
     args = tiny_args(grpo, tmp_path, task="my_task.py", run_name="a", num_steps=1)
     assert grpo.main(args)["rollout/mine"] == 0.5
@@ -631,13 +631,15 @@ def test_a_checkpoint_runs_no_code(finished, tmp_path, monkeypatch):
 # ---- the command line
 @pytest.mark.parametrize("flags", [[], ["--model", "x"]])
 def test_help_shows_the_values_that_will_be_used(flags, monkeypatch, capsys):
-    """Without --model the bundled run's, with it those for any model."""
+    """Without --model the bundled run's, with it those for any model. It says which."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", *flags, "--help"])
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit):
         runpy.run_path(str(ROOT / "grpo.py"), run_name="__main__")
     text = capsys.readouterr().out
     args = grpo.Args() if flags else grpo.BUNDLED
+    assert ("These are the defaults with --model." in text) == bool(flags)
+    assert ("For those of a model: --model NAME --help" in text) == (not flags)
     for field in ("max_new_tokens", "num_steps", "beta", "temperature"):
         flag = f"--{field.replace('_', '-')}"
         line = next(x for x in text.splitlines() if f" {flag} " in x)
