@@ -209,7 +209,7 @@ def policy_loss(logprobs, old_logprobs, teacher_logprobs, advantages, mask, num_
     """The loss of grpo.py without its KL term, of the n sequences of a micro-batch.
 
     mask (n, R) bool is True for the tokens to train on. logprobs, old_logprobs, teacher_logprobs
-    and advantages (n, R) are 0 elsewhere. num_seqs is the number of sequences in the whole
+    and advantages (n, R) don't count elsewhere. num_seqs is the number of sequences in the whole
     minibatch, so that the losses of its micro-batches add up to its loss. teacher_logprobs serve
     the metrics alone. Returns the scalar loss, and the sum of each metric over these tokens.
     """
