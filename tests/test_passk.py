@@ -263,5 +263,7 @@ def test_the_lesson_states_what_is_recorded():
     for record in records:
         assert record["samples"] == passk.SAMPLES and len(record["right"]) == passk.PROBLEMS
         assert record.get("command") == passk.TRAINED.get(record["arm"])
-        # The same problems and the same way of sampling, whatever the model.
-        assert record["settings"] == records[0]["settings"]
+        # The same problems and the same way of sampling, whatever the model. The records are of several dates:
+        # a flag that has come or gone since isn't in all of them, and is off in the others.
+        off = {"eval_dataset": None, "system_prompt": "", "examples": False, "instructions": ""}
+        assert off | record["settings"] == off | records[0]["settings"]
