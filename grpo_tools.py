@@ -1069,7 +1069,6 @@ def load_task(args):
     task = module_from_spec(spec_from_loader("task", loader))
     sys.modules["task"] = task  # dataclasses and pickle look for it there
     loader.exec_module(task)
-    # The scores are kept by the names of the functions.
     # TOOL is a function from text to text. Its call stands between CALL_START and CALL_END. The
     # rewards read its answers as a part of the response. So a tool whose answers may contain
     # <answer> tags needs a reward that leaves them out.
@@ -1080,6 +1079,7 @@ def load_task(args):
     # A task's second list of examples has calls of the tool.
     if hasattr(task, "TOOL_EXAMPLES"):
         task.EXAMPLES = task.TOOL_EXAMPLES
+    # The scores are kept by the names of the functions.
     if len({reward.__name__ for reward in task.REWARDS}) < len(task.REWARDS):
         raise ValueError(f"--task {args.task}: two functions in REWARDS have the same name")
     if not all(len(example) == 2 for example in task.EXAMPLES):

@@ -35,6 +35,7 @@ from test_runs import FORK, ended
 from tokenizers.processors import TemplateProcessing
 
 import grpo
+import grpo_tools
 from utils.rewards import answer_block, format_reward, parse_number
 
 ADDER = ROOT / "assets" / "addition" / "adder"
@@ -383,6 +384,7 @@ def test_the_examples_earn_every_reward(script):
         plain = answer.replace("<calc>", "").replace("</calc>", "").replace(" ", "")
         sums = re.findall(r"([0-9]+)([-+*])([0-9]+)=([0-9]+)", plain)
         assert sums and float(sums[-1][3]) == parse_number(answer_block(answer))
+        assert answer.count("</calc>=") == (len(sums) if script is grpo_tools else 0)  # all of them
         for left, operator, right, result in sums:
             value = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}[operator]
             assert value(int(left), int(right)) == int(result)
