@@ -93,9 +93,8 @@ def main():
     for step in range(1, NUM_STEPS + 1):
         questions = [train[i] for i in torch.randint(len(train), (B,))]  # B
         rows = [question for question in questions for _ in range(G)]  # N, in groups of G
-        rewards, texts, ids, attention_mask, response_mask = rollout(
-            model, tokenizer, rows, **sampling
-        )
+        sampled = rollout(model, tokenizer, rows, **sampling)
+        rewards, texts, ids, attention_mask, response_mask = sampled
         advantages = compute_advantages(rewards.view(B, G)).view(-1, 1)  # (N, 1)
         with torch.no_grad():
             old_logprobs = compute_logprobs(model, ids, attention_mask, response_mask)  # (N, R)
