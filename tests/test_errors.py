@@ -212,6 +212,7 @@ def test_a_task_of_two_files(tmp_path, monkeypatch):
     task = write_task(folder, f"{text}REWARDS, EXAMPLES = [mine], []\n")
     write_task(folder, "HALF = 0.5\n", "beside.py")
     write_task(folder, "1 / 0\n", "colorsys.py")
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # so that it's looked for
     monkeypatch.chdir(folder)
     args = tiny_args(grpo, tmp_path, task="my_task.py", run_name="a", num_steps=1)
     assert grpo.main(args)["rollout/mine"] == 0.5
@@ -629,7 +630,7 @@ def test_a_checkpoint_runs_no_code(finished, tmp_path, monkeypatch):
 
 
 # ---- the command line
-@pytest.mark.parametrize("flags", [[], ["--model", "x"]])
+@pytest.mark.parametrize("flags", [[], ["--model", "x"], ["--model=x"]])
 def test_help_shows_the_values_that_will_be_used(flags, monkeypatch, capsys):
     """Without --model the bundled run's, with it those for any model. It says which."""
     monkeypatch.setattr(sys, "argv", ["grpo.py", *flags, "--help"])
