@@ -1,4 +1,4 @@
-"""GRPO in a hundred lines. Run it with python first.py: it takes a minute on two CPU cores.
+"""GRPO in a hundred lines. Run it with python first.py: it takes half a minute on two cores.
 
 A small model that adds two numbers learns to carry from rewards alone. For each of B questions q,
 the policy samples a group of G responses o_1 .. o_G, with rewards r_1 .. r_G. In all there are N =

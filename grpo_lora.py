@@ -97,7 +97,8 @@ SCRIPT = Path(__file__).resolve()
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
+    # These are the defaults of a command with --model, and of Args() in code. A command without
+    # --model takes those of BUNDLED, below.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches, LoRA's A"""
@@ -116,7 +117,7 @@ class Args:
     track: bool = False
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
-    # This default is only for code that calls Args(): a command without --model takes BUNDLED.
+    # Only code that calls Args() gets this default.
     model: str = "SmolLM2-1.7B-Instruct"
     """folder or hub id; HuggingFaceTB/ is put before a name without a slash that is no folder"""
     task: str = str(SCRIPT.parent / "utils" / "task.py")
@@ -132,7 +133,7 @@ class Args:
     examples: bool = True
     """begin each prompt with the task's worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
-    """text before each question, in the same message"""
+    """text before the question to answer, in the same message; EXAMPLES don't get it"""
     max_prompt_tokens: int = 512
     """longer prompts are skipped, counted and reported"""
     # ---- sampling
@@ -400,13 +401,14 @@ def main(args: Args) -> dict:
         advantages = compute_advantages(rewards).view(-1, 1)  # (N, 1)
 
         # ---- 3. old and reference log-probabilities
-        # Gradient checkpointing needs training mode. load_config has set all dropout to 0.
+        # generate has set the other mode, and gradient checkpointing needs this one. Both compute
+        # the same, because load_config has set all dropout to 0.
         model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
         first_pass = step_minibatches[: args.num_minibatches]  # each sequence once
         # pi_old is the policy as it is now. (The sampler rounds differently, so its numbers don't
-        # serve.) The first update (part 4) computes the rows of its minibatch anyway, and writes
-        # them here. Until then they are NaN: with one minibatch, all rows.
+        # serve.) The rows of the first minibatch stay NaN until the first update (part 4), which
+        # computes them anyway. With one minibatch these are all rows.
         old_logprobs = rollout_logprobs(args, model, rollout, first_pass[1:])  # (N, R)
         ref_logprobs = torch.zeros_like(old_logprobs)  # (N, R), 0 without a reference
         if ref_model is not None:
@@ -458,7 +460,7 @@ def main(args: Args) -> dict:
         state["step"] = step
         state["episodes"] += N
         state["tokens"] += num_tokens
-        first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
+        first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32: 1 if right, or a grade
         gap = (old_logprobs - rollout.sampled_logprobs).abs()[response_mask]  # (num_tokens,)
         metrics = {
             "rollout/reward_mean": rewards.mean(),
@@ -502,9 +504,9 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        # The check comes after the log, which then has the gap. In step 1 it finds a model that is
-        # computed wrongly. Later, rounding alone may widen the gap. So then only NaN (an overflow)
-        # ends the run.
+        # The check comes after the logs, so that a run that ends here has its samples. In step 1 it
+        # finds a model that is computed wrongly. Later, rounding alone may widen the gap. So then
+        # only NaN (an overflow) ends the run.
         if step == 1 or gap.isnan().any():
             check_gap(args, gap.mean())
 
@@ -858,7 +860,7 @@ def evaluate(args, task, model, tokenizer, problems, eos_ids):
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
     scores = apply_rewards(task, completions, problems, model.device)  # name -> (N,) float32
-    first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
+    first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32: 1 if right, or a grade
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -939,7 +941,7 @@ def load_splits(args):
 
 
 def load_data(args, task, tokenizer):
-    """The train and the test split, each a list of problems.
+    """The problems to train on, and the first --eval-size held-out ones: two lists.
 
     A problem is a dict of prompt (a text), prompt_ids (its tokens, a list) and columns: the row of
     the data set, for the rewards, with the gold answer as a text in the column "answer".
@@ -1015,7 +1017,10 @@ def read_chat(args, question):
 
 
 def render(args, task, tokenizer, chat):
-    """The text that the policy continues: EXAMPLES, then the chat, with the instructions in it."""
+    """The text that the policy continues: a system message if any, EXAMPLES, then the chat's rest.
+
+    --instructions are in the last message, before the question.
+    """
     *earlier, last = chat
     if args.instructions:  # in the user's message, because some templates refuse a system message
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}

@@ -103,7 +103,8 @@ SCRIPT = Path(__file__).resolve()
 
 @dataclass
 class Args:
-    # These are the defaults with --model. Without it, those of BUNDLED, below, are taken.
+    # These are the defaults of a command with --model, and of Args() in code. A command without
+    # --model takes those of BUNDLED, below.
     # ---- run
     seed: int = 1
     """seed of everything random: the order of the data, the samples, the minibatches"""
@@ -122,7 +123,7 @@ class Args:
     track: bool = False
     """also log to Weights & Biases, to the project that WANDB_PROJECT names"""
     # ---- model and data
-    # This default is only for code that calls Args(): a command without --model takes BUNDLED.
+    # Only code that calls Args() gets this default.
     model: str = "SmolLM2-1.7B-Instruct"
     """folder or hub id; HuggingFaceTB/ is put before a name without a slash that is no folder"""
     task: str = str(SCRIPT.parent / "utils" / "task.py")
@@ -138,7 +139,7 @@ class Args:
     examples: bool = True
     """begin each prompt with the task's worked EXAMPLES, as earlier turns of the chat"""
     instructions: str = ""
-    """text before each question, in the same message"""
+    """text before the question to answer, in the same message; EXAMPLES don't get it"""
     max_prompt_tokens: int = 512
     """longer prompts are skipped, counted and reported"""
     # ---- sampling
@@ -460,12 +461,13 @@ def main(args: Args) -> dict:
         # ---- 2. reward
         scores = apply_rewards(task, completions, batch, model.device)  # name -> (N,) float32
         reward_end = time.perf_counter()
-        first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
+        first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32: 1 if right, or a grade
         is_right = first_scores == 1  # (N,) bool, for L_NLL
         response_rewards = sum(scores.values())  # (N,) float32
 
         # ---- 3. old log-probabilities and old values; advantage
-        # Gradient checkpointing needs training mode. load_config has set all dropout to 0.
+        # generate has set the other mode, and gradient checkpointing needs this one. Both compute
+        # the same, because load_config has set all dropout to 0.
         model.train()
         value_model.train()
         step_minibatches = list(minibatches(args, N))  # sequence indices, a tensor for each update
@@ -613,9 +615,9 @@ def main(args: Args) -> dict:
             }
             print(json.dumps(record), file=samples_file)
         show_progress(args, progress, metrics, record)  # the record of the last prompt
-        # The check comes after the log, which then has the gap. In step 1 it finds a model that is
-        # computed wrongly. Later, rounding alone may widen the gap. So then only NaN (an overflow)
-        # ends the run.
+        # The check comes after the logs, so that a run that ends here has its samples. In step 1 it
+        # finds a model that is computed wrongly. Later, rounding alone may widen the gap. So then
+        # only NaN (an overflow) ends the run.
         if step == 1 or gap.isnan().any():
             check_gap(args, gap.mean())
 
@@ -989,7 +991,7 @@ def evaluate(args, task, model, tokenizer, problems, eos_ids):
     completions = response_texts(tokenizer, rollout, eos_ids)
     ended = eos_mask(rollout, eos_ids).any(1)  # (N,) bool
     scores = apply_rewards(task, completions, problems, model.device)  # name -> (N,) float32
-    first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32, 1 if right
+    first_scores = scores[task.REWARDS[0].__name__]  # (N,) float32: 1 if right, or a grade
     means = {name: score.mean().item() for name, score in scores.items()}
     metrics = {
         "eval/reward_mean": sum(means.values()),
@@ -1070,7 +1072,7 @@ def load_splits(args):
 
 
 def load_data(args, task, tokenizer):
-    """The train and the test split, each a list of problems.
+    """The problems to train on, and the first --eval-size held-out ones: two lists.
 
     A problem is a dict of prompt (a text), prompt_ids (its tokens, a list) and columns: the row of
     the data set, for the rewards, with the gold answer as a text in the column "answer".
@@ -1146,7 +1148,10 @@ def read_chat(args, question):
 
 
 def render(args, task, tokenizer, chat):
-    """The text that the policy continues: EXAMPLES, then the chat, with the instructions in it."""
+    """The text that the policy continues: a system message if any, EXAMPLES, then the chat's rest.
+
+    --instructions are in the last message, before the question.
+    """
     *earlier, last = chat
     if args.instructions:  # in the user's message, because some templates refuse a system message
         last = last | {"content": f"{args.instructions}\n\n{last['content']}"}
@@ -1352,8 +1357,8 @@ def inference_copy(model):
         return output
 
     copied.base_model.get_decoder().register_forward_hook(float_states)
-    # In many models the embedding, which is rounded below, has the head's weight. So the head
-    # gets a copy.
+    # In many models the head shares its weight with the embedding, which is rounded below. So the
+    # head gets a copy.
     head = copied.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone(), requires_grad=False)
     for parameter in copied.base_model.parameters():  # buffers (rotary frequencies) stay float32

@@ -1,8 +1,8 @@
 """The default task: what a response earns, and the worked examples before each question.
 
-For another task, write a file like this one and name it with --task. A reward is a function that
-gets the completions and the columns of the data set as lists, and returns a number for each
-completion (docs/extend.md).
+For another task, write a file like this one and name it with --task. A reward is a function
+my_reward(completions, answer, **columns), which returns a number for each completion. It gets the
+completions and each column of the data set as a list (docs/extend.md).
 """
 
 from utils.rewards import accuracy_reward, format_reward
@@ -10,9 +10,10 @@ from utils.rewards import accuracy_reward, format_reward
 # The reward is the sum of these. The mean of the first one is logged as the accuracy. So it should
 # give 1.0 to a right response, 0.0 to a wrong one, or a grade between them.
 REWARDS = [accuracy_reward, format_reward]
-# Worked examples, each a question and its answer, which --examples puts before each question. A
-# small model imitates an example better than it follows a description. So a task with other rewards
-# needs other examples, too.
+
+# Worked examples, each a question and its answer, which --examples puts before each question. They
+# show the form of a response that REWARDS ask for. (A small model imitates an example better than
+# it follows a description.) So other rewards may need other examples.
 EXAMPLES = [
     (
         "Tom has 12 apples. He buys 5 more, and then he eats 2. How many apples does he have now?",
@@ -28,8 +29,9 @@ EXAMPLES = [
         "<think>She has 15 - 7 = 8 stickers left.</think>\n<answer>8</answer>",
     ),
 ]
-# grpo_tools.py takes these instead of EXAMPLES, because they show its calls. (A task for
-# grpo_tools.py alone can have such examples in EXAMPLES.)
+
+# For grpo_tools.py, which takes these instead of EXAMPLES: the same with calls of its calculator. A
+# task without a tool doesn't need them.
 TOOL_EXAMPLES = [
     (
         EXAMPLES[0][0],

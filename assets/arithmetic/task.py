@@ -1,4 +1,4 @@
-"""The task of docs/real-model.md: the last number of a response must be right, with or without tags."""
+"""The task of docs/real-model.md: the last number of a response counts, with or without tags."""
 
 from utils.rewards import lenient_accuracy_reward
 
