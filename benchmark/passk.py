@@ -100,7 +100,8 @@ def code_of_run(folder: Path, args: SimpleNamespace) -> tuple[ModuleType, Module
         fail(f"{folder}: {len(paths)} files of Python, and not one copy of a script")
     # Python has loaded grpo.py's utils. They are set aside, so that the copy loads its own.
     loaded, search = take_utils(), list(sys.path)
-    sys.path[:] = [str(folder), *search, str(Path(args.task).absolute().parent)]
+    names, beside = set(sys.modules), Path(args.task).absolute().parent
+    sys.path[:] = [str(folder), *search, str(beside)]
     try:
         spec = importlib.util.spec_from_file_location(f"{paths[0].stem}_of_run", paths[0])
         script = importlib.util.module_from_spec(spec)
@@ -109,7 +110,11 @@ def code_of_run(folder: Path, args: SimpleNamespace) -> tuple[ModuleType, Module
         task = script.load_task(SimpleNamespace(task=str(folder / "task.py")))
     finally:
         sys.path[:] = search
-        take_utils()  # the copy's
+        # What the copy and its task have loaded is forgotten, so that the next run loads its own.
+        take_utils()
+        for name in sys.modules.keys() - names:
+            if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == beside:
+                del sys.modules[name]
         sys.modules |= loaded
     return script, task
 

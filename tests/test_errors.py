@@ -204,13 +204,13 @@ def test_a_wrong_task(tmp_path, text, kind, line):
 
 def test_a_task_of_two_files(tmp_path, monkeypatch):
     """It may import a file beside it, but not hide one of ours. Pickle and dataclasses find what it defines."""
-    text = "from __future__ import annotations\nimport colorsys, dataclasses, pickle, beside, utils.masking\n"
+    text = "from __future__ import annotations\nimport colorsys, dataclasses, pickle, my_half, utils.masking\n"
     text += "@dataclasses.dataclass\nclass Case:\n    x: int\nassert pickle.loads(pickle.dumps(Case(1))).x == 1\n"
-    text += "def mine(completions, **columns):\n    return [beside.HALF] * len(completions)\n"
+    text += "def mine(completions, **columns):\n    return [my_half.HALF] * len(completions)\n"
     folder = tmp_path / "tasks"
     folder.mkdir()
     task = write_task(folder, f"{text}REWARDS, EXAMPLES = [mine], []\n")
-    write_task(folder, "HALF = 0.5\n", "beside.py")
+    write_task(folder, "HALF = 0.5\n", "my_half.py")
     write_task(folder, "1 / 0\n", "colorsys.py")
     monkeypatch.delitem(sys.modules, "colorsys", raising=False)  # so that it's looked for
     monkeypatch.chdir(folder)

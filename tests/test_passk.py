@@ -174,6 +174,12 @@ def test_a_run_is_judged_by_its_own_copy(small_run, tmp_path):
     assert task.EXAMPLES[0][0].startswith("Ann has 12 apples")
     assert sys.modules["utils.rewards"].accuracy_reward is grpo.accuracy_reward
     assert not {str(small_run), str(tmp_path)} & {*sys.path} and "utils.own" not in sys.modules
+    # Another run's task may have a file of the same name beside it.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "beside.py").write_text("def lenient_accuracy_reward(**columns): ...\n")
+    args.task = str(tmp_path / "other" / "my_task.py")
+    _, task = passk.code_of_run(small_run, args)
+    assert task.REWARDS[0](completions=[], answer=[]) is None
 
 
 @pytest.mark.parametrize(
