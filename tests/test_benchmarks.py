@@ -1,4 +1,4 @@
-"""benchmark/shared.py: what it records, and lessons.py, when a reader makes a lesson again.
+"""benchmark/shared.py: what it records; lessons.py, when a reader makes a lesson again; and a run of real_model.py.
 
 plan.py, passk.py and variants.py have files of their own, and test_cuda.py runs gpu.py. test_docs.py compares the
 pages with the records.
@@ -11,6 +11,7 @@ import sys
 
 import lessons
 import pytest
+import real_model
 import shared
 from conftest import ROOT, SMALL_MODEL, SMALL_TASK
 
@@ -97,3 +98,17 @@ def test_a_script_of_ones_own_is_not_replaced(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="may be your own"), shared.in_place(["cispo"]):
         pass
     assert (tmp_path / "cispo.py").read_text() == "my work"
+
+
+def test_an_arm_of_the_real_model_has_its_task(tmp_path, monkeypatch):
+    """A run of grpo.py, with the patch for a CPU, whose only reward is the arm's own."""
+    flags = f"--dataset {SMALL_TASK} --no-examples --max-prompt-tokens 32 --max-new-tokens 8 --eval-size 4"
+    flags += " --num-prompts 2 --num-generations 2 --num-steps 2 --warmup-updates 0 --device cpu"
+    monkeypatch.setitem(real_model.RUNS, "anywhere", ("grpo", flags, real_model.ANYWHERE))
+    monkeypatch.setattr(real_model, "RUNS_DIR", tmp_path)
+    record = real_model.run("anywhere", 3, SMALL_MODEL, "")
+    assert (
+        record["args"]["rewards"] == ["anywhere_reward"]
+        and record["seed"] == record["args"]["seed"] == 3
+    )
+    assert record["eval"].keys() == {0, 2} and len(record["curves"]["last_number"]) == 2
